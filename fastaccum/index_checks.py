@@ -1,0 +1,71 @@
+"""Class labels and embedding ids, checked inside the program and read late: XLA clamps them silently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+
+import tensorflow as tf
+
+
+class IndexChecks(tf.Module):
+    """The smallest and largest index that each of several lookups has seen.
+
+    A step that meets an index out of range is not applied, nor is any after it, until `require` has raised:
+    so reading late loses nothing.
+
+    Args:
+        lookups: (description, size) pairs; indices in [0, size) are in range.
+
+    >>> checks = IndexChecks([("labels", 10)])
+    >>> checks.observe(0, tf.constant([3, 12]))
+    >>> bool(checks.in_range())
+    False
+    >>> checks.require(checks.seen)
+    Traceback (most recent call last):
+    ValueError: labels: values from 0 to 12 were seen, but only 0 to 9 exist. Nothing was updated with them. \
+Correct the data, or make room for 13 classes or rows.
+    """
+
+    def __init__(self, lookups: Sequence[tuple[str, int]]):
+        super().__init__()
+        self.lookups = list(lookups)
+        self.seen = tf.Variable(
+            tf.zeros([len(self.lookups), 2], tf.int64), trainable=False, name="indices_seen"
+        )
+        self._paused = False
+
+    def observe(self, lookup: int, indices: tf.Tensor) -> None:
+        """Widens the range seen by a lookup; called where the indices are used, in the loop."""
+        if self._paused:
+            return
+        indices = tf.cast(indices, tf.int64)
+        low = tf.minimum(self.seen[lookup, 0], tf.reduce_min(indices))
+        high = tf.maximum(self.seen[lookup, 1], tf.reduce_max(indices))
+        row = tf.one_hot(lookup, len(self.lookups), on_value=True, off_value=False, dtype=tf.bool)
+        self.seen.assign(tf.where(row[:, tf.newaxis], tf.stack([low, high]), self.seen))
+
+    @contextmanager
+    def paused(self):
+        """Within the scope nothing is observed: for a second pass over the same data."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def in_range(self) -> tf.Tensor:
+        """Whether every index seen so far exists: bool scalar."""
+        sizes = tf.constant([size for _, size in self.lookups], tf.int64)
+        return tf.reduce_all((self.seen[:, 0] >= 0) & (self.seen[:, 1] < sizes))
+
+    def require(self, seen: tf.Tensor) -> None:
+        """Raises ValueError if `seen`, a value that `self.seen` had, holds an index out of range."""
+        for (what, size), (low, high) in zip(self.lookups, seen.numpy().tolist(), strict=True):
+            if low < 0 or high >= size:
+                self.seen.assign(tf.zeros_like(self.seen))
+                room = f", or make room for {high + 1} classes or rows" if high >= size else ""
+                raise ValueError(
+                    f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing was "
+                    f"updated with them. Correct the data{room}."
+                )

@@ -1,0 +1,195 @@
+"""Loss scaling: keeps float16 gradients in range. Three rules with the same methods, and no `if enabled`."""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+
+class LossScale(tf.Module):
+    """The base of the three rules; `scale` multiplies the loss, `update` moves it once per train step."""
+
+    def scale(self) -> tf.Tensor:
+        """The scale that the next step's loss is multiplied by: float32 scalar."""
+        raise NotImplementedError
+
+    def update(self, grads_finite: tf.Tensor) -> None:
+        """Moves the scale after a train step whose final gradient was finite or not (bool scalar)."""
+        raise NotImplementedError
+
+    def get_config(self) -> dict[str, float | int]:
+        """The constructor's arguments, as plain numbers."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class NoLossScale(LossScale):
+    """Scale 1, always: for float32 and bfloat16.
+
+    >>> float(NoLossScale().scale())
+    1.0
+    """
+
+    def scale(self) -> tf.Tensor:
+        return tf.constant(1.0)
+
+    def update(self, grads_finite: tf.Tensor) -> None:
+        pass
+
+    def get_config(self) -> dict[str, float | int]:
+        return {}
+
+
+class StaticLossScale(LossScale):
+    """The same scale in every step.
+
+    Args:
+        loss_scale: a positive, finite number; a power of two loses no bits.
+
+    >>> float(StaticLossScale(1024.0).scale())
+    1024.0
+    """
+
+    def __init__(self, loss_scale: float):
+        super().__init__()
+        self.loss_scale = _positive("loss_scale", loss_scale)
+
+    def scale(self) -> tf.Tensor:
+        return tf.constant(self.loss_scale)
+
+    def update(self, grads_finite: tf.Tensor) -> None:
+        pass
+
+    def get_config(self) -> dict[str, float | int]:
+        return {"loss_scale": self.loss_scale}
+
+
+class DynamicLossScale(LossScale):
+    """Backs off when a gradient overflows, and grows again after a run of finite steps.
+
+    The algorithm of PyTorch's `GradScaler`, with a floor and a cap:
+
+        scale, good_steps = init_scale, 0
+        for each train step:
+            if gradients are finite:
+                good_steps += 1
+                if good_steps == growth_interval:
+                    scale, good_steps = min(scale * growth_factor, max_scale), 0
+            else:
+                scale, good_steps = max(scale * backoff_factor, min_scale), 0
+
+    The state is two variables, `current_scale` (float32) and `good_steps` (int64), which
+    `tf.train.Checkpoint` saves. A train step with nothing valid in it leaves both as they are.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: finite steps in a row before the scale grows, at least 1.
+        min_scale: the floor, so that the scale never reaches 0.
+        max_scale: the cap, so that it never reaches inf.
+
+    Raises:
+        ValueError: an argument out of its range, or `min_scale <= init_scale <= max_scale` broken.
+
+    >>> loss_scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
+    >>> for finite in (True, True, False):
+    ...     loss_scale.update(tf.constant(finite))
+    ...     print(float(loss_scale.scale()))
+    8.0
+    16.0
+    8.0
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**15,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+    ):
+        super().__init__()
+        self.init_scale = _positive("init_scale", init_scale)
+        self.growth_factor = _positive("growth_factor", growth_factor)
+        self.backoff_factor = _positive("backoff_factor", backoff_factor)
+        self.min_scale = _positive("min_scale", min_scale)
+        self.max_scale = _positive("max_scale", max_scale)
+        self.growth_interval = growth_interval
+        if self.growth_factor <= 1:
+            raise ValueError(f"growth_factor={growth_factor} must be above 1, or the scale never grows.")
+        if self.backoff_factor >= 1:
+            raise ValueError(f"backoff_factor={backoff_factor} must be below 1, or overflows never end.")
+        if (
+            isinstance(growth_interval, bool)
+            or growth_interval != int(growth_interval)
+            or growth_interval < 1
+        ):
+            raise ValueError(f"growth_interval={growth_interval} must be a whole number of at least 1.")
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale={init_scale} must lie between min_scale={min_scale} and max_scale={max_scale}."
+            )
+        self.current_scale = tf.Variable(
+            self.init_scale, trainable=False, dtype=tf.float32, name="loss_scale"
+        )
+        # An int32 variable would live on the host and break XLA on a GPU.
+        self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
+
+    def scale(self) -> tf.Tensor:
+        return self.current_scale.read_value()
+
+    def update(self, grads_finite: tf.Tensor) -> None:
+        good_steps = self.good_steps + 1
+        grow = good_steps >= self.growth_interval
+        grown = tf.minimum(self.current_scale * self.growth_factor, self.max_scale)
+        backed_off = tf.maximum(self.current_scale * self.backoff_factor, self.min_scale)
+        kept_or_grown = tf.where(grow, grown, self.current_scale)
+        self.current_scale.assign(tf.where(grads_finite, kept_or_grown, backed_off))
+        self.good_steps.assign(tf.where(grads_finite & ~grow, good_steps, 0))
+
+    def get_config(self) -> dict[str, float | int]:
+        return {
+            "init_scale": self.init_scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "min_scale": self.min_scale,
+            "max_scale": self.max_scale,
+        }
+
+
+def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:
+    """The rule that `loss_scale` names: an instance, "auto", None for no scaling, or a number for a static scale.
+
+    "auto" is `DynamicLossScale()` under float16 compute and `NoLossScale()` otherwise.
+
+    >>> get("auto", "float16"), get("auto", "bfloat16"), get(128, "float32")
+    (DynamicLossScale(init_scale=32768.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, \
+min_scale=1.0, max_scale=16777216.0), NoLossScale(), StaticLossScale(loss_scale=128.0))
+    """
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if loss_scale == "auto":
+        return DynamicLossScale() if compute_dtype == "float16" else NoLossScale()
+    if loss_scale is None:
+        return NoLossScale()
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+        return StaticLossScale(loss_scale)
+    raise TypeError(
+        f"loss_scale={loss_scale!r} must be 'auto', a number, or one of NoLossScale(), StaticLossScale(...), "
+        "DynamicLossScale(...)."
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} must be a number.")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value} must be positive and finite.")
+    return float(value)

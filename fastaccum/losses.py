@@ -1,0 +1,278 @@
+"""Any Keras loss as a loss sum and a weight sum, so that micro-batches add up to the full batch exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import get_loss
+
+from fastaccum import models
+
+
+class Term(NamedTuple):
+    """One output's loss over one micro-batch.
+
+    Attributes:
+        loss_sum: float32 scalar, the sum of weight x loss over valid elements.
+        weight_sum: float32 scalar; over the full batch, what the loss's reduction divides by.
+    """
+
+    loss_sum: tf.Tensor
+    weight_sum: tf.Tensor
+
+
+class Output(NamedTuple):
+    """A model output with its loss. `classes` is set where labels are class indices."""
+
+    name: str
+    loss: Any
+    weight: float
+    classes: int | None
+
+
+class Losses:
+    """The losses of a model's outputs.
+
+    The objective over a full batch is Keras's, `sum_o weight_o * loss_sum_o / weight_sum_o`.
+
+    Args:
+        loss: a Keras loss or name, a function `fn(y_true, y_pred)` of per-example or per-token losses, or a
+            list or dict of these by output (None for an output without a loss).
+        loss_weights: a number, list or dict alike.
+
+    Raises:
+        ValueError: no loss, an unknown name, a loss that does not fit the outputs, or a reduction of None.
+    """
+
+    def __init__(self, loss: Any, loss_weights: Any = None):
+        if loss is None or (isinstance(loss, (list, tuple, dict)) and not any(_values(loss))):
+            raise ValueError(
+                "loss=None: there is nothing to minimise. Pass a Keras loss, its name, or a function "
+                "fn(y_true, y_pred) that returns one loss per example."
+            )
+        for each in _values(loss):
+            if isinstance(each, str):
+                _known(each)
+            elif each is not None and not callable(each):
+                raise TypeError(f"loss={each!r} must be a Keras loss, its name, or fn(y_true, y_pred).")
+        self._loss, self._loss_weights = loss, loss_weights
+        self.outputs: list[Output] = []
+
+    def build(self, y_true: Any, y_pred: Any, output_names: list[str]) -> None:
+        """Matches losses with outputs, from specs of one batch of targets and predictions."""
+        predictions = by_output(y_pred, output_names, y_pred, "y_pred")
+        targets = by_output(y_true, output_names, y_pred, "y")
+        losses = by_output(self._loss, output_names, y_pred, "loss", repeat=True)
+        weights = by_output(self._loss_weights, output_names, y_pred, "loss_weights", repeat=True)
+        self.outputs = []
+        for name, prediction in predictions.items():
+            if losses.get(name) is None:
+                continue
+            if targets.get(name) is None:
+                raise ValueError(f"Output {name!r} has a loss but no target: y holds {list(targets)}.")
+            target = targets[name]
+            loss = losses[name] if _is_loss(losses[name]) else get_loss(losses[name], target, prediction)
+            if _reduction(loss) is None:
+                raise ValueError(
+                    f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
+                    "reduction='sum_over_batch_size' (the mean) or 'sum'."
+                )
+            weight = weights.get(name)
+            classes = _classes(loss, prediction)
+            self.outputs.append(Output(name, loss, 1.0 if weight is None else float(weight), classes))
+
+    def __call__(
+        self,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any,
+        valid: tf.Tensor | None,
+        output_names: list[str],
+        observe_labels: Callable[[int, tf.Tensor], None] | None = None,
+    ) -> list[Term]:
+        """One term per output that has a loss; `observe_labels(i, labels)` sees class indices."""
+        predictions = by_output(y_pred, output_names, y_pred, "y_pred")
+        targets = by_output(y_true, output_names, y_pred, "y")
+        weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
+        terms = []
+        indexed = [o.name for o in self.outputs if o.classes is not None]
+        for output in self.outputs:
+            target, prediction = targets[output.name], predictions[output.name]
+            if observe_labels is not None and output.name in indexed:
+                observe_labels(indexed.index(output.name), _without_ignored(output.loss, target))
+            terms.append(term(output.loss, target, prediction, weights.get(output.name), valid))
+        return terms
+
+    def divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
+        """What a single output's loss sum is divided by; 0 where nothing was valid."""
+        if len(self.outputs) == 1 and _reduction(self.outputs[0].loss) == "sum":
+            return tf.cast(weight_sum > 0.0, weight_sum.dtype)
+        return weight_sum
+
+
+def term(
+    loss: Any,
+    y_true: tf.Tensor,
+    y_pred: tf.Tensor,
+    sample_weight: tf.Tensor | None = None,
+    valid: tf.Tensor | None = None,
+) -> Term:
+    """The sums behind `loss(y_true, y_pred, sample_weight)` over the rows that are `valid`.
+
+    With `l = loss.call(y_true, y_pred)`, `v` the valid elements (rows that do not merely pad, and where a Keras
+    mask is true) and `w` the sample weights:
+
+        loss_sum = sum(v * w * l)
+        weight_sum = sum(v)            # "sum_over_batch_size", "mean", "sum"; a weight of 0 counts, as in Keras
+        weight_sum = sum(v * w)        # "mean_with_sample_weight"
+
+    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing: see `Losses.divisor`).
+
+    Args:
+        loss: a Keras loss with a reduction.
+        y_true: [batch, ...].
+        y_pred: [batch, ...].
+        sample_weight: [batch], or any shape that matches the losses.
+        valid: bool [batch].
+
+    Raises:
+        ValueError: the loss returns a mean instead of one value per example, or a shape does not fit.
+
+    >>> term(keras.losses.MeanSquaredError(), tf.zeros([3, 2]), tf.ones([3, 2]), valid=tf.constant([True, True, False]))
+    Term(loss_sum=<tf.Tensor: shape=(), dtype=float32, numpy=2.0>, weight_sum=<tf.Tensor: shape=(), \
+dtype=float32, numpy=2.0>)
+    """
+    dtype = getattr(loss, "dtype", None) or "float32"
+    in_mask = models.mask_of(y_pred)
+    values = loss.call(tf.cast(y_true, dtype), tf.cast(y_pred, dtype))
+    out_mask = models.mask_of(values)
+    values = tf.cast(values, tf.float32)
+    _require_per_example(loss, values, y_pred)
+    elements = tf.ones([values.shape[0]] + [1] * (values.shape.rank - 1), tf.bool)
+    if valid is not None:
+        elements = tf.reshape(valid, elements.shape)
+    for mask in (in_mask, out_mask):
+        if mask is not None:
+            elements = elements & _aligned("mask", tf.cast(mask, tf.bool), values)
+    weights = None
+    if sample_weight is not None:
+        weights = _aligned("sample_weight", tf.cast(sample_weight, tf.float32), values)
+        if sample_weight.shape.rank < values.shape.rank:
+            weights = tf.broadcast_to(weights, values.shape)
+    loss_sum = tf.reduce_sum(tf.where(elements, values if weights is None else values * weights, 0.0))
+    if weights is not None and _reduction(loss) == "mean_with_sample_weight":
+        weight_sum = tf.reduce_sum(tf.where(elements, weights, 0.0))
+    else:
+        weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, values.shape), tf.float32))
+    return Term(loss_sum, weight_sum)
+
+
+def by_output(
+    value: Any, output_names: list[str], y_pred: Any, what: str, repeat: bool = False
+) -> dict[str, Any]:
+    """`value` (one for all, a list or a dict) as a dict by output name.
+
+    Args:
+        value: what the user passed for the outputs.
+        output_names: the model's names, used where `y_pred` is no dict.
+        y_pred: the model's output or its spec: what decides how many outputs there are.
+        what: the argument's name, for errors.
+        repeat: whether one value stands for every output.
+    """
+    if isinstance(y_pred, dict):
+        names = list(y_pred)
+    else:
+        count = len(y_pred) if isinstance(y_pred, (list, tuple)) else 1
+        names = output_names if len(output_names) == count else [f"output_{i}" for i in range(count)]
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        unknown = set(value) - set(names)
+        if unknown:
+            raise ValueError(f"{what} names {sorted(unknown)}, but the model's outputs are {names}.")
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(names):
+            raise ValueError(f"{what} has {len(value)} entries for the {len(names)} outputs {names}.")
+        return dict(zip(names, value, strict=True))
+    if len(names) > 1 and not repeat:
+        raise ValueError(
+            f"{what} is one value, but the model has {len(names)} outputs {names}: pass a list or dict."
+        )
+    return dict.fromkeys(names, value)
+
+
+def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """`tensor` with trailing axes of 1 added or dropped until its rank is that of `values`."""
+    original = tensor.shape
+    while tensor.shape.rank > values.shape.rank and tensor.shape[-1] == 1:
+        tensor = tf.squeeze(tensor, -1)
+    while tensor.shape.rank < values.shape.rank:
+        tensor = tensor[..., tf.newaxis]
+    fits = tensor.shape.rank == values.shape.rank and all(
+        a in (1, b) for a, b in zip(tensor.shape, values.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"A {what} of shape {original} does not fit losses of shape {values.shape}: it must match them, "
+            "from the first axis on."
+        )
+    return tensor
+
+
+def _require_per_example(loss: Any, values: tf.Tensor, y_pred: tf.Tensor) -> None:
+    if values.shape.rank == 0 or values.shape[0] != y_pred.shape[0]:
+        name = getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
+        raise ValueError(
+            f"loss {name!r} returned shape {tuple(values.shape)} for {y_pred.shape[0]} examples. It must return one "
+            "loss per example (or per token), not their mean: drop the reduction over the batch axis."
+        )
+
+
+def _known(name: str) -> None:
+    if name.lower() in ("crossentropy", "ce"):
+        return
+    try:
+        keras.losses.get(name)
+    except ValueError:
+        raise ValueError(
+            f"loss={name!r} is no Keras loss. Pass one of its names, such as 'mse' or "
+            "'sparse_categorical_crossentropy', a keras.losses.Loss, or fn(y_true, y_pred)."
+        ) from None
+
+
+def _is_loss(loss: Any) -> bool:
+    return hasattr(loss, "call") and hasattr(loss, "reduction")
+
+
+def _reduction(loss: Any) -> str | None:
+    reduction = loss.reduction
+    # tf_keras names "auto" what is "sum_over_batch_size".
+    reduction = "sum_over_batch_size" if reduction == "auto" else reduction
+    return None if reduction == "none" else reduction
+
+
+def _sparse(loss: Any) -> bool:
+    fn = getattr(loss, "fn", None)
+    return getattr(fn, "__name__", "") == "sparse_categorical_crossentropy"
+
+
+def _classes(loss: Any, prediction: Any) -> int | None:
+    if not _sparse(loss):
+        return None
+    return prediction.shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
+
+
+def _without_ignored(loss: Any, labels: tf.Tensor) -> tf.Tensor:
+    ignored = getattr(loss, "ignore_class", None)
+    labels = tf.cast(labels, tf.int64)
+    return labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels)
+
+
+def _values(nest: Any) -> list[Any]:
+    if isinstance(nest, dict):
+        return list(nest.values())
+    return list(nest) if isinstance(nest, (list, tuple)) else [nest]

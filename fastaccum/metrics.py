@@ -1,0 +1,126 @@
+"""Keras metrics inside the compiled loop, with the rows that only pad left out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics
+
+from fastaccum import models
+from fastaccum.losses import by_output
+
+
+class Metrics:
+    """A model's metrics: Keras names, `keras.Metric`s or functions, in a list or by output, as in `compile`.
+
+    Args:
+        metrics: updated without weights.
+        weighted_metrics: updated with the sample weights.
+
+    Raises:
+        ValueError: an unknown name, or metrics that do not fit the model's outputs.
+    """
+
+    def __init__(self, metrics: Any = (), weighted_metrics: Any = ()):
+        for each in tf.nest.flatten([metrics or [], weighted_metrics or []]):
+            _require_metric(each)
+        self._user = metrics or None, weighted_metrics or None
+        self.compiled: CompileMetrics | None = None
+
+    def build(self, y_true: Any, y_pred: Any, output_names: list[str]) -> None:
+        """Creates the metrics' variables, from specs of targets and predictions."""
+        plain, weighted = (list(m) if isinstance(m, tuple) else m for m in self._user)
+        names = list(by_output(y_pred, output_names, y_pred, "y_pred"))
+        self.compiled = CompileMetrics(plain, weighted, output_names=names)
+        if len(names) > 1:
+            y_true = _like(y_pred, by_output(y_true, output_names, y_pred, "y"))
+        self.compiled.build(y_true, y_pred)
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        return [v.value for v in self.compiled.variables]
+
+    @property
+    def need_exact_rows(self) -> bool:
+        """Whether some metric takes no `sample_weight`, so that padded rows cannot be kept from it."""
+        return any(
+            "sample_weight" not in inspect.signature(m.update_state).parameters
+            and not any(
+                p.kind == p.VAR_KEYWORD for p in inspect.signature(m.update_state).parameters.values()
+            )
+            for m in self.compiled.metrics
+        )
+
+    def update(
+        self, y_true: Any, y_pred: Any, sample_weight: Any, valid: tf.Tensor | None, output_names: list[str]
+    ) -> None:
+        """Updates every metric with one micro-batch's valid rows."""
+        predictions = by_output(y_pred, output_names, y_pred, "y_pred")
+        targets = by_output(y_true, output_names, y_pred, "y")
+        weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
+        compiled = self.compiled
+        for i, (name, prediction) in enumerate(predictions.items()):
+            weight = weights.get(name)
+            for metrics, given in (
+                (compiled._flat_metrics[i], None),
+                (compiled._flat_weighted_metrics[i], weight),
+            ):
+                for metric in metrics.metrics if metrics else ():
+                    rows = _row_weight(valid, prediction, given)
+                    keywords = {} if rows is None else {"sample_weight": rows}
+                    metric.update_state(targets[name], prediction, **keywords)
+
+    def result(self) -> dict[str, tf.Tensor]:
+        """Every metric's value by its log name."""
+        results = self.compiled.result()
+        return {
+            k: tf.cast(tf.convert_to_tensor(v), tf.float32)
+            for name, value in results.items()
+            for k, v in (value.items() if isinstance(value, dict) else [(name, value)])
+        }
+
+    def reset(self) -> None:
+        self.compiled.reset_state()
+
+
+def _row_weight(valid, prediction, weight):
+    """`weight` with 0 for padded rows, at a rank that Keras can multiply with the prediction's mask."""
+    if valid is None:
+        return weight
+    rows = tf.cast(valid, tf.float32)
+    if weight is not None:
+        weight = tf.cast(weight, tf.float32)
+        return weight * tf.reshape(rows, [-1] + [1] * (weight.shape.rank - 1))
+    mask = models.mask_of(prediction)
+    if mask is not None:
+        rows = tf.reshape(rows, [-1] + [1] * (mask.shape.rank - 1)) * tf.ones(mask.shape)
+    return rows
+
+
+def _like(y_pred: Any, values: dict[str, Any]) -> Any:
+    return values if isinstance(y_pred, dict) else [values[name] for name in values]
+
+
+def _require_metric(metric: Any) -> None:
+    if (
+        metric is None
+        or isinstance(metric, keras.Metric)
+        or (callable(metric) and not isinstance(metric, type))
+    ):
+        return
+    if not isinstance(metric, str):
+        raise TypeError(
+            f"metrics={metric!r} must be a Keras 3 metric object, its name, or fn(y_true, y_pred)."
+        )
+    if metric.lower() in ("accuracy", "acc", "crossentropy", "ce"):
+        return
+    try:
+        keras.metrics.get(metric)
+    except ValueError:
+        raise ValueError(
+            f"metrics={metric!r} is no Keras metric. Pass one of its names, such as 'accuracy' or 'mae', a "
+            "keras.metrics.Metric, or fn(y_true, y_pred)."
+        ) from None

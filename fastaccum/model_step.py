@@ -1,0 +1,257 @@
+"""The train step of a Keras model: its losses, metrics, state and input checks around the fused cycle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from fastaccum import models
+from fastaccum.data import Batch
+from fastaccum.index_checks import IndexChecks
+from fastaccum.losses import Losses, Term
+from fastaccum.metrics import Metrics
+from fastaccum.train_step import StepResult, TrainStep, trip_count
+
+
+class Executed(NamedTuple):
+    """What one dispatch of the compiled program returns: all on the device, to be read late.
+
+    Attributes:
+        result: the last train step's.
+        logs: running means since the last reset, by log name.
+        indices: what `IndexChecks.require` needs to find labels or ids out of range.
+    """
+
+    result: StepResult
+    logs: dict[str, tf.Tensor]
+    indices: tf.Tensor
+
+
+class ModelStep(TrainStep):
+    """`TrainStep` for a model: a stack is a `Batch` of [micro-batches, rows, ...] tensors.
+
+    The objective is that of Keras on the full batch:
+
+        sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  mean over rows of added losses  +  regularisers
+    """
+
+    def __init__(
+        self,
+        model: models.Model,
+        losses: Losses,
+        metrics: Metrics,
+        optimizer: Any,
+        *,
+        jit_compile: bool,
+        **options,
+    ):
+        self.model, self.losses, self.metrics = model, losses, metrics
+        labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
+        self.index_checks = IndexChecks(
+            [(f"labels of output {name!r}", classes) for name, classes in labelled]
+            + [(f"ids given to embedding {layer.name!r}", layer.input_dim) for layer in model.embeddings]
+        )
+        self._first_embedding = len(labelled)
+        self._added = bool(model.added_losses())
+        self._loss_means = {
+            f"{output.name}_loss": keras.metrics.Mean()
+            for output in losses.outputs
+            if len(losses.outputs) > 1
+        }
+        self._loss_mean = keras.metrics.Mean()
+        self._skipped = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._denominators: list[tf.Tensor] | None = None
+        super().__init__(
+            self._objective,
+            model.trainable_variables,
+            optimizer,
+            state=model.state,
+            jit_compile=jit_compile,
+            **options,
+        )
+        self.compiled_execute = tf.function(self.execute, jit_compile=jit_compile)
+        self.compiled_execute_many = tf.function(self.execute_many, jit_compile=jit_compile)
+        self.compiled_evaluate = tf.function(self.evaluate, jit_compile=jit_compile)
+
+    # One micro-batch.
+
+    def terms(self, batch: Batch, training: bool) -> tuple[list[Term], Any]:
+        """Every output's loss sum and weight sum, then the added losses as one more term; and the predictions."""
+        checks = self.index_checks
+        with self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)):
+            y_pred = self.model(batch.x, training=training)
+        names = self.model.output_names
+        terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names, checks.observe)
+        if self._added:
+            rows = _rows(batch)
+            added = tf.add_n([tf.cast(loss, tf.float32) for loss in self.model.added_losses()])
+            terms.append(Term(added * rows, rows))
+        return terms, y_pred
+
+    @property
+    def _term_weights(self) -> list[float]:
+        return [o.weight for o in self.losses.outputs] + [1.0] * self._added
+
+    @property
+    def _reductions(self) -> list[str | None]:
+        return [o.loss.reduction for o in self.losses.outputs] + [None] * self._added
+
+    def _objective(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
+        terms, y_pred = self.terms(batch, training=True)
+        for mean, t in zip(self._loss_means.values(), terms, strict=False):
+            mean.update_state(tf.math.divide_no_nan(t.loss_sum, t.weight_sum), t.weight_sum)
+        self.metrics.update(batch.y, y_pred, batch.weights, batch.mask, self.model.output_names)
+        if self._denominators is None:
+            (only,), (weight,) = terms, self._term_weights
+            return weight * only.loss_sum, only.weight_sum
+        *denominators, all_rows = self._denominators
+        parts = [
+            weight * tf.math.divide_no_nan(t.loss_sum, denominator)
+            for weight, t, denominator in zip(self._term_weights, terms, denominators, strict=True)
+        ]
+        return all_rows * tf.add_n(parts), _rows(batch)
+
+    # One stack.
+
+    def accumulate(self, *stacks: Batch):
+        # Several losses, each with a divisor of its own, share one accumulator only if the divisors are
+        # known before the first gradient. XLA drops from this pass whatever they do not depend on.
+        several = len(self._term_weights) > 1
+        self._denominators = self._count(*stacks) if several else None
+        return super().accumulate(*stacks)
+
+    def _count(self, *stacks: Batch) -> list[tf.Tensor]:
+        """Each term's divisor over the stacks, and the number of valid rows."""
+
+        def count(batch):
+            with self.index_checks.paused():
+                terms, _ = self.terms(batch, training=False)
+            return [*(t.weight_sum for t in terms), _rows(batch)]
+
+        *weight_sums, rows = _sum_over(stacks, count, len(self._term_weights) + 1)
+        return [
+            tf.constant(1.0) if reduction == "sum" else weight_sum
+            for reduction, weight_sum in zip(self._reductions, weight_sums, strict=True)
+        ] + [rows]
+
+    def _divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
+        return self.losses.divisor(weight_sum) if self._denominators is None else weight_sum
+
+    def _penalty(self) -> tf.Tensor | None:
+        return self.model.penalty()
+
+    def _accept(self) -> tf.Tensor:
+        return self.index_checks.in_range()
+
+    def _typical_weight(self, *stacks: Batch) -> float:
+        rows = sum(math.prod(tf.nest.flatten(stack.x)[0].shape[:2]) for stack in stacks)
+        if self._denominators is not None:
+            return float(rows)
+        targets = tf.nest.flatten(stacks[0].y)
+        inner = targets[0].shape[2:-1] if self.losses.outputs[0].classes is None else targets[0].shape[2:]
+        return float(rows * math.prod(inner))
+
+    # One dispatch.
+
+    def execute(self, *stacks: Batch) -> Executed:
+        """One train step on the stacks, one after the other, and the logs so far."""
+        return self._report(self._tracked(*stacks))
+
+    def execute_many(self, stack: Batch) -> Executed:
+        """Train steps over the leading axis of [steps, micro-batches, rows, ...], in one program."""
+        steps = trip_count(stack)
+
+        def body(i, _):
+            return i + 1, self._tracked(tf.nest.map_structure(lambda t: tf.gather(t, i), stack))
+
+        nothing = StepResult(
+            *(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32))
+        )
+        _, result = tf.while_loop(
+            lambda i, _: i < steps,
+            body,
+            (tf.constant(0), nothing),
+            maximum_iterations=steps,
+            parallel_iterations=1,
+        )
+        return self._report(result)
+
+    def _tracked(self, *stacks: Batch) -> StepResult:
+        result = self.run(*stacks)
+        self._loss_mean.update_state(result.loss, result.weight)
+        self._skipped.assign_add(tf.cast(~result.grads_finite, tf.int64))
+        return result
+
+    def _report(self, result: StepResult) -> Executed:
+        logs = {
+            "loss": self._loss_mean.result(),
+            **{name: mean.result() for name, mean in self._loss_means.items()},
+            **self.metrics.result(),
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self._skipped.read_value(),
+        }
+        return Executed(result, logs, self.index_checks.seen.read_value())
+
+    def reset(self) -> None:
+        """Starts the running means of a new epoch."""
+        for mean in (self._loss_mean, *self._loss_means.values()):
+            mean.reset_state()
+        self.metrics.reset()
+        self._skipped.assign(0)
+
+    def evaluate(self, *stacks: Batch) -> list[tf.Tensor]:
+        """Sums over the stacks: every term's loss sum, then every term's weight sum. Updates the metrics."""
+
+        def sums(batch):
+            terms, y_pred = self.terms(batch, training=False)
+            self.metrics.update(batch.y, y_pred, batch.weights, batch.mask, self.model.output_names)
+            return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
+
+        return [*_sum_over(stacks, sums, 2 * len(self._term_weights)), self.index_checks.seen.read_value()]
+
+    def evaluated(self, sums: list[float]) -> dict[str, float]:
+        """The logs of an evaluation, from the sums of all its dispatches."""
+        half = len(sums) // 2
+        loss, logs = 0.0, {}
+        names = [*self._loss_means] + [None] * (half - len(self._loss_means))
+        reductions = self._reductions
+        for name, weight, reduction, loss_sum, weight_sum in zip(
+            names, self._term_weights, reductions, sums[:half], sums[half:], strict=True
+        ):
+            value = loss_sum if reduction == "sum" else loss_sum / weight_sum if weight_sum else 0.0
+            loss += weight * value
+            if name is not None:
+                logs[name] = value
+        penalty = self.model.penalty()
+        loss += 0.0 if penalty is None else float(penalty)
+        return {"loss": loss, **logs, **{k: float(v) for k, v in self.metrics.result().items()}}
+
+
+def _sum_over(stacks, fn, size: int) -> list[tf.Tensor]:
+    """The sums of `fn(micro_batch)`, a list of `size` float32 scalars, over every micro-batch."""
+    totals = [tf.constant(0.0)] * size
+    for stack in stacks:
+        steps = trip_count(stack)
+
+        def body(i, *totals, stack=stack):
+            values = fn(tf.nest.map_structure(lambda t: tf.gather(t, i), stack))
+            return [i + 1, *(a + b for a, b in zip(totals, values, strict=True))]
+
+        _, *totals = tf.while_loop(
+            lambda i, *_, steps=steps: i < steps,
+            body,
+            [tf.constant(0), *totals],
+            maximum_iterations=steps,
+            parallel_iterations=1,
+        )
+    return totals
+
+
+def _rows(batch: Batch) -> tf.Tensor:
+    if batch.mask is None:
+        return tf.constant(float(tf.nest.flatten(batch.x)[0].shape[0]))
+    return tf.reduce_sum(tf.cast(batch.mask, tf.float32))

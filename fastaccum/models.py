@@ -1,0 +1,188 @@
+"""One face for Keras 3 and tf_keras models: variables, state, forward pass, and what a padded row may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def get(model: Any) -> Model:
+    """The adapter for a Keras 3 or tf_keras model.
+
+    Raises:
+        TypeError: neither of the two.
+
+    >>> get(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])).output_names
+    ['dense']
+    >>> get("resnet")
+    Traceback (most recent call last):
+    TypeError: model='resnet' is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.
+    """
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, keras.Model):
+        return Model(model)
+    if any(
+        c.__module__.partition(".")[0] == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__
+    ):
+        return LegacyModel(model)
+    raise TypeError(
+        f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model."
+    )
+
+
+class Model:
+    """A Keras 3 model."""
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+
+    @property
+    def layers(self) -> list[Any]:
+        """Every layer, nested ones too, the model itself included."""
+        return self.model._flatten_layers()
+
+    def symbolic_call(self, x: Any, training: bool) -> Any:
+        """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
+        inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
+        return self.model(inputs, training=training)
+
+    def __call__(self, x: Any, training: bool) -> Any:
+        return self.model(x, training=training)
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """What the optimizer trains, in the form that an optimizer of the same family takes."""
+        return self.model.trainable_variables
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """Variables that a forward pass may assign (moving statistics, random seeds), frozen weights left out."""
+        return [v for layer in self.layers for v in self._own_state(layer)]
+
+    def _own_state(self, layer: Any) -> list[tf.Variable]:
+        seeds = [generator.state for generator in layer._seed_generators]
+        return [v.value for v in (*layer._non_trainable_variables, *seeds)]
+
+    @property
+    def compute_dtype(self) -> str:
+        """The lowest precision that any layer computes in: what decides about loss scaling."""
+        dtypes = {layer.compute_dtype for layer in self.layers}
+        return next((d for d in ("float16", "bfloat16") if d in dtypes), "float32")
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names that dict losses, targets and weights go by; empty for a model that names none."""
+        return list(getattr(self.model, "output_names", None) or [])
+
+    def added_losses(self) -> list[tf.Tensor]:
+        """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
+        return self.model.losses[: len(self.model.losses) - len(self._regularised())]
+
+    def penalty(self) -> tf.Tensor | None:
+        """The sum of the weight regularisers, or None where there are none."""
+        losses = [v.regularizer(v) for v in self._regularised()]
+        return tf.add_n(losses) if losses else None
+
+    def _regularised(self) -> list[Any]:
+        return [v for v in self.model.trainable_weights if getattr(v, "regularizer", None) is not None]
+
+    @property
+    def embeddings(self) -> list[Any]:
+        """Embedding layers: ids outside their tables must be caught, since XLA clamps them silently."""
+        return [layer for layer in self.layers if _is(layer, "Embedding") and hasattr(layer, "input_dim")]
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether rows of a micro-batch share statistics or losses, so that a row that only pads would be felt.
+
+        Known once the model has been called, if only symbolically.
+        """
+        statistics = (v for layer in self.layers if layer.trainable for v in self._own_state(layer))
+        return any(v.dtype.is_floating for v in statistics) or bool(self.added_losses())
+
+    def uncompilable_layers(self) -> list[str]:
+        """Layers that say that XLA cannot compile them, as "name (Type)"."""
+        return [f"{layer.name} ({type(layer).__name__})" for layer in self.layers if not layer.supports_jit]
+
+    def adopt(self, optimizer: Any, metrics: Any, loss: Any, loss_weights: Any) -> None:
+        """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
+        if isinstance(optimizer, keras.Optimizer):
+            self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
+            self.model._compile_metrics = metrics.compiled
+        else:
+            self.model.optimizer = optimizer
+
+    @contextmanager
+    def observed_ids(self, observe: Callable[[int, tf.Tensor], None]):
+        """Within the scope, each call of embedding i first passes its ids to `observe(i, ids)`."""
+        layers = self.embeddings
+        try:
+            for i, layer in enumerate(layers):
+                vars(layer)["call"] = _observing(layer.call, lambda ids, i=i: observe(i, ids))
+            yield
+        finally:
+            for layer in layers:
+                vars(layer).pop("call", None)
+
+
+class LegacyModel(Model):
+    """A tf_keras (Keras 2) model."""
+
+    def symbolic_call(self, x: Any, training: bool) -> Any:
+        # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
+        zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
+        outputs = self.model(zeros, training=False)
+        rows = tf.nest.flatten(x)[0].shape[0]
+        return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
+
+    @property
+    def layers(self) -> list[Any]:
+        return list(self.model._flatten_layers())
+
+    def _own_state(self, layer: Any) -> list[tf.Variable]:
+        return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
+
+    def added_losses(self) -> list[tf.Tensor]:
+        return [loss for layer in self.layers for loss in layer._losses]
+
+    def penalty(self) -> tf.Tensor | None:
+        losses = [loss() for layer in self.layers for loss in layer._callable_losses]
+        losses = [loss for loss in losses if loss is not None]
+        return tf.add_n(losses) if losses else None
+
+    def uncompilable_layers(self) -> list[str]:
+        return []
+
+    def adopt(self, optimizer: Any, metrics: Any, loss: Any, loss_weights: Any) -> None:
+        self.model.optimizer = optimizer
+
+
+def _is(layer: Any, *names: str) -> bool:
+    return any(c.__name__ in names for c in type(layer).__mro__)
+
+
+def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable:
+    def wrapped(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        observe(inputs)
+        return call(inputs, *args, **kwargs)
+
+    return wrapped
+
+
+def mask_of(tensor: Any) -> tf.Tensor | None:
+    """The Keras mask that layers attached to a tensor, if any."""
+    mask = keras.src.backend.get_keras_mask(tensor)
+    return getattr(tensor, "_keras_mask", None) if mask is None else mask
+
+
+def specs(nest: Any, rows: int | None = None) -> Any:
+    """`tf.TensorSpec`s of a nest of batches, the leading axis replaced by `rows`."""
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([rows, *t.shape[1:]], t.dtype), nest)
+
+
+__all__: Sequence[str] = ["LegacyModel", "Model", "get", "mask_of", "specs"]

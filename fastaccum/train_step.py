@@ -1,0 +1,310 @@
+"""One gradient-accumulation cycle as one XLA program: the heart of fastaccum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from fastaccum import checks, optimizers
+from fastaccum import loss_scale as loss_scales
+from fastaccum.kernels import gradients
+
+
+class StepResult(NamedTuple):
+    """What one train step reports. Scalars on the device: reading one waits for the step.
+
+    Attributes:
+        loss: float32, loss sum / weight sum over the whole stack (0 when the weight sum is 0).
+        weight: float32, the weight sum.
+        grad_norm: float32, global norm of the final gradient, before clipping.
+        grads_finite: bool, whether that norm is finite; where it is not, the step changed nothing.
+        loss_scale: float32, the loss scale as this step left it.
+    """
+
+    loss: tf.Tensor
+    weight: tf.Tensor
+    grad_norm: tf.Tensor
+    grads_finite: tf.Tensor
+    loss_scale: tf.Tensor
+
+
+class Accumulated(NamedTuple):
+    """Sums over micro-batches; those of several devices add up to those of the whole stack.
+
+    Attributes:
+        gradients: one accumulator a variable, in float32 (float64 for float64 variables): the sum of the
+            gradients of `loss_sum * scale`, or None for a variable that the loss does not reach.
+        loss_sum: float32 scalar.
+        weight_sum: float32 scalar.
+        scale: float32 scalar, the same on every device.
+        state: what the state variables held before the first micro-batch.
+    """
+
+    gradients: list[tf.Tensor | None]
+    loss_sum: tf.Tensor
+    weight_sum: tf.Tensor
+    scale: tf.Tensor
+    state: list[tf.Tensor]
+
+
+class TrainStep:
+    """Accumulates the gradient of a stack of micro-batches and applies it once, in one compiled program.
+
+    Equal, to float32 rounding, to one step on the full batch, and to this loop:
+
+        for micro_batch in stack:
+            loss_sum_i, weight_sum_i = loss_fn(micro_batch)
+            gradient += grad(loss_sum_i * scale)                 # float32 sums
+            loss_sum, weight_sum = loss_sum + loss_sum_i, weight_sum + weight_sum_i
+        gradient = clip_by_global_norm(gradient / (scale * weight_sum), clip_norm)
+        if weight_sum != 0 and isfinite(norm(gradient)):
+            optimizer.apply(gradient, variables)
+        loss_scale.update(isfinite(norm(gradient)))
+
+    A skipped step leaves variables, slots, iterations and `state` bit-identical.
+
+    Args:
+        loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`, the sum of weighted losses and what it is to
+            be divided by over the full batch; both scalars. Returning a mean and 1 would average means,
+            which is wrong as soon as micro-batches weigh differently. Traced once.
+        variables: tf.Variables or Keras variables to train.
+        optimizer: Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name.
+        loss_scale: a loss scale, a number for a static one; None for no scaling.
+        clip_norm: the largest global norm of the final, unscaled gradient; None for no clipping.
+        jit_compile: compile with XLA. False runs the same graph op by op.
+        state: further tf.Variables that `loss_fn` assigns (batch statistics) and a skipped step restores.
+
+    Raises:
+        TypeError: a variable or optimizer that is none.
+        ValueError: no variables, a clip_norm that is not positive, or (at the first call) a stack whose
+            leading axes differ, a loss_fn that does not return two scalars or reaches no variable.
+
+    >>> w = tf.Variable([0.0])
+    >>> def squared_error(micro_batch):
+    ...     x, y = micro_batch
+    ...     return tf.reduce_sum((w * x - y) ** 2), tf.cast(tf.size(x), tf.float32)
+    >>> step = TrainStep(squared_error, [w], "sgd")
+    >>> stack = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[2.0, 4.0], [6.0, 8.0]])  # 2 micro-batches
+    >>> result = step(stack)
+    >>> float(result.loss), float(result.weight)
+    (30.0, 4.0)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
+        variables: Sequence[tf.Variable],
+        optimizer: Any,
+        *,
+        loss_scale: loss_scales.LossScale | float | None = None,
+        clip_norm: float | None = None,
+        jit_compile: bool = True,
+        state: Sequence[tf.Variable] = (),
+    ):
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn={loss_fn!r} must be a function of one micro-batch.")
+        if not variables:
+            raise ValueError("variables is empty: there is nothing to train.")
+        self.loss_fn = loss_fn
+        self.optimizer = optimizers.get(optimizer)
+        self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
+        self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
+        self.trained = list(variables)
+        self.variables = [_tf_variable(v) for v in variables]
+        self._state = [_tf_variable(v) for v in state]
+        self.optimizer.build(self.trained)
+        self._compiled = tf.function(self.run, jit_compile=jit_compile)
+
+    def __call__(self, stack: Any) -> StepResult:
+        """Runs one train step on a nest of tensors or arrays with leading axis `[micro-batches, ...]`."""
+        stack = tf.nest.map_structure(lambda t: None if t is None else tf.convert_to_tensor(t), stack)
+        trip_count(stack)
+        return self._compiled(stack)
+
+    def run(self, *stacks: Any) -> StepResult:
+        """The step as graph ops, for use inside a tf.function; several stacks run one after the other.
+
+        More than one stack is for micro-batches that cannot share a shape: their sums add up.
+        """
+        return self.finish(self.reduce(self.accumulate(*stacks)))
+
+    def accumulate(self, *stacks: Any) -> Accumulated:
+        """Sums of gradients, losses and weights over the micro-batches of the stacks."""
+        # A constant divisor keeps float16 cotangents in range whatever the size of the stack, and costs nothing.
+        scale = self.loss_scale.scale() / self._typical_weight(*stacks)
+        sums = Accumulated(
+            gradients=gradients.zeros(self.variables),
+            loss_sum=tf.constant(0.0),
+            weight_sum=tf.constant(0.0),
+            scale=scale,
+            state=[v.read_value() for v in self._state],
+        )
+        reached: set[int] = set()
+        for stack in stacks:
+            sums = self._loop(stack, sums, reached)
+        if not reached:
+            raise ValueError(
+                f"The loss reaches none of the {len(self.variables)} variables: every gradient is None. Compute it "
+                "with TensorFlow ops from the variables passed."
+            )
+        return sums._replace(gradients=[g if i in reached else None for i, g in enumerate(sums.gradients)])
+
+    def _loop(self, stack: Any, sums: Accumulated, reached: set[int]) -> Accumulated:
+        def body(i, loss_sum, weight_sum, *accumulators):
+            micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
+            # The gradient is taken inside the body: a tape around the loop would keep every micro-batch's
+            # activations in TensorLists.
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(self.variables)
+                with tf.name_scope("forward"):
+                    loss_i, weight_i = _sums(self.loss_fn(micro_batch))
+                    scaled = loss_i * tf.cast(sums.scale, loss_i.dtype)
+            with tf.name_scope("backward"):
+                grads = tape.gradient(scaled, self.variables)
+            with tf.name_scope("accumulate"):
+                # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
+                # weight gradient's matmul.
+                accumulators = list(accumulators)
+                for j, gradient in enumerate(grads):
+                    if gradient is not None:
+                        reached.add(j)
+                        accumulators[j] = gradients.accumulate(accumulators[j], gradient)
+                loss_sum += tf.cast(loss_i, tf.float32)
+                weight_sum += tf.cast(weight_i, tf.float32)
+                return [i + 1, loss_sum, weight_sum, *accumulators]
+
+        # A Python int as trip count: with a tensor, a GPU would ask the host about every micro-batch.
+        steps = trip_count(stack)
+        _, loss_sum, weight_sum, *accumulators = tf.while_loop(
+            lambda i, *_: i < steps,
+            body,
+            [tf.constant(0), sums.loss_sum, sums.weight_sum, *sums.gradients],
+            maximum_iterations=steps,
+            parallel_iterations=1,
+        )
+        return sums._replace(gradients=accumulators, loss_sum=loss_sum, weight_sum=weight_sum)
+
+    def reduce(self, accumulated: Accumulated) -> Accumulated:
+        """The sums over all devices: the identity on one."""
+        return accumulated
+
+    def finish(self, sums: Accumulated) -> StepResult:
+        """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale."""
+        weight_sum = self._divisor(sums.weight_sum)
+        denominator = sums.scale * weight_sum
+        loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
+        penalty, grads = self._with_penalty(sums.gradients, denominator)
+        reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
+        counted = tf.not_equal(weight_sum, 0.0)
+        ok = reduced.finite & counted & self._accept()
+        updated = [*self.variables, *self.optimizer.variables]
+        before = [v.read_value() for v in updated]
+        with tf.name_scope("update"):
+            final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
+            self.optimizer.apply(final, self.trained)
+            _keep_where(ok, [*updated, *self._state], [*before, *sums.state])
+        before = [v.read_value() for v in self.loss_scale.variables]
+        self.loss_scale.update(reduced.finite)
+        _keep_where(counted, self.loss_scale.variables, before)
+        return StepResult(loss + penalty, weight_sum, reduced.norm, reduced.finite, self.loss_scale.scale())
+
+    def _with_penalty(self, grads, denominator):
+        """The penalty, and the accumulators with its gradient added at their own scale."""
+        with tf.GradientTape() as tape:
+            penalty = self._penalty()
+        if penalty is None:
+            return tf.constant(0.0), grads
+        total = [
+            added if g is None else g if added is None else g + added
+            for g, added in zip(
+                grads, (_times(d, denominator) for d in tape.gradient(penalty, self.variables)), strict=True
+            )
+        ]
+        return tf.cast(penalty, tf.float32), total
+
+    # What a step for a whole model adds to the core.
+
+    def _penalty(self) -> tf.Tensor | None:
+        """A loss that is added once per step, whatever the number of micro-batches (weight regularisers)."""
+        return None
+
+    def _accept(self) -> tf.Tensor:
+        """Called after the loop: a bool scalar; where it is False the step changes nothing."""
+        return tf.constant(True)
+
+    def _divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
+        """What the loss sum is divided by: the weight sum, unless the loss is itself a sum."""
+        return weight_sum
+
+    def _typical_weight(self, *stacks: Any) -> float:
+        """About what the weight sum will be, known at trace time: the number of examples."""
+        return float(sum(math.prod(tf.nest.flatten(stack)[0].shape[:2]) for stack in stacks))
+
+
+def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
+    """Variables keep what was assigned to them where `ok`, and return to `before` elsewhere.
+
+    Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
+    """
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(tf.where(ok, variable.read_value(), value))
+
+
+def _times(gradient, factor):
+    if gradient is None:
+        return None
+    dtype = gradients.accumulator_dtype(gradient.dtype)
+    return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(factor, dtype)
+
+
+def trip_count(stack: Any) -> int:
+    """The number of micro-batches in a stack: the leading axis that all its tensors share.
+
+    Raises:
+        ValueError: an empty stack, a scalar in it, an unknown or zero leading axis, or leading axes that differ.
+    """
+    tensors = [t for t in tf.nest.flatten(stack) if t is not None]
+    if not tensors:
+        raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
+    shapes = [tuple(t.shape) for t in tensors]
+    if any(not shape for shape in shapes):
+        raise ValueError(
+            f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar."
+        )
+    counts = {shape[0] for shape in shapes}
+    if len(counts) > 1:
+        raise ValueError(
+            f"Tensors of one stack have different leading axes: shapes={shapes}. "
+            "Stack the same number of micro-batches of each."
+        )
+    (count,) = counts
+    if not count:
+        raise ValueError(f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}.")
+    return count
+
+
+def _sums(returned):
+    try:
+        loss_sum, weight_sum = returned
+    except (TypeError, ValueError, tf.errors.OperatorNotAllowedInGraphError):
+        raise ValueError(
+            f"loss_fn must return (loss_sum, weight_sum); it returned {returned!r}. Return the sum of the losses and "
+            "the number (or the weights' sum) that they are to be divided by over the full batch."
+        ) from None
+    loss_sum, weight_sum = tf.convert_to_tensor(loss_sum), tf.convert_to_tensor(weight_sum)
+    for name, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
+        if value.shape.rank != 0:
+            raise ValueError(
+                f"loss_fn returned a {name} of shape {value.shape}; it must be a scalar: sum it."
+            )
+    return loss_sum, weight_sum
+
+
+def _tf_variable(variable: Any) -> tf.Variable:
+    value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+    if not isinstance(value, tf.Variable):
+        raise TypeError(f"{variable!r} is no tf.Variable and no Keras variable.")
+    return value

@@ -1,0 +1,409 @@
+"""`Trainer`: Keras's fit, evaluate and predict, as a thin loop over the fused train step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from fastaccum import checks, compiled, data, models, optimizers
+from fastaccum import loss_scale as loss_scales
+from fastaccum.callbacks import Callbacks, LateLogs
+from fastaccum.data import Batch, Layout
+from fastaccum.losses import Losses
+from fastaccum.metrics import Metrics
+from fastaccum.model_step import Executed, ModelStep
+from fastaccum.train_step import StepResult, trip_count
+
+
+class Trainer:
+    """Trains a Keras model with gradient accumulation, each cycle one XLA program.
+
+    A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies one update,
+    equal to float32 rounding to the update of Keras's own step on all their rows at once:
+
+        update = optimizer( sum_ij w_ij * grad(l_ij) / denominator )     i: micro-batches, j: rows or tokens
+
+    where the denominator is the one that the loss's `reduction` defines over the full batch. A short last stack and
+    batches of varying size count exactly, by the rows that they hold. Batch statistics are those of the micro-batches.
+
+    Args:
+        model: a Keras 3 model, or a tf_keras model.
+        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name. Its schedules and `iterations`
+            count updates.
+        loss: a Keras loss or its name; `fn(y_true, y_pred)` that returns one loss per example or per token; or a list
+            or dict of these by output.
+        metrics: as in Keras's `compile`; computed inside the program.
+        loss_weights: factors of the outputs' losses, as in `compile`.
+        weighted_metrics: metrics that use the sample weights, as in `compile`.
+        gradient_accumulation_steps: micro-batches per update.
+        loss_scale: "auto" for `DynamicLossScale()` under float16 compute and none otherwise; or a loss scale.
+        clip_norm: the largest global norm of the final, unscaled gradient.
+        jit_compile: compile with XLA; False runs the same step op by op.
+        steps_per_execution: train steps per dispatch, as one more loop in the same program. Callbacks see the last
+            step of each dispatch, as in Keras.
+
+    Raises:
+        TypeError: a model, optimizer, loss or metric that is none.
+        ValueError: a number out of its range, an unknown name, an optimizer that accumulates or scales by itself,
+            or layers that XLA cannot compile.
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
+    >>> x = np.random.default_rng(0).normal(size=(100, 2)).astype("float32")
+    >>> history = trainer.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=20, verbose=0)
+    >>> history.history["loss"][-1] < history.history["loss"][0] / 5
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = "adamw",
+        loss: Any = None,
+        metrics: Any = (),
+        *,
+        loss_weights: Any = None,
+        weighted_metrics: Any = (),
+        gradient_accumulation_steps: int = 1,
+        loss_scale: Any = "auto",
+        clip_norm: float | None = None,
+        jit_compile: bool = True,
+        steps_per_execution: int = 1,
+    ):
+        self._model = models.get(model)
+        self.model = model
+        self._optimizer = optimizers.get(optimizer)
+        self._losses = Losses(loss, loss_weights)
+        self._metrics = Metrics(metrics, weighted_metrics)
+        self.gradient_accumulation_steps = checks.whole_number(
+            "gradient_accumulation_steps", gradient_accumulation_steps
+        )
+        self.steps_per_execution = checks.whole_number("steps_per_execution", steps_per_execution)
+        self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
+        self.jit_compile = jit_compile
+        self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
+        self._step: ModelStep | None = None
+        self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
+        if jit_compile:
+            self._require_compilable()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer object that trains the model."""
+        return self._optimizer.optimizer
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Sequence[int] = 1,
+    ) -> keras.callbacks.History:
+        """Trains for `epochs` passes, with the arguments and callbacks of Keras's `fit`.
+
+        What differs from Keras: `batch_size` is that of a micro-batch; `steps_per_epoch` and the batch number that
+        callbacks see count train steps (updates); `class_weight` and `sample_weight` multiply; and logs add
+        `grad_norm` and `loss_scale` (the last step's) and `skipped_steps` (in the epoch so far, for a gradient that
+        was not finite). Logs reach batch callbacks as a mapping that waits for the step only when it is read.
+
+        Shuffling follows `keras.utils.set_random_seed`.
+
+        Returns:
+            The `History`, also found as `model.history`.
+
+        Raises:
+            TypeError, ValueError: data that does not fit, before any weight moves; labels or ids out of range, with
+                no weight moved by them.
+        """
+        epochs = checks.whole_number("epochs", epochs)
+        initial_epoch = checks.whole_number("initial_epoch", initial_epoch, minimum=0)
+        if steps_per_epoch is not None:
+            steps_per_epoch = checks.whole_number("steps_per_epoch", steps_per_epoch)
+        should_validate = _schedule(validation_freq)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = data.split((x, y, sample_weight), validation_split)
+        source = self._source(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=int(np.random.randint(2**31 - 1)) if shuffle else None,
+            class_weight=class_weight,
+            steps_per_execution=self.steps_per_execution,
+        )
+        step = self._built(source.sample)
+        exact = self._model.couples_rows or self._metrics.need_exact_rows
+        source.layout = source.layout._replace(exact_rows=exact)
+        passes = source.epochs(initial_epoch, steps_per_epoch)
+        validate = self._validation(validation_data, validation_batch_size or batch_size, validation_steps)
+
+        hooks = Callbacks(
+            callbacks,
+            self.model,
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps_per_epoch or source.steps_per_epoch,
+            history=True,
+        )
+        self.model.stop_training = False
+        logs: dict[str, float] = {}
+        hooks.list.on_train_begin()
+        for epoch in range(initial_epoch, epochs):
+            step.reset()
+            hooks.list.on_epoch_begin(epoch)
+            logs = self._train_epoch(step, next(passes), hooks)
+            if validate is not None and should_validate(epoch):
+                val_logs = validate(callbacks=hooks.list)
+                logs.update({f"val_{name}": value for name, value in val_logs.items()})
+            hooks.list.on_epoch_end(epoch, logs)
+            if self.model.stop_training:
+                break
+        self._optimizer.finalize(self._model.trainable_variables)
+        hooks.list.on_train_end(logs)
+        return self.model.history
+
+    def _train_epoch(self, step: ModelStep, dispatches: Any, hooks: Callbacks) -> dict[str, float]:
+        begin, end = hooks.hooks("train")
+        first, logs, waiting = 0, None, None
+        for dispatch in dispatches:
+            begin(first)
+            executed = self._execute(step, dispatch)
+            if waiting is not None:
+                # Read only now that the next step is on its way: the device never runs dry.
+                step.index_checks.require(waiting.indices)
+            waiting = executed
+            first += dispatch.steps
+            check = functools.partial(step.index_checks.require, executed.indices)
+            logs = LateLogs(executed.logs, check)
+            end(first - 1, logs)
+            if self.model.stop_training:
+                break
+        return dict(logs)
+
+    def _execute(self, step: ModelStep, dispatch: data.Dispatch) -> Executed:
+        if dispatch.many:
+            return self._explained(step.compiled_execute_many, *dispatch.stacks)
+        return self._explained(step.compiled_execute, *dispatch.stacks)
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Loss and metrics over a whole set, with the arguments of Keras's `evaluate`.
+
+        The loss is that of all rows as one batch: `loss_sum / weight_sum` over the set, not a mean of the batches'
+        means. Weights and state stay as they are. `steps` counts batches, as in Keras.
+
+        Returns:
+            The loss, a list of loss and metrics, or with `return_dict` a dict.
+        """
+        source = self._evaluation_source(x, y, sample_weight, batch_size, steps)
+        hooks = Callbacks(
+            callbacks,
+            self.model,
+            verbose=verbose,
+            epochs=1,
+            steps=steps or source.steps_per_epoch,
+            history=False,
+        )
+        logs = self._evaluate(source, steps, hooks)
+        if return_dict:
+            return logs
+        values = list(logs.values())
+        return values[0] if len(values) == 1 else values
+
+    def _evaluation_source(self, x, y, sample_weight, batch_size, steps):
+        # One micro-batch per dispatch where the caller counts them.
+        accumulation = None if steps is None else 1
+        source = self._source(x, y, sample_weight, batch_size=batch_size, accumulation=accumulation)
+        self._built(source.sample)
+        exact = bool(self._model.added_losses()) or self._metrics.need_exact_rows
+        source.layout = source.layout._replace(exact_rows=exact)
+        return source
+
+    def _evaluate(self, source, steps: int | None, hooks: Callbacks) -> dict[str, float]:
+        step = self._step
+        self._metrics.reset()
+        hooks.list.on_test_begin()
+        begin, end = hooks.hooks("test")
+        totals = None
+        for batch, dispatch in enumerate(next(iter(source.epochs(0, steps)))):
+            begin(batch)
+            *sums, indices = self._explained(step.compiled_evaluate, *dispatch.stacks)
+            totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
+            check = functools.partial(step.index_checks.require, indices)
+            end(batch, LateLogs({}, check))
+        check()
+        logs = step.evaluated([t.numpy().item() for t in totals])
+        hooks.list.on_test_end(logs)
+        return logs
+
+    def _validation(self, validation_data, batch_size, steps):
+        if validation_data is None:
+            return None
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+        # One source for all epochs: it is validated before training starts, and its arrays are copied once.
+        source = self._evaluation_source(x, y, sample_weight, batch_size, steps)
+
+        def validate(callbacks):
+            hooks = Callbacks(callbacks, self.model, verbose=0, epochs=1, steps=None, history=False)
+            return self._evaluate(source, steps, hooks)
+
+        return validate
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """The model's outputs for `x`, as NumPy arrays: Keras's own `predict`."""
+        return self.model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+
+    def train_step(self, stack: tuple) -> StepResult:
+        """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
+
+        Returns:
+            The step's results, on the device: reading one waits for it.
+
+        Raises:
+            ValueError: axes that do not match, or labels or ids out of range (with a GPU, which this does not wait
+                for, at the next call).
+        """
+        batch = self._batch(stack)
+        step = self._built(_micro_batch_specs(batch))
+        executed = self._explained(step.compiled_execute, batch)
+        late, self._unchecked = (executed, None) if not _has_gpu() else (self._unchecked, executed)
+        if late is not None:
+            step.index_checks.require(late.indices)
+        return executed.result
+
+    _unchecked: Executed | None = None
+
+    def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
+        """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
+        batch = self._batch(stack)
+        return compiled.compiler_ir(
+            self._built(_micro_batch_specs(batch)).compiled_execute, batch, stage=stage
+        )
+
+    def memory_analysis(self, stack: tuple) -> compiled.MemoryAnalysis:
+        """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
+        batch = self._batch(stack)
+        return compiled.memory_analysis(self._built(_micro_batch_specs(batch)).compiled_execute, batch)
+
+    def _batch(self, stack: tuple) -> Batch:
+        if isinstance(stack, Batch):
+            return stack
+        if not isinstance(stack, (tuple, list)) or len(stack) not in (2, 3):
+            raise ValueError(
+                f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}"
+                + (f" of {len(stack)} entries." if isinstance(stack, (tuple, list)) else ".")
+            )
+        given = [() if each is None else each for each in stack]
+        batch = Batch(
+            *(data.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False))
+        )
+        trip_count(batch)
+        rows = {tuple(t.shape[:2]) for t in tf.nest.flatten(batch)}
+        if len(rows) > 1 or len(next(iter(rows))) < 2 or 0 in next(iter(rows)):
+            shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
+            raise ValueError(
+                f"Every tensor of a stack has shape [micro-batches, rows, ...], the same first two axes in all: {shapes}."
+            )
+        return batch
+
+    def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
+        layout = Layout(accumulation or self.gradient_accumulation_steps, steps_per_execution)
+        sparse = any(o.classes is not None for o in self._losses.outputs)
+        return data.source(x, y, sample_weight, layout=layout, sparse_labels=sparse, **options)
+
+    def _built(self, sample: Batch) -> ModelStep:
+        """The model's step; built, with the model, from the specs of the first micro-batch."""
+        if self._step is None:
+            y_pred = self._model.symbolic_call(sample.x, training=True)
+            y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
+            if self.jit_compile:
+                self._require_compilable()
+            self._losses.build(y_true, y_pred, self._model.output_names)
+            self._metrics.build(y_true, y_pred, self._model.output_names)
+            self._step = ModelStep(
+                self._model,
+                self._losses,
+                self._metrics,
+                self._optimizer,
+                loss_scale=self.loss_scale,
+                clip_norm=self.clip_norm,
+                jit_compile=self.jit_compile,
+            )
+            self._model.adopt(self.optimizer, self._metrics, **self._compile_arguments)
+        elif [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.trained]:
+            raise ValueError(
+                "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
+                "`trainable` was switched). Make a new Trainer, with a new optimizer."
+            )
+        return self._step
+
+    def _require_compilable(self) -> None:
+        layers = self._model.uncompilable_layers()
+        if layers:
+            raise ValueError(
+                f"XLA cannot compile these layers: {', '.join(layers)}. Move them into the input pipeline "
+                "(dataset.map), or pass jit_compile=False."
+            )
+
+    def _explained(self, function, *args):
+        """Calls a compiled function; says which layer it is where XLA refuses an op."""
+        try:
+            return function(*args)
+        except tf.errors.InvalidArgumentError as error:
+            if not self.jit_compile or "unsupported operations" not in str(error):
+                raise
+            named = [layer.name for layer in self._model.layers if f"/{layer.name}" in str(error)]
+            raise ValueError(
+                f"XLA cannot compile this model{': see layers ' + ', '.join(named) if named else ''}. Move what it cannot "
+                f"compile into the input pipeline (dataset.map), or pass jit_compile=False. XLA says: {error.message}"
+            ) from error
+
+
+def _micro_batch_specs(batch: Batch) -> Batch:
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch)
+
+
+def _schedule(validation_freq: Any):
+    if isinstance(validation_freq, (list, tuple, set)):
+        return lambda epoch: epoch + 1 in validation_freq
+    every = checks.whole_number("validation_freq", validation_freq)
+    return lambda epoch: (epoch + 1) % every == 0
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))

@@ -1,0 +1,1 @@
+"""XLA building blocks of the train step."""

@@ -1,0 +1,153 @@
+"""A plain and an editable install import `fastaccum.kernels`, from inside a checkout and outside it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTER = sysconfig.get_path("purelib")
+
+# Asks the import system as `import` would, but runs no fastaccum/__init__.py and so waits for no TensorFlow.
+FIND = """
+import json, os, sys
+def find(name):
+    path = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        specs = (f.find_spec(".".join(parts[: i + 1]), path) for f in sys.meta_path)
+        spec = next((s for s in specs if s), None)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return os.path.realpath(spec.origin)
+print(json.dumps({name: find(name) for name in sys.argv[1:]}))
+"""
+
+
+def checkout(folder, link=True):
+    """What a build needs of the repository: a build writes into its source, so it gets a copy."""
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("fastaccum", "kernels"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    if not link:
+        (folder / "fastaccum" / "kernels").unlink()
+    return folder
+
+
+def install(folder, source, *flags):
+    """A new environment with nothing but fastaccum, built with this one's setuptools: no download."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps"]
+    run(*pip, "--no-build-isolation", "--ignore-installed", *flags, source, PYTHONPATH=OUTER)
+    return python, Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
+def run(*command, cwd=None, **env):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | env
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def found(python, *flags, cwd, **env):
+    names = ("fastaccum", "fastaccum.kernels", "fastaccum.kernels.gradients", "kernels")
+    return json.loads(run(python, *flags, "-c", FIND, *names, cwd=cwd, **env))
+
+
+def found_in(package, kernels, result):
+    """Whether every module of the package comes from these two folders."""
+    return (
+        result["fastaccum"] == str(package / "__init__.py")
+        and result["fastaccum.kernels"] == str(kernels / "__init__.py")
+        and result["fastaccum.kernels.gradients"] == str(kernels / "gradients.py")
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    base = tmp_path_factory.mktemp("packaging").resolve()
+    (base / "elsewhere").mkdir()
+    return base
+
+
+@pytest.fixture(scope="module")
+def plain(base):
+    (base / "plain").mkdir()
+    source = checkout(base / "plain")
+    return source, *install(base / "plain-venv", source)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["link", "no-link"])
+def editable(base, request):
+    """Git on Windows may write the link as a text file: setuptools' own mapping must then do."""
+    source = base / f"editable-{request.param}"
+    source.mkdir()
+    checkout(source, link=request.param)
+    return source, *install(base / f"editable-{request.param}-venv", source, "-e")
+
+
+def test_plain_install_outside_the_checkout(plain, base):
+    _, python, site_packages = plain
+    package = site_packages / "fastaccum"
+    result = found(python, cwd=base / "elsewhere")
+    assert found_in(package, package / "kernels", result), result
+    assert result["kernels"] is None
+    assert (package / "py.typed").is_file()
+    assert (site_packages.parents[2] / "bin" / "fastaccum").is_file()
+    assert sorted(p.name for p in site_packages.iterdir() if p.suffix != ".dist-info") == ["fastaccum"]
+
+
+def test_plain_install_inside_the_checkout(plain):
+    source, python, site_packages = plain
+    result = found(python, cwd=source)
+    assert found_in(source / "fastaccum", source / "kernels", result), result
+    # A program that leaves the working folder off sys.path, such as `pytest` here, gets the installed copy.
+    package = site_packages / "fastaccum"
+    assert found_in(package, package / "kernels", found(python, "-I", cwd=source))
+
+
+def test_editable_install(editable, base):
+    source, python, _ = editable
+    for flags, cwd in [((), base / "elsewhere"), ((), source), (("-I",), source)]:
+        result = found(python, *flags, cwd=cwd)
+        assert found_in(source / "fastaccum", source / "kernels", result), (flags, cwd, result)
+    assert found(python, cwd=base / "elsewhere")["kernels"] is None
+
+
+def test_checkout_on_pythonpath_needs_no_install(base, tmp_path):
+    source = checkout(tmp_path)
+    result = found(sys.executable, "-S", cwd=base / "elsewhere", PYTHONPATH=str(source))
+    assert found_in(source / "fastaccum", source / "kernels", result), result
+
+
+def test_import_statements_run(plain, base):
+    """The real imports, once: TensorFlow takes seconds."""
+    _, python, site_packages = plain
+    # A line in a .pth file extends the path at its end: the outer environment's own fastaccum stays hidden.
+    (site_packages / "outer.pth").write_text(OUTER)
+    code = "import fastaccum.kernels; from fastaccum import kernels; print(kernels.__file__)"
+    out = run(python, "-c", code, cwd=base / "elsewhere", TF_CPP_MIN_LOG_LEVEL="2").split()
+    assert out == [str(site_packages / "fastaccum" / "kernels" / "__init__.py")]
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    readme = (ROOT / "README.md").read_text().splitlines()
+    setup = next(line for line in script if line.startswith("python3.11 -m venv"))
+    tests = next(line for line in script if line.endswith("pytest -q"))
+    assert f"{setup} && {tests}" in readme
+
+
+def test_constraints_are_names_and_versions():
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        assert line.startswith("#") or (name and version and not set(line) & set("/@:; ")), line
