@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,8 +13,10 @@ import tensorflow as tf
 REDRAW_SECONDS = 0.1
 
 
-class LateLogs(Mapping):
-    """A step's logs as floats, fetched from the device at the first look at a value.
+class LateLogs(dict):
+    """A step's logs as plain numbers, fetched from the device at the first look at one.
+
+    A dict, since callbacks ask for one (TensorBoard ignores anything else).
 
     >>> logs = LateLogs({"loss": tf.constant(0.5), "skipped_steps": tf.constant(0)})
     >>> "loss" in logs, logs["loss"], dict(logs)
@@ -21,40 +24,55 @@ class LateLogs(Mapping):
     """
 
     def __init__(self, tensors: Mapping[str, tf.Tensor], check: Callable[[], None] | None = None):
-        self._tensors, self._check = tensors, check
-        self._values: dict[str, float] | None = None
+        super().__init__(tensors)
+        self._check = check
+        self._late = True
 
-    def fetch(self) -> dict[str, float]:
-        """All values, as plain numbers; waits for the step, and raises what the step has to say."""
-        if self._values is None:
+    def fetch(self) -> None:
+        """Makes the tensors numbers; waits for the step, and raises what the step has to say."""
+        if self._late:
             if self._check is not None:
                 self._check()
-            self._values = {name: tensor.numpy().item() for name, tensor in self._tensors.items()}
-        return self._values
-
-    def __getitem__(self, name: str) -> float:
-        return self.fetch()[name]
+            self._late = False
+            super().update({name: tensor.numpy().item() for name, tensor in super().items()})
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        # Overridden, or `dict(logs)` would copy the tensors behind this class's back.
+        return super().__iter__()
 
-    def __len__(self) -> int:
-        return len(self._tensors)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+def _fetching(name: str) -> Callable:
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def fetched(self: LateLogs, *args: Any, **kwargs: Any) -> Any:
+        self.fetch()
+        return method(self, *args, **kwargs)
+
+    return fetched
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__eq__", "__ne__", "__repr__", "__or__", "__ror__", "__ior__"),
+    *("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update"),
+):
+    setattr(LateLogs, _name, _fetching(_name))
 
 
 class Callbacks:
     """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any.
 
     Keras turns every step's logs into floats, which waits for the device. Here a callback gets `LateLogs`, and
-    the progress bar is drawn at most every 0.1 s, from the step before the one in flight.
+    the progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
+
+    Raises:
+        TypeError: something that is no callback.
     """
 
-    def __init__(
-        self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, steps: int | None, history: bool
-    ):
+    def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, steps: int | None, history: bool):
+        for callback in tf.nest.flatten(callbacks):
+            if callback is not None and not hasattr(callback, "set_model"):
+                raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
         if isinstance(callbacks, keras.callbacks.CallbackList):
             self.list = callbacks
         else:
@@ -68,10 +86,10 @@ class Callbacks:
                 model=model,
             )
         self._last_draw = 0.0
-        self._late = LateLogs({})
+        self._previous: Callable[[], dict[str, float]] = dict
 
-    def hooks(self, kind: str) -> tuple[Callable[[int], None], Callable[[int, LateLogs], None]]:
-        """The batch-begin and batch-end hooks for kind "train" or "test"."""
+    def hooks(self, kind: str) -> tuple[Callable[[int], None], Callable[[int, Callable[[], dict]], None]]:
+        """The batch-begin and batch-end hooks for kind "train" or "test"; logs are made only if somebody asks."""
         begins, ends, bars = [], [], []
         for callback in self.list.callbacks:
             if isinstance(callback, keras.callbacks.ProgbarLogger):
@@ -79,7 +97,7 @@ class Callbacks:
             elif _overrides(callback, f"on_{kind}_batch_end") or (
                 kind == "train" and _overrides(callback, "on_batch_end")
             ):
-                ends.append(getattr(callback, f"on_{kind}_batch_end"))
+                ends.append((callback, getattr(callback, f"on_{kind}_batch_end")))
             if _overrides(callback, f"on_{kind}_batch_begin") or (
                 kind == "train" and _overrides(callback, "on_batch_begin")
             ):
@@ -89,16 +107,25 @@ class Callbacks:
             for hook in begins:
                 hook(batch, logs={})
 
-        def end(batch: int, logs: LateLogs) -> None:
-            for hook in ends:
-                hook(batch, logs=logs)
+        def end(batch: int, read: Callable[[], dict]) -> None:
+            logs = read() if ends else {}
+            for callback, hook in ends:
+                hook(batch, logs=logs if _records(callback) else {})
             if bars and time.monotonic() - self._last_draw > REDRAW_SECONDS:
                 self._last_draw = time.monotonic()
                 for bar in bars:
-                    bar(batch, logs=self._late)
-            self._late = logs
+                    bar(batch, logs=read() if kind == "test" else self._previous())
+            self._previous = read
 
         return begin, end
+
+
+def _records(callback: Any) -> bool:
+    """False for a TensorBoard in a step that it does not record: it looks at the logs all the same."""
+    if not isinstance(callback, keras.callbacks.TensorBoard):
+        return True
+    every = callback.update_freq
+    return every != "epoch" and callback._global_train_batch % every == 0
 
 
 def _overrides(callback: Any, hook: str) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 
 def whole_number(name: str, value: Any, minimum: int = 1) -> int:
@@ -41,3 +44,36 @@ def positive_or_none(name: str, value: Any) -> float | None:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name}={value} must be positive and finite, or None for none.")
     return float(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """`value`, a bool.
+
+    >>> true_or_false("shuffle", "batch")
+    Traceback (most recent call last):
+    TypeError: shuffle='batch' must be True or False.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r} must be True or False.")
+    return bool(value)
+
+
+def class_weight(value: Any) -> dict[int, float] | None:
+    """A factor for each class index, or None.
+
+    >>> class_weight({0: 1.0, 1: -5.0})
+    Traceback (most recent call last):
+    ValueError: class_weight={0: 1.0, 1: -5.0} must map class indices from 0 to finite factors of at least 0; \
+1: -5.0 does not.
+    """
+    if value is None:
+        return None
+    rule = "must map class indices from 0 to finite factors of at least 0"
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"class_weight={value!r} {rule}, as in {{0: 1.0, 1: 5.0}}.")
+    for index, factor in value.items():
+        if not isinstance(index, numbers.Integral) or not isinstance(factor, numbers.Real):
+            raise TypeError(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
+        if index < 0 or not math.isfinite(factor) or factor < 0:
+            raise ValueError(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
+    return {int(index): float(factor) for index, factor in value.items()}

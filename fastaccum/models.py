@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.utils.tracking import DotNotTrackScope
 
 
 def get(model: Any) -> Model:
@@ -26,13 +27,9 @@ def get(model: Any) -> Model:
         return model
     if isinstance(model, keras.Model):
         return Model(model)
-    if any(
-        c.__module__.partition(".")[0] == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__
-    ):
+    if any(c.__module__.partition(".")[0] == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__):
         return LegacyModel(model)
-    raise TypeError(
-        f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model."
-    )
+    raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
 
 
 class Model:
@@ -113,7 +110,9 @@ class Model:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
         if isinstance(optimizer, keras.Optimizer):
             self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
-            self.model._compile_metrics = metrics.compiled
+            # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
+            with DotNotTrackScope():
+                self.model._compile_metrics = metrics.compiled
         else:
             self.model.optimizer = optimizer
 

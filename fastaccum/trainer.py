@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -85,7 +85,7 @@ class Trainer:
         )
         self.steps_per_execution = checks.whole_number("steps_per_execution", steps_per_execution)
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
-        self.jit_compile = jit_compile
+        self.jit_compile = checks.true_or_false("jit_compile", jit_compile)
         self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._step: ModelStep | None = None
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
@@ -136,6 +136,10 @@ class Trainer:
         initial_epoch = checks.whole_number("initial_epoch", initial_epoch, minimum=0)
         if steps_per_epoch is not None:
             steps_per_epoch = checks.whole_number("steps_per_epoch", steps_per_epoch)
+        if validation_batch_size is None:
+            validation_batch_size = batch_size
+        shuffle = checks.true_or_false("shuffle", shuffle)
+        class_weight = checks.class_weight(class_weight)
         should_validate = _schedule(validation_freq)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = data.split((x, y, sample_weight), validation_split)
@@ -153,7 +157,7 @@ class Trainer:
         exact = self._model.couples_rows or self._metrics.need_exact_rows
         source.layout = source.layout._replace(exact_rows=exact)
         passes = source.epochs(initial_epoch, steps_per_epoch)
-        validate = self._validation(validation_data, validation_batch_size or batch_size, validation_steps)
+        validate = self._validation(validation_data, validation_batch_size, validation_steps)
 
         hooks = Callbacks(
             callbacks,
@@ -166,6 +170,9 @@ class Trainer:
         self.model.stop_training = False
         logs: dict[str, float] = {}
         hooks.list.on_train_begin()
+        if resumed := getattr(self.model, "_initial_epoch", None):  # by BackupAndRestore, for this fit only
+            self.model._initial_epoch = None
+            initial_epoch, passes = resumed, source.epochs(resumed, steps_per_epoch)
         for epoch in range(initial_epoch, epochs):
             step.reset()
             hooks.list.on_epoch_begin(epoch)
@@ -193,7 +200,7 @@ class Trainer:
             first += dispatch.steps
             check = functools.partial(step.index_checks.require, executed.indices)
             logs = LateLogs(executed.logs, check)
-            end(first - 1, logs)
+            end(first - 1, lambda logs=logs: logs)
             if self.model.stop_training:
                 break
         return dict(logs)
@@ -240,6 +247,8 @@ class Trainer:
     def _evaluation_source(self, x, y, sample_weight, batch_size, steps):
         # One micro-batch per dispatch where the caller counts them.
         accumulation = None if steps is None else 1
+        if steps is not None:
+            checks.whole_number("steps", steps)
         source = self._source(x, y, sample_weight, batch_size=batch_size, accumulation=accumulation)
         self._built(source.sample)
         exact = bool(self._model.added_losses()) or self._metrics.need_exact_rows
@@ -249,6 +258,7 @@ class Trainer:
     def _evaluate(self, source, steps: int | None, hooks: Callbacks) -> dict[str, float]:
         step = self._step
         self._metrics.reset()
+        self.model.stop_evaluating = False
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
         totals = None
@@ -257,11 +267,16 @@ class Trainer:
             *sums, indices = self._explained(step.compiled_evaluate, *dispatch.stacks)
             totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
             check = functools.partial(step.index_checks.require, indices)
-            end(batch, LateLogs({}, check))
-        check()
-        logs = step.evaluated([t.numpy().item() for t in totals])
+            end(batch, functools.partial(self._evaluated, totals, check))
+            if self.model.stop_evaluating:
+                break
+        logs = self._evaluated(totals, check)
         hooks.list.on_test_end(logs)
         return logs
+
+    def _evaluated(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
+        check()
+        return self._step.evaluated([t.numpy().item() for t in totals])
 
     def _validation(self, validation_data, batch_size, steps):
         if validation_data is None:
@@ -310,9 +325,7 @@ class Trainer:
     def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
         batch = self._batch(stack)
-        return compiled.compiler_ir(
-            self._built(_micro_batch_specs(batch)).compiled_execute, batch, stage=stage
-        )
+        return compiled.compiler_ir(self._built(_micro_batch_specs(batch)).compiled_execute, batch, stage=stage)
 
     def memory_analysis(self, stack: tuple) -> compiled.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
@@ -328,9 +341,7 @@ class Trainer:
                 + (f" of {len(stack)} entries." if isinstance(stack, (tuple, list)) else ".")
             )
         given = [() if each is None else each for each in stack]
-        batch = Batch(
-            *(data.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False))
-        )
+        batch = Batch(*(data.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
         trip_count(batch)
         rows = {tuple(t.shape[:2]) for t in tf.nest.flatten(batch)}
         if len(rows) > 1 or len(next(iter(rows))) < 2 or 0 in next(iter(rows)):
@@ -342,7 +353,7 @@ class Trainer:
 
     def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
         layout = Layout(accumulation or self.gradient_accumulation_steps, steps_per_execution)
-        sparse = any(o.classes is not None for o in self._losses.outputs)
+        sparse = _has_sparse_labels(self._compile_arguments["loss"])
         return data.source(x, y, sample_weight, layout=layout, sparse_labels=sparse, **options)
 
     def _built(self, sample: Batch) -> ModelStep:
@@ -395,6 +406,13 @@ class Trainer:
 
 def _micro_batch_specs(batch: Batch) -> Batch:
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch)
+
+
+def _has_sparse_labels(loss: Any) -> bool:
+    # Asked before the first data, hence before `Losses` is built.
+    if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce"):
+        loss = keras.losses.get(loss)
+    return getattr(getattr(loss, "fn", loss), "__name__", "") == "sparse_categorical_crossentropy"
 
 
 def _schedule(validation_freq: Any):

@@ -1,0 +1,4 @@
+"""Benchmarks against what people use today.
+
+`pytest benchmarks` runs them, `python -m benchmarks.report` writes a run up.
+"""

@@ -1,0 +1,64 @@
+"""The check before any timing: contestants that are compared must compute the same thing.
+
+After `UPDATES` updates from the same weights on the same data, losses agree to `LOSS_TOLERANCE` (relative),
+and where each weight ends differs by at most `MOVEMENT_TOLERANCE` of the norm of its movement. The second is
+the looser one because Adam divides by the gradient's own size: where that is nearly 0, rounding decides.
+
+With micro-batches of equal size the peers' mean of means is the mean over the full batch, so they must agree.
+BatchNorm's statistics are among the weights.
+"""
+
+import dataclasses
+
+import numpy as np
+
+UPDATES = 3
+LOSS_TOLERANCE = 1e-4
+MOVEMENT_TOLERANCE = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Where training went: the losses on the way, and every weight before and after, by position."""
+
+    losses: list
+    before: list
+    after: list
+
+
+def outcome_of_train_step(contestant, workload):
+    before = contestant.model.get_weights()
+    losses = [float(contestant.update(contestant.feed(stack))) for stack in workload.stacks(UPDATES)]
+    return Outcome(losses, before, contestant.model.get_weights())
+
+
+def rewind(trainer):
+    """Returns a function that puts the model and the optimizer back to where they are now."""
+    # The slots must exist to be noted.
+    trainer.optimizer.build(trainer.model.trainable_variables)
+    variables = [*trainer.model.variables, *trainer.optimizer.variables]
+    before = [variable.numpy() for variable in variables]
+
+    def back():
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+    return back
+
+
+def outcome_of_fit(contestant, workload):
+    before = contestant.model.get_weights()
+    losses = [float(contestant.epoch(*workload.arrays(UPDATES)))]
+    return Outcome(losses, before, contestant.model.get_weights())
+
+
+def assert_agree(ours, theirs, name):
+    """Fails with the worst weight if `theirs` trained differently from `ours`."""
+    np.testing.assert_allclose(theirs.losses, ours.losses, rtol=LOSS_TOLERANCE, err_msg=f"losses of {name}")
+    for i, (start, a, b) in enumerate(zip(ours.before, ours.after, theirs.after, strict=True)):
+        np.testing.assert_array_equal(theirs.before[i], start, err_msg=f"initial weight {i} of {name}")
+        moved, apart = np.linalg.norm(a - start), np.linalg.norm(a - b)
+        assert apart <= MOVEMENT_TOLERANCE * moved, (
+            f"{name}: weight {i} {a.shape} moved {moved:.3g} in ours, and theirs is {apart:.3g} away"
+        )
+    assert not all(map(np.array_equal, ours.before, ours.after)), "nothing moved, so this proves nothing"

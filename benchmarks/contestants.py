@@ -1,0 +1,77 @@
+"""What the suites ask of a contestant, and fastaccum as one of them. The others live in `peers/`.
+
+Every `make(workload)` builds its own model from the workload's initial weights.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+import fastaccum as fa
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """One way to do one update.
+
+    Args:
+        model: the Keras model that it trains.
+        feed: turns one stack `(x, y)` of NumPy arrays into what `update` takes: tensors, in the form that is
+            best for it. Never timed.
+        update: trains on what `feed` returned, once; returns the loss, which `float()` reads.
+    """
+
+    model: keras.Model
+    feed: Callable
+    update: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """One way to train for an epoch.
+
+    Args:
+        model: the Keras model that it trains.
+        epoch: `epoch(x, y)` trains on all the examples once, in order; returns the epoch's loss as a float.
+    """
+
+    model: keras.Model
+    epoch: Callable
+
+
+def trainer(workload, micro_batches=None, **kwargs):
+    """The `fa.Trainer` that is timed: its defaults, but for what the workload fixes."""
+    return fa.Trainer(
+        workload.model(),
+        optimizer=workload.optimizer(),
+        loss=workload.loss(),
+        gradient_accumulation_steps=micro_batches or workload.micro_batches,
+        **kwargs,
+    )
+
+
+def make_train_step(workload):
+    ours = trainer(workload)
+    return as_train_step(ours)
+
+
+def as_train_step(ours):
+    return TrainStep(ours.model, feed_stack, lambda stack: ours.train_step(stack).loss)
+
+
+def make_fit(workload, **kwargs):
+    return as_fit(trainer(workload, **kwargs), workload)
+
+
+def as_fit(ours, workload):
+    def epoch(x, y):
+        history = ours.fit(x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0)
+        return history.history["loss"][-1]
+
+    return Fit(ours.model, epoch)
+
+
+def feed_stack(stack):
+    return tuple(tf.constant(array) for array in stack)

@@ -1,0 +1,155 @@
+"""The workloads: a model, its loss, its optimizer and synthetic data, the same for every contestant.
+
+`workload.model()` starts from the same weights each time, and `workload.arrays(updates)` holds the same
+numbers each time, so contestants that do the same arithmetic must get the same losses.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+import fastaccum as fa
+
+SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one update works on: `micro_batches` micro-batches of `batch_size` examples.
+
+    Args:
+        name: as the tables show it.
+        micro_batches: micro-batches in one update.
+        batch_size: examples in one micro-batch.
+        build: makes the Keras model.
+        draw: `(generator, examples) -> (x, y)`, NumPy arrays.
+        optimizer: makes the Keras optimizer; takes its keyword arguments.
+        fit_updates: updates in one timed epoch of `fit`.
+        steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
+        step_updates: updates in one timed block of train steps.
+        rounds: how many times each contestant is timed.
+    """
+
+    name: str
+    micro_batches: int
+    batch_size: int
+    build: Callable
+    draw: Callable
+    optimizer: Callable
+    fit_updates: int
+    step_updates: int
+    rounds: int
+    steps_per_execution: tuple = (1, 10, 100)
+
+    @property
+    def update_size(self):
+        """Examples in one update."""
+        return self.micro_batches * self.batch_size
+
+    def model(self):
+        """A new model; every call returns the same initial weights."""
+        keras.utils.set_random_seed(SEED)
+        return self.build()
+
+    def loss(self):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def arrays(self, updates):
+        """x and y for so many updates, one row per example, in the order in which they are trained on."""
+        return self.draw(np.random.default_rng(SEED), updates * self.update_size)
+
+    def stacks(self, updates, micro_batches=None):
+        """The same examples, one `(x, y)` per update, each array `[micro_batches, batch_size, ...]`."""
+        if micro_batches:
+            return dataclasses.replace(self, micro_batches=micro_batches).stacks(updates)
+        x, y = self.arrays(updates)
+        lead = (updates, self.micro_batches, self.batch_size)
+        return list(zip(x.reshape(lead + x.shape[1:]), y.reshape(lead + y.shape[1:]), strict=True))
+
+    def with_frozen_statistics(self):
+        """The same workload with BatchNorm in inference mode: nothing depends on how a batch is cut."""
+
+        def build():
+            model = self.build()
+            for layer in model.layers:
+                if isinstance(layer, keras.layers.BatchNormalization):
+                    layer.trainable = False
+            return model
+
+        return dataclasses.replace(self, build=build)
+
+    @property
+    def has_batch_statistics(self):
+        return any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model().layers)
+
+
+def _mlp(widths):
+    layers = [keras.layers.Dense(width, activation="relu") for width in widths]
+    return keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+
+
+def _convnet():
+    """Three convolutions, each with BatchNorm, ReLU and pooling."""
+    x = inputs = keras.Input((32, 32, 3))
+    for filters in (32, 64, 128):
+        # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which none agree.
+        x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = keras.layers.BatchNormalization()(x)
+        x = keras.layers.ReLU()(x)
+        x = keras.layers.MaxPooling2D()(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, keras.layers.Dense(10)(x))
+
+
+def _vectors(generator, examples):
+    return generator.normal(size=(examples, 784)).astype("float32"), _labels(generator, examples)
+
+
+def _images(generator, examples):
+    return generator.normal(size=(examples, 32, 32, 3)).astype("float32"), _labels(generator, examples)
+
+
+def _labels(generator, examples):
+    return generator.integers(0, 10, size=examples).astype("int32")
+
+
+def _tokens(generator, examples):
+    ids = generator.integers(0, 256, size=(examples, 129)).astype("int32")
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _adam(**kwargs):
+    return keras.optimizers.Adam(1e-3, **kwargs)
+
+
+def _adamw(**kwargs):
+    return keras.optimizers.AdamW(3e-4, weight_decay=0.1, **kwargs)
+
+
+def _momentum(**kwargs):
+    return keras.optimizers.SGD(0.05, momentum=0.9, **kwargs)
+
+
+MLP_128 = Workload(
+    "MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, fit_updates=60, step_updates=30, rounds=15
+)
+MLP_2048 = Workload(
+    "MLP 2048", 8, 64, lambda: _mlp([2048, 2048]), _vectors, _adam, fit_updates=5, step_updates=2, rounds=5
+)
+CONVNET = Workload("ConvNet", 8, 16, _convnet, _images, _momentum, fit_updates=8, step_updates=3, rounds=5)
+GPT = Workload(
+    "GPT",
+    8,
+    4,
+    lambda: fa.gpt(width=256, layers=4, heads=4, context=128),
+    _tokens,
+    _adamw,
+    fit_updates=3,
+    step_updates=1,
+    rounds=5,
+    steps_per_execution=(1, 10),
+)
+
+ALL = (MLP_128, MLP_2048, CONVNET, GPT)

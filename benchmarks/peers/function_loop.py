@@ -1,0 +1,39 @@
+"""The hand-written tf.function loop: a compiled micro-step that adds to variables, and a compiled update.
+
+A Python loop calls both, as the recipes on the web do; none of them asks for XLA.
+"""
+
+import tensorflow as tf
+
+from benchmarks.contestants import TrainStep
+from benchmarks.peers.eager_loop import feed_micro_batches
+
+
+def make(workload):
+    model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
+    optimizer.build(model.trainable_variables)
+    accumulated = [tf.Variable(tf.zeros_like(v), trainable=False) for v in model.trainable_variables]
+
+    @tf.function
+    def accumulate(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True)) / workload.micro_batches
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for total, gradient in zip(accumulated, gradients, strict=True):
+            total.assign_add(gradient)
+        return loss
+
+    @tf.function
+    def apply():
+        optimizer.apply_gradients(zip(accumulated, model.trainable_variables, strict=True))
+        for total in accumulated:
+            total.assign(tf.zeros_like(total))
+
+    def update(micro_batches):
+        total_loss = 0.0
+        for x, y in micro_batches:
+            total_loss += accumulate(x, y)
+        apply()
+        return total_loss
+
+    return TrainStep(model, feed_micro_batches, update)

@@ -1,0 +1,71 @@
+"""Rows of the result table, and the bar that each must reach."""
+
+import dataclasses
+import operator
+import statistics
+
+# (measure, workload): ("at least" or "at most", the bar)
+BARS = {
+    ("fit: Keras GA default / ours", "MLP 128"): (">=", 8),
+    ("fit: Keras GA best tuned / ours", "MLP 128"): (">=", 3.5),
+    ("train step: eager loop / ours", "MLP 128"): (">=", 30),
+    ("train step: eager loop / ours", "GPT"): (">=", 5),
+    ("train step: tf.function loop / ours", "MLP 128"): (">=", 5.5),
+    ("train step: tf.function loop / ours", "GPT"): (">=", 1.4),
+    ("train step: ours / full batch XLA", "GPT"): ("<=", 1.10),
+    ("fit / bare train step", "MLP 128"): ("<=", 1.3),
+    ("fit / bare train step", "GPT"): ("<=", 1.03),
+}
+# These hold for every workload.
+COMMON_BARS = {
+    "temp memory: 64 micro-batches / 2": ("<=", 1.01),
+    "temp memory beyond a plain micro-step, bytes per parameter": ("<=", 4.2),
+    "programs compiled in a ragged epoch": ("<=", 1),
+    "programs compiled in a ragged epoch, batch statistics": ("<=", 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """One figure: what was measured, on which workload, and what the figure needs beside it to be read."""
+
+    measure: str
+    workload: str
+    value: float
+    note: str = ""
+
+    @property
+    def bar(self):
+        return BARS.get((self.measure, self.workload)) or COMMON_BARS.get(self.measure)
+
+    @property
+    def verdict(self):
+        if self.bar is None:
+            return ""
+        relation, limit = self.bar
+        reached = {">=": operator.ge, "<=": operator.le}[relation](self.value, limit)
+        return "reached" if reached else "MISSED"
+
+
+def ratio(numerators, denominators):
+    """The median of the ratios round by round: a slow moment of the machine slows both sides of a round."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def milliseconds(times, updates):
+    """For a note: the median time of one update."""
+    return f"{1e3 * statistics.median(times) / updates:.3g} ms an update"
+
+
+def markdown(scores):
+    """The table, as Markdown that also reads well in a terminal."""
+    rows = [("measure", "workload", "figure", "bar", "", "note")]
+    for score in scores:
+        bar = f"{score.bar[0]} {score.bar[1]:g}" if score.bar else ""
+        rows.append((score.measure, score.workload, f"{score.value:.4g}", bar, score.verdict, score.note))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
+        for row in rows
+    )

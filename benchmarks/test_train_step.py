@@ -1,0 +1,58 @@
+"""The train step: ours, the two hand-written loops, and one XLA step over the full batch.
+
+A timed block is `step_updates` updates on data that lies in tensors already, and ends when its last loss is
+read.
+"""
+
+import pytest
+
+from benchmarks import agreement, contestants, models
+from benchmarks.peers import eager_loop, full_batch, function_loop
+from benchmarks.race import race
+from benchmarks.scores import milliseconds, ratio
+
+PEERS = {"eager loop": eager_loop, "tf.function loop": function_loop, "full batch XLA": full_batch}
+
+
+@pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)
+def test_train_step(workload, benchmark, report):
+    ours = contestants.make_train_step(workload)
+    peers = {name: peer.make(workload) for name, peer in PEERS.items()}
+
+    our_outcome = agreement.outcome_of_train_step(ours, workload)
+    for name, peer in peers.items():
+        if peer is peers["full batch XLA"] and workload.has_batch_statistics:
+            # Compiled all the same, so that the timing below finds it warm.
+            agreement.outcome_of_train_step(peer, workload)
+        else:
+            agreement.assert_agree(our_outcome, agreement.outcome_of_train_step(peer, workload), name)
+
+    updates = 1 if benchmark.disabled else workload.step_updates
+    blocks = {name: block(peer, workload, updates) for name, peer in peers.items()}
+    times = race(benchmark, block(ours, workload, updates), blocks, workload.rounds)
+    if times:
+        limit = times["full batch XLA"]
+        for name in ("eager loop", "tf.function loop"):
+            note = f"ours {milliseconds(times['ours'], updates)}, theirs {milliseconds(times[name], updates)}"
+            report(f"train step: {name} / ours", workload, ratio(times[name], times["ours"]), note)
+        note = f"ours {milliseconds(times['ours'], updates)}, the limit {milliseconds(limit, updates)}"
+        report("train step: ours / full batch XLA", workload, ratio(times["ours"], limit), note)
+
+
+def test_full_batch_agrees_with_frozen_statistics():
+    """BatchNorm over 16 and over 128 images differ by nature, so that pair is compared in inference mode."""
+    workload = models.CONVNET.with_frozen_statistics()
+    ours = agreement.outcome_of_train_step(contestants.make_train_step(workload), workload)
+    theirs = agreement.outcome_of_train_step(full_batch.make(workload), workload)
+    agreement.assert_agree(ours, theirs, "full batch XLA, frozen statistics")
+
+
+def block(contestant, workload, updates):
+    batches = [contestant.feed(stack) for stack in workload.stacks(updates)]
+
+    def run():
+        for batch in batches:
+            loss = contestant.update(batch)
+        return float(loss)
+
+    return run

@@ -1,0 +1,7 @@
+"""`python -m fastaccum`."""
+
+import sys
+
+from fastaccum.cli import main
+
+sys.exit(main())

@@ -1,0 +1,313 @@
+"""One face for the optimizers of Keras 3, tf_keras (new and legacy) and tensorflow-addons.
+
+    optimizer = get("adamw")                      # or any optimizer object
+    optimizer.build(variables)                    # creates every slot, before anything is traced
+    optimizer.apply(gradients, variables)         # inside tf.function(jit_compile=True)
+
+`optimizer.variables` has all that `apply` may change besides `variables`, so that a select between their old and
+new values undoes a step in full.
+"""
+
+import difflib
+
+import keras
+import tensorflow as tf
+
+
+def get(optimizer):
+    """The optimizer behind the one face.
+
+    >>> get("adamw").optimizer
+    <keras.src.optimizers.adamw.AdamW object at ...>
+    >>> get("adamm")
+    Traceback (most recent call last):
+    ValueError: optimizer='adamm' is no Keras optimizer. Did you mean 'adam' or ...? Known names: ...
+
+    Args:
+      optimizer: one of Keras 3, tf_keras or tensorflow-addons, or the name of a Keras 3 one in any case.
+
+    Raises:
+      TypeError: not an optimizer, or an optimizer class.
+      ValueError: an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, str):
+        optimizer = _named(optimizer)
+    if isinstance(optimizer, type):
+        raise TypeError(f"optimizer={optimizer.__name__} is a class: call it, and pass what it makes")
+    kinds = _kinds(optimizer)
+    for kind, family in _FAMILIES.items():
+        if kind in kinds:
+            return family(optimizer)
+    raise TypeError(
+        f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass a Keras 3, tf_keras or "
+        'tensorflow-addons optimizer, or a name such as "adamw"'
+    )
+
+
+def _named(name):
+    wrappers = (keras.Optimizer, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    exported = {k.lower(): v for k, v in vars(keras.optimizers).items() if isinstance(v, type)}
+    known = {k: v for k, v in exported.items() if issubclass(v, keras.Optimizer) and v not in wrappers}
+    if name.lower() in known:
+        return known[name.lower()]()
+    near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
+    raise ValueError(
+        f"optimizer={name!r} is no Keras optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
+        f"{', '.join(sorted(known))}; fastaccum.addons.optimizers has more, to be passed as objects"
+    )
+
+
+class Optimizer:
+    """What the train step needs of an optimizer: `get` makes one, and `.optimizer` is the user's object."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self._model_variables = []
+        self._seen_as = {}
+        for part in self._parts():
+            _refuse(part)
+
+    def build(self, variables):
+        """Creates every slot. A second call with the same variables does nothing.
+
+        Args:
+          variables: the trainable variables, keras.Variable or tf.Variable.
+
+        Raises:
+          ValueError: built on other variables before, or a variable of float8 training.
+        """
+        raw = [_raw(v) for v in variables]
+        if self._model_variables and [id(v) for v in raw] == [id(v) for v in self._model_variables]:
+            return
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ValueError(
+                    f"variable {variable.path!r} takes its gradient as value, which cannot be accumulated: train "
+                    "without float8 quantization"
+                )
+            if self._model_variables or not self._knows(self._native(variable)):
+                raise ValueError(
+                    f"optimizer={type(self.optimizer).__name__} was built on other variables, without "
+                    f"{_raw(variable).name!r}: make a new one"
+                )
+        if not getattr(self.optimizer, "built", False):
+            self._create([self._native(v) for v in variables])
+        for part in self._parts():  # MultiOptimizer may have found its optimizers only now
+            _refuse(part)
+        self._model_variables = raw
+
+    @property
+    def variables(self):
+        """Every tf.Variable that `apply` may change besides the model's, once each; after `build`."""
+        found = {id(v): v for part in self._parts() for v in _held(vars(part))}
+        for variable in [*self._model_variables, *(v for part in self._parts() for v in _host_constants(part))]:
+            found.pop(id(variable), None)
+        return list(found.values())
+
+    def apply(self, gradients, variables):
+        """One update, traced or eager. It creates no variable, so it may stand in a loop body.
+
+        Under tf.distribute, pass reduced gradients, and call it where nothing reduces them again: Keras 3 in the
+        cross-replica context, legacy and tensorflow-addons optimizers in the replica context.
+
+        Args:
+          gradients: dense float32 tensors; None leaves its variable alone.
+          variables: the list that `build` had.
+        """
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        if not pairs:
+            raise ValueError("no variable has a gradient: the loss depends on no trainable variable")
+        self._update(pairs)
+
+    @property
+    def iterations(self):
+        """The tf.Variable that counts the updates."""
+        return _raw(self.optimizer.iterations)
+
+    @property
+    def learning_rate(self):
+        """The rate of the next update, a scalar tensor: schedules are evaluated.
+
+        Raises:
+          AttributeError: there is not one learning rate (COCOB, keras.optimizers.MultiOptimizer).
+        """
+        return tf.convert_to_tensor(self.optimizer.learning_rate)
+
+    def finalize(self, variables):
+        """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages."""
+        if hasattr(self.optimizer, "finalize_variable_values"):
+            self.optimizer.finalize_variable_values([self._native(v) for v in variables])
+
+    def _parts(self):
+        """The optimizer objects that hold state: the user's and those it wraps."""
+        return [self.optimizer]
+
+    def _native(self, variable):
+        """The variable as the family's own models have it."""
+        return _raw(variable)
+
+    def _create(self, variables):
+        self.optimizer.build(variables)
+
+    # A family adds `_knows(native)`, false where the optimizer was built without that variable, and `_update(pairs)`,
+    # one update from pairs of a gradient and a variable.
+
+
+class _Keras(Optimizer):
+    """Keras 3."""
+
+    def _native(self, variable):
+        if isinstance(variable, keras.Variable):
+            return variable
+        # Muon and Adafactor read what a tf.Variable has not, `path` and a name without slashes.
+        if id(variable) not in self._seen_as:
+            seen = keras.Variable(variable, name=variable.name.split(":")[0].replace("/", "_"))
+            seen.constraint = variable.constraint
+            self._seen_as[id(variable)] = seen
+        return self._seen_as[id(variable)]
+
+    def _knows(self, variable):
+        known = self.optimizer._trainable_variables_indices
+        return not self.optimizer.built or self.optimizer._var_key(variable) in known
+
+    def _update(self, pairs):
+        # No cast: Keras clips in the gradient's dtype, then casts to the variable's.
+        self.optimizer.apply([g for g, _ in pairs], [self._native(v) for _, v in pairs])
+
+
+class _KerasMulti(_Keras):
+    """keras.optimizers.MultiOptimizer: an optimizer for each group of variables."""
+
+    def _parts(self):
+        return [self.optimizer, *self.optimizer.optimizers]
+
+    def _update(self, pairs):
+        # Its own `apply` wants a gradient for every variable.
+        groups = {}
+        for gradient, variable in ((g, self._native(v)) for g, v in pairs):
+            index = self.optimizer._var_to_optimizer_idx[self.optimizer._var_key(variable)]
+            groups.setdefault(index, []).append((gradient, variable))
+        for index, group in groups.items():
+            self.optimizer.optimizers[index].apply(*map(list, zip(*group, strict=True)))
+        self.iterations.assign_add(1)
+
+
+class _TFKeras(Optimizer):
+    """tf_keras since 2.11."""
+
+    @property
+    def learning_rate(self):
+        # Its own `learning_rate` is the schedule at the last update.
+        rate = self.optimizer._learning_rate
+        return rate(self.iterations) if callable(rate) else tf.convert_to_tensor(rate)
+
+    def _knows(self, variable):
+        built = getattr(self.optimizer, "_built", False)
+        return not built or self.optimizer._var_key(variable) in self.optimizer._index_dict
+
+    def _update(self, pairs):
+        # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
+        dtypes = [getattr(_raw(v), "true_dtype", v.dtype) for _, v in pairs]
+        native = [(tf.cast(g, t), _raw(v)) for (g, v), t in zip(pairs, dtypes, strict=True)]
+        self.optimizer.apply_gradients(native, experimental_aggregate_gradients=False)
+        for _, variable in pairs:
+            # It applies constraints itself, but that of a keras.Variable is not on its tf.Variable.
+            if isinstance(variable, keras.Variable) and variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+
+class _Legacy(_TFKeras):
+    """tf_keras.optimizers.legacy, on which all of tensorflow-addons is built."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        for part in self._parts():
+            # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
+            part._iterations = optimizer.iterations
+        for name, value in part._hyper.items():
+            if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
+                # It knows tf_keras's schedules only, and calls this one as a function of no arguments.
+                part._hyper[name] = lambda schedule=value: schedule(optimizer.iterations)
+            elif type(value) is int:
+                # It would become an int32 variable, which lives on the host.
+                part._hyper[name] = float(value)
+
+    @property
+    def learning_rate(self):
+        inner = self._parts()[-1]
+        if "learning_rate" not in inner._hyper:
+            raise AttributeError(f"{type(inner).__name__} has no learning rate")
+        return inner._decayed_lr(tf.float32)
+
+    def _parts(self):
+        # Lookahead, MovingAverage and SWA leave the state of the optimizer inside out of their `variables()`.
+        parts = [self.optimizer]
+        while hasattr(parts[-1], "_optimizer"):
+            parts.append(parts[-1]._optimizer)
+        return parts
+
+    def _knows(self, variable):
+        return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
+
+    def _create(self, variables):
+        self.optimizer._create_all_weights(variables)
+
+
+# The first that fits. By name, since tf_keras is imported only by those who use it.
+_FAMILIES = {
+    "keras.MultiOptimizer": _KerasMulti,
+    "keras.Optimizer": _Keras,
+    "tf_keras.Optimizer": _TFKeras,
+    "tf_keras.OptimizerV2": _Legacy,
+}
+
+
+def _raw(variable):
+    """The tf.Variable in a keras.Variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _held(value):
+    """The tf.Variables in nested containers, in order."""
+    value = _raw(value)
+    if isinstance(value, tf.Variable):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held(item)
+
+
+def _host_constants(optimizer):
+    """Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host."""
+    return [v for name in ("_r", "_c") for v in _held(vars(optimizer).get(name)) if v.dtype == tf.int32]
+
+
+def _refuse(optimizer):
+    """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
+    kinds, rate = _kinds(optimizer), getattr(optimizer, "_learning_rate", None)
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    scale = getattr(optimizer, "loss_scale_factor", None)
+    step_does = "which is the train step's work: make it without, and pass Trainer"
+    schedule = type(rate).__name__
+    if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & kinds:
+        problem = "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
+    elif steps is not None:
+        problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
+    elif scale is not None:
+        problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
+    elif "tensorflow_addons.MultiOptimizer" in kinds:
+        problem = "knows tf_keras layers only: use keras.optimizers.MultiOptimizer"
+    elif "tf_keras.Nadam" in kinds and "tf_keras.OptimizerV2" not in kinds:
+        problem = "counts updates in Python, which no compiled program does: use tf_keras.optimizers.legacy.Nadam"
+    elif "keras.Optimizer" in kinds and "tf_keras.LearningRateSchedule" in _kinds(rate):
+        problem = f"cannot call tf_keras's {schedule}: use learning_rate=keras.optimizers.schedules.{schedule}"
+    else:
+        return
+    raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
+
+
+def _kinds(value):
+    """The names of a value's classes, each with its package."""
+    return {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(value).__mro__}

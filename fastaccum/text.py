@@ -1,0 +1,214 @@
+"""Text as bytes: files to ids, a held-out part, windows to train on, and text back from a model."""
+
+import codecs
+import os
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+HELD_OUT_EVERY = 20
+
+
+class Text(NamedTuple):
+    """Byte ids, uint8, and where they come from."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    files: int
+    skipped: int  # files in the folders that hold a NUL byte: not text
+
+
+def standard_library():
+    """The running Python's own source code: real text that every machine has. Sorted paths, no tests.
+
+    >>> any(path.name == "argparse.py" for path in standard_library())
+    True
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
+
+
+def read_text(paths=()):
+    """Reads files, and folders to their bottom, as bytes, and holds a part out as `split` does.
+
+    From a folder comes every file but hidden ones and those that are not text, in sorted order; a file that
+    is itself in `paths` is read whatever it holds. With no path: `standard_library()`.
+
+    Args:
+        paths: files and folders.
+
+    Returns:
+        A `Text`.
+
+    Raises:
+        ValueError: a path that does not exist, or nothing to read.
+        OSError: a file that cannot be read.
+    """
+    files = [(path, False) for path in standard_library()] if not paths else []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += [(found, False) for found in _files_below(path)]
+        elif path.exists():
+            files.append((path, True))
+        else:
+            raise ValueError(f"{str(path)!r} does not exist: give a text file, or a folder of them.")
+    contents, seen, skipped = [], set(), 0
+    for path, named in files:
+        # A file read twice could be in both parts.
+        identity = path.resolve()
+        if identity in seen:
+            continue
+        seen.add(identity)
+        content = path.read_bytes()
+        if named or b"\0" not in content:
+            contents.append(content)
+        else:
+            skipped += 1
+    if not any(contents):
+        where = ", ".join(repr(str(path)) for path in paths)
+        raise ValueError(f"no text in {where}: give a file or a folder that holds some.")
+    train, held_out = split(contents)
+    return Text(train, held_out, len(contents), skipped)
+
+
+def split(contents):
+    """Splits a list of `bytes` into `(train, held_out)`, uint8 arrays, always in the same way.
+
+    Every 20th file is held out whole. Where those hold less than 1% of all bytes (few files, or unequal
+    ones), the last 20th of the joined text is held out instead.
+
+    >>> train, held_out = split([b"a" * 95 + b"b" * 5])
+    >>> bytes(held_out)
+    b'bbbbb'
+    """
+    held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
+    total = sum(map(len, contents))
+    if sum(map(len, held_out)) * 100 < total or len(contents) < HELD_OUT_EVERY:
+        joined = b"".join(contents)
+        cut = total - total // HELD_OUT_EVERY
+        train, held_out = joined[:cut], joined[cut:]
+    else:
+        train = b"".join(c for i, c in enumerate(contents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2 - 1)
+        held_out = b"".join(held_out)
+    return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
+
+
+class RandomWindows(keras.utils.PyDataset):
+    """Micro-batches of windows at random places: `(x, y)`, both int32 `[batch_size, context]`.
+
+    `y` is `x` one byte later. Micro-batch i depends on `seed` and i alone: a run repeats from any point.
+
+    Args:
+        ids: 1-D array of ids.
+        context: length of a window.
+        batch_size: windows in a micro-batch.
+        batches: how many micro-batches there are.
+        seed: a whole number of at least 0.
+
+    Raises:
+        ValueError: fewer ids than one window and the byte after it.
+
+    >>> x, y = RandomWindows(np.arange(50), context=4, batch_size=2, batches=3, seed=0)[0]
+    >>> x.shape, bool((y == x + 1).all())
+    ((2, 4), True)
+    """
+
+    def __init__(self, ids, context, batch_size, batches, seed, **kwargs):
+        super().__init__(**kwargs)
+        _check_length(ids, context, "training text")
+        self.ids, self.context = ids, context
+        self.batch_size, self.batches, self.seed = batch_size, batches, seed
+
+    def __len__(self):
+        return self.batches
+
+    def __getitem__(self, index):
+        random = np.random.default_rng((self.seed, index))
+        starts = random.integers(0, len(self.ids) - self.context, self.batch_size)
+        return _windows_at(self.ids, starts, self.context)
+
+
+def spread_windows(ids, context, most):
+    """Up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`.
+
+    Raises:
+        ValueError: fewer ids than one window and the byte after it.
+
+    >>> x, y = spread_windows(np.arange(100), context=4, most=3)
+    >>> x[:, 0].tolist(), y[0].tolist()
+    ([0, 47, 95], [1, 2, 3, 4])
+    """
+    _check_length(ids, context, "held-out text")
+    windows = min(most, (len(ids) - 1) // context)
+    starts = np.linspace(0, len(ids) - 1 - context, windows).astype(int)
+    return _windows_at(ids, starts, context)
+
+
+def generate(model, prompt, length, context, *, temperature=0.8, seed=0):
+    """Continues `prompt` by `length` bytes, each drawn from `softmax(logits / temperature)`.
+
+    Args:
+        model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
+        prompt: `bytes`, at least one; the model sees its last `context`.
+        length: how many bytes to draw.
+        context: the positions that the model takes.
+        temperature: below 1 prefers likely bytes.
+        seed: of the draws.
+
+    Returns:
+        The drawn `bytes`, without the prompt.
+    """
+    import tensorflow as tf
+
+    @tf.function(jit_compile=True, autograph=False)
+    def logits_at(ids_BT, position):
+        return tf.gather(model(ids_BT, training=False)[0], position)
+
+    random = np.random.default_rng(seed)
+    ids = list(prompt)
+    for _ in range(length):
+        seen = ids[-context:]
+        # Padded behind to one shape, so that one program serves: a causal model never looks there.
+        padded_BT = np.zeros((1, context), np.int32)
+        padded_BT[0, : len(seen)] = seen
+        scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64) / temperature
+        chances = np.exp(scores - scores.max())
+        ids.append(int(random.choice(len(chances), p=chances / chances.sum())))
+    return bytes(ids[len(prompt) :])
+
+
+def printable(data):
+    """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
+
+    >>> printable(b"def f():\\n\\tpass\\x1b[2J")
+    'def f():\\n\\tpass\ufffd[2J'
+    """
+    # A cut inside the last character is no error.
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _files_below(folder):
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _check_length(ids, context, what):
+    if len(ids) < context + 1:
+        raise ValueError(
+            f"the {what} has {len(ids)} bytes, but a window takes {context + 1} (context={context}, and one "
+            f"byte to predict): give more text. About one {HELD_OUT_EVERY}th of it is held out."
+        )
+
+
+def _windows_at(ids, starts, context):
+    windows = ids[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]

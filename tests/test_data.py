@@ -1,0 +1,416 @@
+import itertools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastaccum as fa
+from fastaccum import data
+from fastaccum.data import Batch, Layout
+
+LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.booleans())
+quick = settings(deadline=None, database=None, max_examples=40)
+
+
+def targets(rows):
+    """A target that tells whether it still belongs to its row."""
+    return -10 * rows - 1
+
+
+def arrays(rows):
+    x = np.arange(rows, dtype="int64")
+    return {"x": x, "y": targets(x)}
+
+
+def used(dispatches, layout):
+    """The valid rows of an epoch's dispatches in the order of their use; checks each dispatch on the way."""
+    rows = []
+    for dispatch in dispatches:
+        assert dispatch.many == (dispatch.stacks[0].valid.shape.rank == 3)
+        if dispatch.many:
+            assert len(dispatch.stacks) == 1
+            assert dispatch.stacks[0].valid.shape[0] == layout.steps_per_execution >= dispatch.steps
+        else:
+            assert dispatch.steps == 1
+            micro_batches = sum(stack.valid.shape[0] for stack in dispatch.stacks)
+            assert 1 <= micro_batches <= layout.accumulation
+        for stack in dispatch.stacks:
+            x, y, valid = (t.numpy().ravel() for t in (stack.x, stack.y, stack.valid))
+            np.testing.assert_array_equal(y, targets(x))
+            # A padded row repeats a real one of its own stack.
+            assert set(x) == set(x[valid])
+            assert valid.all() or not layout.exact_rows
+            rows.extend(x[valid].tolist())
+        counted = np.concatenate([s.valid.numpy().reshape(-1, *s.valid.shape[-2:]) for s in dispatch.stacks])
+        if dispatch.many:
+            # Steps beyond `steps` hold nothing, those within it something.
+            assert counted.any(axis=(1, 2)).tolist() == [i < dispatch.steps for i in range(len(counted))]
+    return rows
+
+
+def epochs_of(source, count, first=0, steps_per_epoch=None):
+    return [
+        list(dispatches)
+        for dispatches in itertools.islice(source.epochs(first, steps_per_epoch), count)
+    ]
+
+
+def steps_of(dispatches):
+    return sum(dispatch.steps for dispatch in dispatches)
+
+
+class TestArrays:
+    @quick
+    @given(rows=st.integers(1, 40), batch_size=st.integers(1, 9), layout=LAYOUTS, shuffle=st.booleans())
+    def test_use_every_row_once_an_epoch(self, rows, batch_size, layout, shuffle):
+        source = data.source(**arrays(rows), batch_size=batch_size, layout=layout, shuffle=shuffle, seed=5)
+        for epoch in epochs_of(source, 2):
+            seen = used(epoch, source.layout)
+            assert sorted(seen) == list(range(rows))
+            assert shuffle or seen == list(range(rows))
+            assert steps_of(epoch) == source.steps_per_epoch == math.ceil(
+                rows / (batch_size * layout.accumulation)
+            )
+
+    @quick
+    @given(
+        rows=st.integers(1, 24), batch_size=st.integers(1, 5), layout=LAYOUTS, steps_per_epoch=st.integers(1, 7)
+    )
+    def test_continue_where_the_last_epoch_stopped(self, rows, batch_size, layout, steps_per_epoch):
+        source = data.source(**arrays(rows), batch_size=batch_size, layout=layout)
+        epochs = epochs_of(source, 4, steps_per_epoch=steps_per_epoch)
+        assert [steps_of(epoch) for epoch in epochs] == [steps_per_epoch] * 4
+        seen = [row for epoch in epochs for row in used(epoch, source.layout)]
+        assert seen == [i % rows for i in range(len(seen))]
+
+    def test_shuffle_the_same_way_for_the_same_seed_and_anew_in_every_epoch(self):
+        def order(seed, first=0):
+            source = data.source(
+                **arrays(50), batch_size=8, layout=Layout(2), shuffle=True, seed=seed
+            )
+            return [used(epoch, source.layout) for epoch in epochs_of(source, 3, first)]
+
+        one = order(1)
+        assert order(1) == one
+        assert order(2) != one
+        assert one[0] != one[1] != one[2] != one[0]
+        # A run resumed at epoch 1 sees what the whole run saw there.
+        assert order(1, first=1)[:2] == one[1:]
+
+    @pytest.mark.parametrize("exact_rows", [False, True])
+    def test_pad_to_one_shape_unless_rows_must_be_exact(self, exact_rows):
+        source = data.source(**arrays(29), batch_size=4, layout=Layout(2, 3, exact_rows))
+        (epoch,) = epochs_of(source, 1)
+        shapes = [[tuple(stack.x.shape) for stack in dispatch.stacks] for dispatch in epoch]
+        padded = [[(3, 2, 4)], [(3, 2, 4)]]
+        exact = [[(3, 2, 4)], [(1, 4), (1, 1)]]
+        assert shapes == (exact if exact_rows else padded)
+
+    def test_smaller_than_a_step_make_a_smaller_program(self):
+        source = data.source(**arrays(5), batch_size=32, layout=Layout(8))
+        ((dispatch,),) = epochs_of(source, 1)
+        assert dispatch.stacks[0].x.shape == (1, 5)
+
+    def test_keep_their_nests_and_integers(self):
+        x = {"a": np.zeros((3, 2)), "b": [np.zeros(3, "int32"), np.zeros((3, 1), "uint8")]}
+        source = data.source(x, np.zeros(3), batch_size=2, layout=Layout(1))
+        assert source.sample.x["a"] == tf.TensorSpec([2, 2], tf.float32)
+        assert [spec.dtype for spec in source.sample.x["b"]] == [tf.int32, tf.uint8]
+
+    @pytest.mark.parametrize(
+        ("x", "y", "message"),
+        [
+            (np.zeros((0, 2)), np.zeros(0), "0 rows"),
+            (np.zeros((3, 2)), np.zeros(4), r"'x': \[3\], 'y': \[4\]"),
+            (np.float32(1.0), np.zeros(1), "scalar"),
+            (None, None, "x=None"),
+            (np.zeros(3), None, "y=None"),
+        ],
+    )
+    def test_that_do_not_fit_say_so(self, x, y, message):
+        with pytest.raises(ValueError, match=message):
+            data.source(x, y, batch_size=2, layout=Layout(1))
+
+    @pytest.mark.parametrize(
+        "x",
+        [np.array(["text"]), np.array([object()]), tf.ragged.constant([[1.0], [2.0, 3.0]]), [1.0, 2.0]],
+    )
+    def test_that_are_no_dense_numbers_say_so(self, x):
+        with pytest.raises(TypeError, match="x holds|x has dtype"):
+            data.source(x, np.zeros(1), batch_size=2, layout=Layout(1))
+
+
+def batched(sizes):
+    """A dataset of batches of these sizes, of unknown cardinality."""
+    starts = [0, *itertools.accumulate(sizes)]
+
+    def batches():
+        for start, size in zip(starts[:-1], sizes, strict=True):
+            rows = np.arange(start, start + size)
+            yield rows, targets(rows)
+
+    spec = tf.TensorSpec([None], tf.int64)
+    return tf.data.Dataset.from_generator(batches, output_signature=(spec, spec))
+
+
+class TestDatasets:
+    @pytest.mark.filterwarnings("ignore:.*compiled again")
+    @quick
+    @given(
+        sizes=st.lists(st.integers(0, 6), min_size=1, max_size=9).filter(any),
+        layout=LAYOUTS,
+        known=st.booleans(),
+    )
+    def test_use_every_row_once_an_epoch(self, sizes, layout, known):
+        if not all(sum(sizes[i : i + layout.accumulation]) for i in range(0, len(sizes), layout.accumulation)):
+            sizes = [size + 1 for size in sizes]
+        dataset = batched(sizes)
+        if known:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(sizes)))
+        source = data.source(dataset, batch_size=None, layout=layout)
+        assert source.steps_per_epoch == (
+            math.ceil(len(sizes) / layout.accumulation) if known else None
+        )
+        for epoch in epochs_of(source, 2):
+            assert used(epoch, source.layout) == list(range(sum(sizes)))
+            assert steps_of(epoch) == math.ceil(len(sizes) / layout.accumulation)
+
+    def test_deal_batches_of_varying_size_into_one_shape(self):
+        source = data.source(batched([4, 1, 3, 2, 4, 4]), batch_size=None, layout=Layout(2))
+        (epoch,) = epochs_of(source, 1)
+        assert {tuple(d.stacks[0].x.shape) for d in epoch} == {(2, 4)}
+
+    def test_keep_their_batches_where_rows_must_be_exact(self):
+        source = data.source(batched([4, 4, 3, 2]), batch_size=None, layout=Layout(3, exact_rows=True))
+        (epoch,) = epochs_of(source, 1)
+        shapes = [[tuple(stack.x.shape) for stack in dispatch.stacks] for dispatch in epoch]
+        assert shapes == [[(2, 4), (1, 3)], [(1, 2)]]
+
+    def test_warn_when_a_growing_batch_costs_a_compilation(self):
+        source = data.source(batched([2, 2, 2, 5]), batch_size=None, layout=Layout(2))
+        with pytest.warns(UserWarning, match="batches of up to 5 rows after micro-batches of 2"):
+            (epoch,) = epochs_of(source, 1)
+        assert used(epoch, source.layout) == list(range(11))
+
+    def test_that_never_end_need_steps_per_epoch(self):
+        dataset = tf.data.Dataset.range(5).map(lambda i: (i, targets(i))).batch(2).repeat()
+        source = data.source(dataset, batch_size=None, layout=Layout(2))
+        with pytest.raises(ValueError, match=r"infinite: pass steps_per_epoch"):
+            epochs_of(source, 1)
+        epochs = epochs_of(source, 3, steps_per_epoch=2)
+        seen = [row for epoch in epochs for row in used(epoch, source.layout)]
+        assert seen == ([0, 1, 2, 3, 4] * 5)[: len(seen)]
+
+    def test_that_run_dry_say_after_how_many_steps(self):
+        source = data.source(batched([2] * 5), batch_size=None, layout=Layout(2))
+        with pytest.raises(ValueError, match=r"ran dry after 3 train steps of steps_per_epoch=4"):
+            epochs_of(source, 2, steps_per_epoch=4)
+
+    def test_known_to_be_short_are_refused_before_the_first_step(self):
+        dataset = tf.data.Dataset.range(10).map(lambda i: (i, i)).batch(2)
+        source = data.source(dataset, batch_size=None, layout=Layout(2))
+        with pytest.raises(ValueError, match=r"ran dry after 3 train steps of steps_per_epoch=4"):
+            source.epochs(0, 4)
+
+    def test_continue_where_the_last_epoch_stopped(self):
+        source = data.source(batched([2] * 6), batch_size=None, layout=Layout(2))
+        epochs = epochs_of(source, 3, steps_per_epoch=2)
+        assert [used(epoch, source.layout) for epoch in epochs] == [
+            list(range(8)),
+            [8, 9, 10, 11, 0, 1, 2, 3],
+            list(range(4, 12)),
+        ]
+
+    @pytest.mark.parametrize(
+        ("dataset", "error", "message"),
+        [
+            (tf.data.Dataset.from_tensor_slices(([1.0, 2.0], [1.0, 2.0])), ValueError, "not batched"),
+            (tf.data.Dataset.range(4).batch(2), ValueError, "no targets"),
+            (tf.data.Dataset.range(0).map(lambda i: (i, i)).batch(2), ValueError, "empty"),
+            (tf.data.Dataset.from_tensors((["a"], [1])), TypeError, "string"),
+        ],
+    )
+    def test_that_do_not_fit_say_so(self, dataset, error, message):
+        with pytest.raises(error, match=message):
+            data.source(dataset, batch_size=None, layout=Layout(1))
+
+    def test_take_no_y_beside_them(self):
+        with pytest.raises(ValueError, match="leave them out"):
+            data.source(batched([2]), np.zeros(2), batch_size=None, layout=Layout(1))
+
+    def test_rows_of_different_shapes_within_a_step_say_so(self):
+        dataset = tf.data.Dataset.from_generator(
+            lambda: ((np.zeros((2, length)), np.zeros(2)) for length in (3, 4)),
+            output_signature=(tf.TensorSpec([None, None]), tf.TensorSpec([None])),
+        )
+        source = data.source(dataset, batch_size=None, layout=Layout(2))
+        with pytest.raises(ValueError, match=r"rows of different shapes \[\(3,\), \(4,\)\]"):
+            epochs_of(source, 1)
+
+    def test_x_and_y_of_different_rows_say_so(self):
+        dataset = tf.data.Dataset.from_generator(
+            lambda: iter([(np.zeros(2), np.zeros(3))]), output_signature=(tf.TensorSpec([None]),) * 2
+        )
+        source = data.source(dataset, batch_size=None, layout=Layout(2))
+        with pytest.raises(ValueError, match="different numbers of rows"):
+            epochs_of(source, 1)
+
+
+class Pieces(keras.utils.PyDataset):
+    """Batches of at most `size` of `rows` rows."""
+
+    def __init__(self, rows, size):
+        super().__init__()
+        self.rows, self.size = rows, size
+
+    def __len__(self):
+        return math.ceil(self.rows / self.size)
+
+    def __getitem__(self, index):
+        x = np.arange(self.rows)[index * self.size : (index + 1) * self.size]
+        return x, targets(x)
+
+
+def test_a_pydataset_is_read_anew_in_every_epoch():
+    source = data.source(Pieces(11, 3), batch_size=None, layout=Layout(2))
+    assert source.steps_per_epoch == 2
+    for epoch in epochs_of(source, 2):
+        assert used(epoch, source.layout) == list(range(11))
+
+
+def test_a_generator_is_read_once():
+    source = data.source(iter(batched([3, 3, 2])), batch_size=None, layout=Layout(2))
+    dispatches = source.epochs(0, None)
+    assert used(next(dispatches), source.layout) == list(range(8))
+    with pytest.raises(ValueError, match="cannot be read again"):
+        list(next(dispatches))
+
+
+class TestClassWeights:
+    CLASS_WEIGHT = {0: 0.5, 2: 3.0}  # noqa: RUF012
+    LABELS = np.array([0, 1, 2, 2, 1])
+    EXPECTED = np.array([0.5, 1.0, 3.0, 3.0, 1.0], "float32")
+
+    def weights(self, y, sample_weight=None, sparse_labels=False):
+        source = data.source(
+            np.zeros(len(y)),
+            y,
+            sample_weight,
+            batch_size=len(y),
+            layout=Layout(1),
+            class_weight=self.CLASS_WEIGHT,
+            sparse_labels=sparse_labels,
+        )
+        ((dispatch,),) = epochs_of(source, 1)
+        return dispatch.stacks[0].sample_weight.numpy()[0]
+
+    @pytest.mark.parametrize(
+        "y",
+        [LABELS, LABELS[:, np.newaxis], LABELS.astype("float32"), np.eye(3)[LABELS]],
+        ids=["integers", "column", "floats", "one-hot"],
+    )
+    def test_follow_the_class(self, y):
+        np.testing.assert_array_equal(self.weights(y), self.EXPECTED)
+
+    def test_follow_the_class_of_a_token(self):
+        tokens_BT = np.stack([self.LABELS, self.LABELS[::-1]])
+        expected_BT = np.stack([self.EXPECTED, self.EXPECTED[::-1]])
+        np.testing.assert_array_equal(self.weights(tokens_BT, sparse_labels=True), expected_BT)
+        one_hot_BTC = np.eye(3)[tokens_BT]
+        np.testing.assert_array_equal(self.weights(one_hot_BTC), expected_BT)
+
+    def test_multiply_sample_weights(self):
+        weights = np.array([1.0, 2.0, 0.0, 4.0, 5.0])
+        np.testing.assert_array_equal(self.weights(self.LABELS, weights), self.EXPECTED * weights)
+        tokens_BT = np.stack([self.LABELS, self.LABELS[::-1]])
+        expected_BT = np.stack([self.EXPECTED, 2 * self.EXPECTED[::-1]])
+        np.testing.assert_array_equal(self.weights(tokens_BT, [1, 2] * np.ones(2), True), expected_BT)
+
+    def test_need_a_single_output(self):
+        with pytest.raises(ValueError, match="single output"):
+            data.source(
+                np.zeros(2), [np.zeros(2)] * 2, batch_size=2, layout=Layout(1), class_weight={0: 2.0}
+            )
+
+
+@pytest.mark.parametrize("rows", [5, 10, 33])
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5])
+def test_a_validation_split_is_that_of_keras(rows, fraction):
+    x = np.arange(rows)
+    weight = np.ones(rows, "float32")
+    ours = data.split((x, targets(x), weight), fraction)
+    theirs = keras.src.trainers.data_adapters.array_slicing.train_validation_split(
+        (x, targets(x), weight), validation_split=fraction
+    )
+    for part, expected in zip(ours, theirs, strict=True):
+        for array, other in zip(part, expected, strict=True):
+            np.testing.assert_array_equal(array, other)
+
+
+def test_a_batch_names_what_it_leaves_out():
+    assert Batch(1, 2).weights is None
+    assert Batch(1, 2).mask is None
+
+
+X = np.random.default_rng(0).normal(size=(22, 3)).astype("float32")
+Y = (X @ np.array([[1.0], [-2.0], [0.5]], "float32")) ** 2
+W = np.random.default_rng(1).integers(0, 3, 22).astype("float32")
+
+
+class Rows(keras.utils.PyDataset):
+    def __len__(self):
+        return math.ceil(len(X) / 4)
+
+    def __getitem__(self, index):
+        return tuple(array[index * 4 : (index + 1) * 4] for array in (X, Y, W))
+
+
+def slices():
+    """(X, Y, W) in batches of 4, a Python generator."""
+    return (Rows()[i] for i in range(len(Rows())))
+
+
+def unknown_cardinality():
+    spec = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1]), tf.TensorSpec([None])]
+    return tf.data.Dataset.from_generator(slices, output_signature=tuple(spec))
+
+
+KINDS = {
+    "dataset": lambda: tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(4),
+    "unknown cardinality": unknown_cardinality,
+    "infinite": lambda: tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(4).repeat(),
+    "PyDataset": Rows,
+    "generator": slices,
+}
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    )
+    return fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
+
+
+def trained(trainer, *args, **kwargs):
+    rng = np.random.default_rng(2)
+    trainer.model.set_weights([rng.normal(size=w.shape) for w in trainer.model.get_weights()])
+    history = trainer.fit(*args, shuffle=False, verbose=0, **kwargs).history
+    return np.concatenate([w.ravel() for w in trainer.model.get_weights()]), history["loss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
+    if kind == "infinite":
+        # A pass over repeated data has no end to pad at: two epochs of the first two of its three steps.
+        expected = trained(trainer, X[:16], Y[:16], 4, sample_weight=W[:16])
+        found = trained(trainer, KINDS[kind](), steps_per_epoch=2)
+    else:
+        expected = trained(trainer, X, Y, 4, sample_weight=W)
+        found = trained(trainer, KINDS[kind]())
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)

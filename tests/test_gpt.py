@@ -1,0 +1,157 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from fastaccum.gpt import PRESETS, gpt
+
+VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 61, 12, 24, 2, 3
+
+
+def small(**kwargs):
+    sizes = {"context": CONTEXT, "width": WIDTH, "layers": LAYERS, "heads": HEADS, **kwargs}
+    return gpt(VOCABULARY, **sizes)
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(3)
+    return small()
+
+
+@pytest.fixture(scope="module")
+def ids_BT():
+    return np.random.default_rng(3).integers(0, VOCABULARY, (2, CONTEXT)).astype("int32")
+
+
+def test_maps_ids_to_float32_logits(model, ids_BT):
+    logits_BTV = model(ids_BT)
+    assert logits_BTV.shape == (2, CONTEXT, VOCABULARY)
+    assert logits_BTV.dtype == tf.float32
+    assert np.isfinite(logits_BTV).all()
+
+
+def test_starts_near_the_uniform_guess(model, ids_BT):
+    loss = keras.losses.sparse_categorical_crossentropy(ids_BT, model(ids_BT), from_logits=True)
+    assert np.mean(loss) == pytest.approx(np.log(VOCABULARY), rel=0.15)
+
+
+def test_takes_fewer_positions_than_its_context(model, ids_BT):
+    whole, part = model(ids_BT), model(ids_BT[:, :5])
+    np.testing.assert_allclose(whole[:, :5], part, atol=2e-6)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("changed", [1, CONTEXT - 1])
+def test_a_later_token_leaves_earlier_logits_bit_equal(ids_BT, dtype, jit_compile, changed):
+    forward = tf.function(small(dtype=dtype), jit_compile=jit_compile)
+    other_BT = ids_BT.copy()
+    other_BT[:, changed] = (other_BT[:, changed] + 1) % VOCABULARY
+    before, after = forward(tf.constant(ids_BT)).numpy(), forward(tf.constant(other_BT)).numpy()
+    np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
+    assert (before[:, changed:] != after[:, changed:]).any(axis=-1).all()
+
+
+def test_positions_matter(model):
+    """Without positions, attention would not see which of two earlier tokens came first."""
+    first, second = model(np.array([[1, 2, 3, 4]])), model(np.array([[2, 1, 3, 4]]))
+    assert np.abs(first[:, -1] - second[:, -1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("how", ["argument", "global"])
+def test_mixed_precision_computes_in_16_bits_and_keeps_float32_weights(model, ids_BT, policy, how):
+    previous = keras.config.dtype_policy()
+    try:
+        if how == "global":
+            keras.config.set_dtype_policy(policy)
+        mixed = small(dtype=policy if how == "argument" else None)
+    finally:
+        keras.config.set_dtype_policy(previous)
+    mixed.set_weights(model.get_weights())
+    layers = [layer for layer in mixed._flatten_layers(include_self=False) if layer.weights]
+    computed = {layer.name: layer.compute_dtype for layer in layers}
+    assert computed.pop("head") == "float32"
+    assert set(computed.values()) == {policy.removeprefix("mixed_")}
+    assert {variable.dtype for variable in mixed.trainable_variables} == {"float32"}
+    logits_BTV = mixed(ids_BT)
+    assert logits_BTV.dtype == tf.float32
+    tolerance = 0.01 if policy == "mixed_float16" else 0.08
+    np.testing.assert_allclose(logits_BTV, model(ids_BT), atol=tolerance)
+
+
+def test_large_activations_stay_finite_in_mixed_float16(ids_BT):
+    """Queries and keys of about 200: their unscaled product over 64 terms would pass 65504."""
+    model = small(width=128, heads=2, layers=1, dtype="mixed_float16")
+    qkv = model.get_layer("block_0").attention.qkv
+    kernel = np.full(qkv.kernel.shape, 0.0, "float32")
+    kernel[:, : 2 * 128] = np.tile(np.eye(128, dtype="float32"), 2) * 70.0
+    qkv.kernel.assign(kernel)
+    assert np.isfinite(model(ids_BT)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
+def test_saves_and_loads(tmp_path, ids_BT, dtype):
+    model = small(dtype=dtype)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(model(ids_BT), loaded(ids_BT))
+    assert loaded.get_layer("block_1").attention.qkv.compute_dtype == model.get_layer("block_1").compute_dtype
+    with pytest.raises(ValueError, match=f"{CONTEXT + 1} positions"):
+        loaded(np.zeros((1, CONTEXT + 1), "int32"))
+
+
+def test_trains_in_one_xla_program(ids_BT):
+    keras.utils.set_random_seed(5)
+    model = small()
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
+    x, y = ids_BT[:, :-1], ids_BT[:, 1:]
+    model.optimizer.learning_rate = 1e-2
+    losses = [model.train_on_batch(x, y) for _ in range(30)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize(("vocabulary", "width", "layers"), [(256, 24, 1), (61, 48, 3)])
+def test_parameter_count(vocabulary, width, layers):
+    model = gpt(vocabulary, width=width, layers=layers, heads=3)
+    assert model.count_params() == 2 * vocabulary * width + layers * (12 * width**2 + 2 * width) + width
+
+
+def test_the_seed_fixes_the_initial_weights():
+    def weights(seed):
+        keras.utils.set_random_seed(seed)
+        return small().get_weights()
+
+    for a, b in zip(weights(1), weights(1), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any((a != b).any() for a, b in zip(weights(1), weights(2), strict=True))
+
+
+def test_sizes_override_the_preset():
+    model = gpt(preset="nano", width=16, layers=1)
+    assert model.get_layer("embedding").output_dim == 16
+    assert model.get_layer("embedding").context == PRESETS["nano"]["context"]
+    assert model.get_layer("block_0").heads == PRESETS["nano"]["heads"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"width": 10, "heads": 4}, r"width=10.*heads=8"),
+        ({"width": 12, "heads": 4}, r"width=12.*heads=8"),
+        ({"layers": 0}, "layers=0"),
+        ({"width": -8}, "width=-8"),
+        ({"heads": 2.5}, "heads=2.5"),
+        ({"vocabulary_size": 0}, "vocabulary_size=0"),
+        ({"preset": "giant"}, r"preset='giant'.*nano"),
+    ],
+)
+def test_bad_sizes_name_the_value(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        gpt(**sizes)
+
+
+def test_more_positions_than_the_context_are_refused(model):
+    with pytest.raises(ValueError, match=rf"{CONTEXT + 1} positions.*context={CONTEXT}"):
+        model(np.zeros((1, CONTEXT + 1), "int32"))

@@ -1,0 +1,162 @@
+"""A model's step: state that a bad step leaves alone, dropout, and indices that XLA would clamp."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+
+K, B, D = 3, 4, 5
+
+
+def make_stack(seed=0, k=K):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(k, B, D)).astype("float32"), rng.integers(0, 3, (k, B))
+
+
+@pytest.fixture(scope="module")
+def normalised():
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((D,)), keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    model = keras.Sequential([*layers, keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    scale = fa.DynamicLossScale(init_scale=2.0**10)
+    return fa.Trainer(model, keras.optimizers.Adam(0.01), loss, ["accuracy"], loss_scale=scale)
+
+
+def everything(trainer):
+    variables = [*trainer.model.variables, *trainer.optimizer.variables]
+    return {v.path: v.numpy().tobytes() for v in variables}
+
+
+@pytest.mark.parametrize("where", range(K))
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_bad_micro_batch_leaves_weights_slots_and_statistics(normalised, where, bad):
+    normalised.train_step(make_stack())
+    x, y = make_stack(1)
+    x[where, 1, 2] = bad
+    before, scale = everything(normalised), float(normalised.loss_scale.scale())
+    assert any("moving_mean" in path for path in before)
+    assert not normalised.train_step((x, y)).grads_finite
+    assert everything(normalised) == before
+    assert float(normalised.loss_scale.scale()) == max(scale / 2, 1.0)
+    assert normalised.train_step(make_stack()).grads_finite
+    after = everything(normalised)
+    assert all(after[path] != before[path] for path in before if "moving" in path or "kernel" in path)
+
+
+class Noise(keras.layers.Layer):
+    """Multiplies by a trained vector of ones under dropout: with SGD, its gradient shows the masks."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5, seed=seed)
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
+
+    def call(self, x, training=False):
+        return keras.ops.sum(self.dropout(self.factor * x, training=training), axis=-1, keepdims=True)
+
+
+def make_masked(seed=7, width=64):
+    model = keras.Sequential([keras.Input((width,)), Noise(seed)])
+    return fa.Trainer(model, keras.optimizers.SGD(1.0), lambda y, p: p[:, 0], gradient_accumulation_steps=2)
+
+
+def masks(trainer, x):
+    """The gradient of each step: the sum over its micro-batches of rows times masks."""
+    layer = trainer.model.layers[-1]
+    gradients = []
+    for stack in x:
+        before = layer.factor.numpy()
+        trainer.train_step((stack, np.zeros(stack.shape[:2] + (1,), "float32")))
+        gradients.append(before - layer.factor.numpy())
+    return np.array(gradients)
+
+
+def test_dropout_differs_between_micro_batches_and_steps_and_repeats_under_a_seed():
+    width = 64
+    one = np.ones((1, 1, 1, width), "float32")
+    first_only, second_only = (np.concatenate([a, b], 1) for a, b in ((one, 0 * one), (0 * one, one)))
+    trainer = make_masked()
+    state = trainer.model.layers[-1].dropout.seed_generator.state
+    seed = state.numpy()
+    a = masks(trainer, first_only)
+    state.assign(seed)
+    b = masks(trainer, second_only)
+    c = masks(trainer, second_only)
+    for x in (a, b, c):
+        assert 0.2 < np.count_nonzero(x) / width < 0.8
+    assert (a != b).any(), "both micro-batches of one step had the same mask"
+    assert (b != c).any(), "two steps had the same mask"
+    repeated = make_masked()
+    np.testing.assert_array_equal(masks(repeated, first_only), a)
+
+
+def make_language_model(vocabulary=9):
+    model = keras.Sequential(
+        [keras.Input((4,), dtype="int32"), keras.layers.Embedding(vocabulary, 3, name="tokens"), keras.layers.Dense(5)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    return fa.Trainer(model, keras.optimizers.Adam(0.1), loss)
+
+
+@pytest.fixture(scope="module")
+def language_model():
+    return make_language_model()
+
+
+def tokens(ids=0, labels=0):
+    return np.full((2, B, 4), ids, "int32"), np.full((2, B, 4), labels, "int32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((0, 9), r"embedding 'tokens': values from 0 to 9 were seen, but only 0 to 8"),
+        ((0, -1), r"embedding 'tokens': values from -1 to"),
+        ((1, 5), r"labels of output .*: values from 0 to 5 were seen, but only 0 to 4"),
+        ((1, -2), r"labels of output .*: values from -2 to"),
+    ],
+)
+def test_indices_out_of_range_are_named_and_nothing_moves(language_model, change, message):
+    language_model.train_step(tokens())
+    before = everything(language_model)
+    stack = tokens()
+    stack[change[0]][1, 2, 3] = change[1]
+    with pytest.raises(ValueError, match=message):
+        language_model.train_step(stack)
+    assert everything(language_model) == before
+    language_model.train_step(tokens(labels=1))
+    assert everything(language_model) != before
+
+
+def test_an_ignored_class_is_no_label_out_of_range(language_model):
+    stack = tokens()
+    stack[1][:, :, 1:] = -1
+    assert float(language_model.train_step(stack).weight) == 2 * B
+
+
+def test_the_largest_indices_are_in_range(language_model):
+    language_model.train_step(tokens(8, 4))
+
+
+def test_fit_reads_late_but_moves_nothing_after_a_bad_label():
+    """The steps behind the bad one are dispatched before it is read; they must not move a weight either."""
+    trainer = make_language_model()
+    x, y = np.zeros((40, 4), "int32"), np.zeros((40, 4), "int32")
+    y[9, 0] = 7
+    seen = []
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(everything(trainer)))
+    with pytest.raises(ValueError, match="values from 0 to 7"):
+        trainer.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[callback])
+    assert len(seen) >= 3
+    assert everything(trainer) == seen[1] == seen[-1] != seen[0]
+
+
+def test_the_result_is_five_scalars_on_the_device(language_model):
+    result = language_model.train_step(tokens())
+    assert isinstance(result, fa.StepResult)
+    assert [t.dtype for t in result] == [tf.float32, tf.float32, tf.float32, tf.bool, tf.float32]

@@ -1,0 +1,459 @@
+"""Every optimizer behind the one face: equal to its own eager update, and undone in full by a select."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from fastaccum import addons, optimizers
+
+STEPS = 3
+
+KERAS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "Adamax": lambda: keras.optimizers.Adamax(0.01),
+    "Nadam": lambda: keras.optimizers.Nadam(0.01),
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.01),
+    "Adadelta": lambda: keras.optimizers.Adadelta(0.1),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "Ftrl": lambda: keras.optimizers.Ftrl(0.01),
+    "Lion": lambda: keras.optimizers.Lion(0.01),
+    "Lamb": lambda: keras.optimizers.Lamb(0.01),
+    "Adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "Muon": lambda: keras.optimizers.Muon(0.01),
+    "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
+    "Adam, EMA": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=2,
+        global_clipnorm=0.5,
+    ),
+    "Multi": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)})
+    ),
+}
+
+
+def tf_keras():
+    # Named here, not imported above: collecting the tests must not bind tf.keras.
+    import tf_keras
+
+    return tf_keras.optimizers
+
+
+TF_KERAS = {
+    "tf_keras SGD": lambda: tf_keras().SGD(0.1, momentum=0.9),
+    "tf_keras RMSprop": lambda: tf_keras().RMSprop(0.01, momentum=0.5, centered=True),
+    "tf_keras Adafactor": lambda: tf_keras().Adafactor(0.01),
+    "tf_keras Adam, EMA": lambda: tf_keras().Adam(
+        tf_keras().schedules.ExponentialDecay(0.1, 1, 0.5),
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=2,
+    ),
+    "legacy Adam": lambda: tf_keras().legacy.Adam(tf_keras().schedules.ExponentialDecay(0.1, 1, 0.5)),
+    "legacy Nadam": lambda: tf_keras().legacy.Nadam(0.01),
+}
+
+TFA = {
+    "LAMB": lambda: addons.optimizers.LAMB(0.01, weight_decay=0.1, exclude_from_weight_decay=["bias"]),
+    "tfa AdamW": lambda: addons.optimizers.AdamW(0.1, 0.01),
+    "SGDW": lambda: addons.optimizers.SGDW(0.1, 0.01, momentum=0.9, exclude_from_weight_decay=["bias"]),
+    "LazyAdam": lambda: addons.optimizers.LazyAdam(0.01),
+    "RectifiedAdam": lambda: addons.optimizers.RectifiedAdam(0.01, weight_decay=0.1),
+    "Lookahead": lambda: addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=2),
+    "NovoGrad": lambda: addons.optimizers.NovoGrad(0.01),
+    "Yogi": lambda: addons.optimizers.Yogi(0.01),
+    "AdaBelief": lambda: addons.optimizers.AdaBelief(0.01),
+    "COCOB": lambda: addons.optimizers.COCOB(),
+    "MovingAverage": lambda: addons.optimizers.MovingAverage(tf_keras().legacy.Adam(0.1), average_decay=0.5),
+    "SWA": lambda: addons.optimizers.SWA(tf_keras().legacy.SGD(0.1, momentum=0.9), start_averaging=1, average_period=1),
+    "Ranger": lambda: addons.optimizers.Lookahead(addons.optimizers.RectifiedAdam(0.1), sync_period=2),
+}
+
+ALL = {**KERAS, **TF_KERAS, **TFA}
+
+
+def make_model(seed=0):
+    rng = np.random.default_rng(seed)
+    layers = [keras.Input((3,)), keras.layers.Dense(5, name="a"), keras.layers.Dense(2, name="b")]
+    model = keras.Sequential(layers)
+    for v in model.trainable_variables:
+        v.assign(rng.normal(size=v.shape))
+    return model
+
+
+def make_gradients(variables, steps=STEPS, seed=1):
+    rng = np.random.default_rng(seed)
+    return [[tf.constant(rng.normal(size=v.shape), tf.float32) for v in variables] for _ in range(steps)]
+
+
+def raw(variables):
+    return [v.value if isinstance(v, keras.Variable) else v for v in variables]
+
+
+def own_apply(optimizer, gradients, variables):
+    """The update as the optimizer's own library makes it."""
+    if isinstance(optimizer, keras.Optimizer):
+        optimizer.apply(gradients, variables)
+    else:
+        optimizer.apply_gradients(zip(gradients, raw(variables), strict=True))
+
+
+def jitted(optimizer, variables):
+    """The train step's use: an update in one XLA program, undone by a select where `ok` is false."""
+
+    @tf.function(jit_compile=True)
+    def step(gradients, ok):
+        state = raw(variables) + optimizer.variables
+        old = [tf.identity(v) for v in state]
+        optimizer.apply(gradients, variables)
+        for v, o in zip(state, old, strict=True):
+            v.assign(tf.where(ok, v, o))
+
+    return step
+
+
+def reachable(root):
+    """Every tf.Variable that attributes and containers lead to, by another way than the code under test."""
+    found, seen, todo = [], set(), [root]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, (str, bytes, np.ndarray, tf.Tensor, type(tf), type)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, tf.Variable):
+            found.append(item)
+        elif isinstance(item, dict):
+            todo.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo.extend(item)
+        elif type(item).__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow_addons", __name__):
+            todo.extend(vars(item).values() if hasattr(item, "__dict__") else ())
+    return found
+
+
+def snapshot(variables):
+    return [v.numpy().tobytes() for v in variables]
+
+
+def close(ours, theirs, **tolerance):
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine.numpy(), other.numpy(), **(tolerance or {"rtol": 2e-5, "atol": 2e-6}))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
+    ours, theirs = make_model().trainable_variables, make_model().trainable_variables
+    reference = ALL[name]()
+    optimizer = optimizers.get(ALL[name]())
+    optimizer.build(ours)
+    held = optimizer.variables
+    assert len({id(v) for v in held}) == len(held)
+    assert not {id(v) for v in held} & {id(v) for v in raw(ours)}
+    assert all(v.dtype != tf.int32 for v in held), "an int32 variable lives on the host"
+
+    step = jitted(optimizer, ours)
+    everything = list({id(v): v for v in [*raw(ours), *held, *reachable(optimizer.optimizer)]}.values())
+    nan = [tf.fill(v.shape, np.nan) for v in ours]
+    for gradients in make_gradients(ours):
+        before = snapshot(everything)
+        step(nan, tf.constant(False))
+        assert snapshot(everything) == before
+        step(gradients, tf.constant(True))
+        own_apply(reference, gradients, theirs)
+        changed = {id(v) for v, b in zip(everything, before, strict=True) if v.numpy().tobytes() != b}
+        assert changed <= {id(v) for v in [*raw(ours), *held]}
+    assert int(optimizer.iterations) == STEPS
+    close(raw(ours), raw(theirs))
+
+    # What the program captured says the same without a look into the optimizer.
+    function = step.get_concrete_function(nan, tf.constant(True))
+    known = {id(v.handle) for v in [*raw(ours), *held]}
+    captured = [c for c in function.captured_inputs if c.dtype == tf.resource]
+    constants = [v for v in function.graph.variables if id(v.handle) not in known]
+    assert all(id(c) in known or any(c is v.handle for v in constants) for c in captured)
+    assert not constants, f"{[v.name for v in constants]} missing from Optimizer.variables"
+
+
+def test_the_skip_test_sees_a_variable_left_out():
+    """A wrapper's own `variables()` lacks the inner optimizer's slots: a select over it undoes no step."""
+    variables = make_model().trainable_variables
+    optimizer = optimizers.get(TFA["Lookahead"]())
+    optimizer.build(variables)
+    listed = {id(v) for v in optimizer.optimizer.variables()}
+    missed = [v for v in optimizer.variables if id(v) not in listed]
+    before = snapshot(missed)
+    optimizer.apply(make_gradients(variables)[0], variables)
+    assert snapshot(missed) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["AdamW", "Adam, EMA", "tf_keras Adam, EMA", "legacy Nadam", "LAMB", "Lookahead", "MovingAverage", "SWA"]
+)
+def test_several_updates_in_one_loop(name):
+    ours, theirs = make_model().trainable_variables, make_model().trainable_variables
+    reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
+    optimizer.build(ours)
+    gradients = make_gradients(ours)
+
+    @tf.function(jit_compile=True)
+    def run(stacked):
+        def body(i):
+            optimizer.apply([g[i] for g in stacked], ours)
+            return i + 1
+
+        tf.while_loop(lambda i: i < STEPS, body, [tf.constant(0)], maximum_iterations=STEPS)
+
+    run([tf.stack(g) for g in zip(*gradients, strict=True)])
+    for g in gradients:
+        own_apply(reference, g, theirs)
+    close(raw(ours), raw(theirs))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Multi", "tf_keras SGD", "legacy Adam", "LAMB", "MovingAverage"])
+def test_a_variable_without_a_gradient_is_left_alone(name, recwarn):
+    variables = make_model().trainable_variables
+    optimizer = optimizers.get(ALL[name]())
+    optimizer.build(variables)
+    (gradients,) = make_gradients(variables, steps=1)
+    before = snapshot(raw(variables))
+    optimizer.apply([None, gradients[1], None, gradients[3]], variables)
+    changed = [b != a for b, a in zip(before, snapshot(raw(variables)), strict=True)]
+    assert changed == [False, True, False, True]
+    assert int(optimizer.iterations) == 1
+    assert not [w for w in recwarn if "Gradients do not exist" in str(w.message)]
+
+
+def test_no_gradient_at_all():
+    variables = make_model().trainable_variables
+    optimizer = optimizers.get("sgd")
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="no variable has a gradient"):
+        optimizer.apply([None] * len(variables), variables)
+
+
+@pytest.mark.parametrize("name", [n for n in KERAS if n != "Multi"] + ["tf_keras RMSprop", "LAMB"])
+def test_plain_variables(name):
+    """The functional core gives tf.Variables, here with the slashes and the `embedding` of real programs' names."""
+    model = make_model().trainable_variables
+    names = ["block/a/kernel", "block/a/bias", "embedding_b/kernel", "b/bias"]
+    ours = [tf.Variable(v.value, name=n) for v, n in zip(model, names, strict=True)]
+    reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
+    if name == "Muon":
+        # It treats embeddings by AdamW, by their name: the second kernel, which the model calls otherwise.
+        reference.exclude_layers = ["b/kernel"]
+    optimizer.build(ours)
+    for gradients in make_gradients(ours):
+        optimizer.apply(gradients, ours)
+        own_apply(reference, gradients, model)
+    close(ours, raw(model))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Multi", "tf_keras SGD", "LAMB", "Lookahead"])
+def test_constraints_hold(name):
+    variables = make_model().trainable_variables
+    variables[0].constraint = keras.constraints.NonNeg()
+    optimizer = optimizers.get(ALL[name]())
+    optimizer.build(variables)
+    jitted(optimizer, variables)(make_gradients(variables)[0], tf.constant(True))
+    assert variables[0].numpy().min() == 0.0
+    assert variables[2].numpy().min() < 0.0
+
+
+def test_the_constraint_of_a_plain_variable_holds():
+    variable = tf.Variable([-1.0, 1.0], constraint=tf.nn.relu)
+    optimizer = optimizers.get("sgd")
+    optimizer.build([variable])
+    optimizer.apply([tf.zeros(2)], [variable])
+    assert variable.numpy().tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *[(name, "float16") for name in [*KERAS, "tf_keras SGD", "legacy Adam", "LAMB"]],
+        *[(name, "bfloat16") for name in ["AdamW", "Muon", "tf_keras SGD", "tfa AdamW"]],
+        *[(name, "float64") for name in ["AdamW", "tf_keras SGD", "tfa AdamW"]],
+    ],
+)
+def test_other_variable_dtypes(name, dtype):
+    values = [[[0.01, 0.02]] * 3, [0.03, -0.04]]
+    variables = [keras.Variable(v, dtype=dtype, name=f"v{i}") for i, v in enumerate(values)]
+    optimizer = optimizers.get(ALL[name]())
+    optimizer.build(variables)
+    copies = [keras.Variable(v, dtype=dtype, name=f"c{i}") for i, v in enumerate(values)]
+    reference = ALL[name]()
+    for gradients in make_gradients(variables):
+        optimizer.apply(gradients, variables)
+        own_apply(reference, [tf.cast(g, dtype) for g in gradients], copies)
+    assert all(np.isfinite(v.numpy().astype("float32")).all() for v in variables)
+    # Keras 3 has the float32 gradient here, and rounds later than with the rounded one.
+    precision = {"float16": 2**-10, "bfloat16": 2**-7, "float64": 2**-23}[dtype]
+    for mine, other in zip(variables, copies, strict=True):
+        np.testing.assert_allclose(
+            mine.numpy().astype("float64"), other.numpy().astype("float64"), rtol=8 * precision, atol=precision
+        )
+
+
+@pytest.mark.parametrize("name", ["Adam, EMA", "tf_keras Adam, EMA", "legacy Adam"])
+def test_the_learning_rate_is_that_of_the_next_update(name):
+    variables = make_model().trainable_variables
+    optimizer = optimizers.get(ALL[name]())
+    optimizer.build(variables)
+    for step, gradients in enumerate(make_gradients(variables)):
+        np.testing.assert_allclose(optimizer.learning_rate, 0.1 * 0.5**step, rtol=1e-6)
+        optimizer.apply(gradients, variables)
+
+
+def test_a_keras_schedule_drives_an_addons_optimizer():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    for make in (
+        lambda rate: addons.optimizers.SGDW(0.0, rate),
+        lambda rate: addons.optimizers.Lookahead(tf_keras().legacy.SGD(rate), sync_period=100),
+    ):
+        variable = tf.Variable(1.0)
+        optimizer = optimizers.get(make(schedule))
+        optimizer.build([variable])
+        step = jitted(optimizer, [variable])
+        for _ in range(STEPS):
+            step([tf.constant(1.0)], tf.constant(True))
+        np.testing.assert_allclose(variable.numpy(), 1 - 0.1 - 0.05 - 0.025, rtol=1e-6)
+        np.testing.assert_allclose(optimizer.learning_rate, 0.0125, rtol=1e-6)
+
+
+def test_an_integer_hyperparameter_is_no_int32_variable():
+    for optimizer in (addons.optimizers.SGDW(1, 1), tf_keras().legacy.SGD(1), addons.optimizers.COCOB(alpha=100)):
+        adapter = optimizers.get(optimizer)
+        adapter.build([tf.Variable(1.0)])
+        assert tf.int32 not in {v.dtype for v in reachable(optimizer)}
+
+
+def test_learning_rate_where_there_is_none_or_more_than_one():
+    for name in ("COCOB", "Multi"):
+        assert not hasattr(optimizers.get(ALL[name]()), "learning_rate")
+    np.testing.assert_allclose(optimizers.get(TFA["Ranger"]()).learning_rate, 0.1)
+
+
+def test_a_wrapper_in_a_wrapper_counts_every_update():
+    """tensorflow-addons links the counters for one level only; Adam would stay in its first step for ever."""
+    ours, theirs = make_model().trainable_variables, make_model().trainable_variables
+    adam = keras.optimizers.Adam(0.1)
+    optimizer = optimizers.get(
+        addons.optimizers.MovingAverage(
+            addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=100), average_decay=0.5
+        )
+    )
+    optimizer.build(ours)
+    step = jitted(optimizer, ours)
+    for gradients in make_gradients(ours):
+        step(gradients, tf.constant(True))
+        adam.apply(gradients, theirs)
+    close(raw(ours), raw(theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Adam, EMA", "tf_keras Adam, EMA", "SGD", "MovingAverage"])
+def test_finalize_is_what_keras_does_at_the_end_of_fit(name):
+    ours, theirs = make_model().trainable_variables, make_model().trainable_variables
+    reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
+    optimizer.build(ours)
+    for gradients in make_gradients(ours):
+        optimizer.apply(gradients, ours)
+        own_apply(reference, gradients, theirs)
+    before = snapshot(raw(ours))
+    optimizer.finalize(ours)
+    if hasattr(reference, "finalize_variable_values"):
+        reference.finalize_variable_values(raw(theirs))
+    close(raw(ours), raw(theirs))
+    assert (snapshot(raw(ours)) != before) == ("EMA" in name)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Multi", "tf_keras SGD", "legacy Adam", "Lookahead"])
+def test_build_again(name):
+    variables, others = make_model().trainable_variables, make_model(1).trainable_variables
+    optimizer = optimizers.get(ALL[name]())
+    optimizer.build(variables)
+    first = optimizer.variables
+    optimizer.build(list(variables))
+    assert [id(v) for v in optimizer.variables] == [id(v) for v in first]
+    again = optimizers.get(optimizer.optimizer)  # a second trainer on the same model and optimizer
+    again.build(variables)
+    assert {id(v) for v in again.variables} == {id(v) for v in first}
+    for adapter in (optimizer, optimizers.get(optimizer.optimizer)):
+        with pytest.raises(ValueError, match="built on other variables"):
+            adapter.build(others)
+
+
+def test_names():
+    assert isinstance(optimizers.get("AdamW").optimizer, keras.optimizers.AdamW)
+    assert isinstance(optimizers.get("lamb").optimizer, keras.optimizers.Lamb)
+    adapter = optimizers.get("sgd")
+    assert optimizers.get(adapter) is adapter
+    with pytest.raises(ValueError, match=r"'adamm'.*Did you mean 'adam'.*Known names: adadelta.*sgd"):
+        optimizers.get("adamm")
+    with pytest.raises(ValueError, match=r"'zzz' is no Keras optimizer\. Known names"):
+        optimizers.get("zzz")
+
+
+def test_not_an_optimizer_or_none_that_can_work():
+    with pytest.raises(TypeError, match="SGD is a class: call it"):
+        optimizers.get(keras.optimizers.SGD)
+    for thing in (0.1, None, keras.losses.MeanSquaredError(), {"class_name": "Adam"}):
+        with pytest.raises(TypeError, match=f"is of type {type(thing).__name__}"):
+            optimizers.get(thing)
+    with pytest.raises(ValueError, match=r"Nadam counts updates in Python.*legacy\.Nadam"):
+        optimizers.get(tf_keras().Nadam(0.1))
+    rate = tf_keras().schedules.ExponentialDecay(0.1, 1, 0.5)
+    with pytest.raises(ValueError, match=r"SGD cannot call tf_keras's ExponentialDecay: use .*keras\.optimizers"):
+        optimizers.get(keras.optimizers.SGD(rate))
+
+
+def test_optimizers_that_accumulate_or_scale_by_themselves():
+    import tf_keras.mixed_precision
+
+    sgd = keras.optimizers.SGD
+    remedy = r"SGD has gradient_accumulation_steps=4.*pass Trainer\(gradient_accumulation_steps=4\)"
+    with pytest.raises(ValueError, match=remedy):
+        optimizers.get(sgd(0.1, gradient_accumulation_steps=4))
+    remedy = r"loss_scale_factor=8.*pass Trainer\(loss_scale=fastaccum\.StaticLossScale\(8\.0\)\)"
+    with pytest.raises(ValueError, match=remedy):
+        optimizers.get(sgd(0.1, loss_scale_factor=8.0))
+    inner = sgd(0.1, gradient_accumulation_steps=4)
+    accumulating = keras.optimizers.OptimizerMap(sgd(0.1), {".*bias": inner})
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        optimizers.get(keras.optimizers.MultiOptimizer(accumulating))
+    late = optimizers.get(keras.optimizers.MultiOptimizer(lambda v: sgd(0.1, gradient_accumulation_steps=4)))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        late.build(make_model().trainable_variables)
+    scaled = tf_keras.mixed_precision.LossScaleOptimizer
+    for optimizer in (
+        keras.optimizers.LossScaleOptimizer(sgd(0.1)),
+        scaled(tf_keras.optimizers.SGD(0.1)),
+        scaled(tf_keras.optimizers.legacy.SGD(0.1)),
+    ):
+        with pytest.raises(ValueError, match=r"LossScaleOptimizer\w* scales the loss.*pass the optimizer inside"):
+            optimizers.get(optimizer)
+
+
+def test_float8_variables_are_refused():
+    variable = keras.Variable(1.0, name="scale")
+    variable.overwrite_with_gradient = True
+    with pytest.raises(ValueError, match="float8"):
+        optimizers.get("sgd").build([variable])
+
+
+def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
+    """On a machine with a GPU tf_keras compiles every variable's update by itself, within our program too."""
+    ours, theirs = make_model().trainable_variables, make_model().trainable_variables
+    optimizer, reference = optimizers.get(tf_keras().Adam(0.1)), tf_keras().Adam(0.1)
+    optimizer.optimizer.jit_compile = True
+    optimizer.build(ours)
+    step = jitted(optimizer, ours)
+    for gradients in make_gradients(ours):
+        step(gradients, tf.constant(True))
+        own_apply(reference, gradients, theirs)
+    close(raw(ours), raw(theirs))

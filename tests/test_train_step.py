@@ -1,0 +1,228 @@
+"""The functional core: exact, untouched by bad gradients, and one lean XLA program."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+
+K, B, D = 4, 3, 5
+
+
+def make_data(seed=0, micro_batches=K):
+    rng = np.random.default_rng(seed)
+    return (
+        rng.normal(size=(micro_batches, B, D)).astype("float32"),
+        rng.normal(size=(micro_batches, B)).astype("float32"),
+        rng.uniform(0, 2, size=(micro_batches, B)).astype("float32"),
+    )
+
+
+class Linear:
+    """Weighted least squares, with counters that stand for batch statistics."""
+
+    def __init__(self, optimizer="sgd", **options):
+        rng = np.random.default_rng(1)
+        self.w = tf.Variable(rng.normal(size=D), dtype=tf.float32)
+        self.b = tf.Variable(0.1)
+        self.seen = tf.Variable(0.0)
+        options.setdefault("loss_scale", fa.DynamicLossScale(init_scale=8.0, growth_interval=2, min_scale=2.0))
+        self.step = fa.TrainStep(self.loss, [self.w, self.b], optimizer, state=[self.seen], **options)
+
+    def loss(self, micro_batch):
+        x, y, weight = micro_batch
+        self.seen.assign_add(tf.reduce_sum(x))
+        return tf.reduce_sum(weight * (tf.linalg.matvec(x, self.w) + self.b - y) ** 2), tf.reduce_sum(weight)
+
+    def oracle(self, stack):
+        """(loss, gradient of w, gradient of b) of the full batch, in float64."""
+        x, y, weight = (a.astype("float64").reshape(-1, *a.shape[2:]) for a in stack)
+        error = x @ self.w.numpy().astype("float64") + float(self.b) - y
+        total = weight.sum()
+        return (weight * error**2).sum() / total, 2 * (weight * error) @ x / total, 2 * (weight * error).sum() / total
+
+    def everything(self):
+        step = self.step
+        return [v.numpy().tobytes() for v in [self.w, self.b, self.seen, *step.optimizer.variables]]
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return Linear(keras.optimizers.SGD(0.5))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_step_is_the_full_batch_step(linear, seed):
+    stack = make_data(seed)
+    loss, w_grad, b_grad = linear.oracle(stack)
+    w, b = linear.w.numpy().astype("float64"), float(linear.b)
+    result = linear.step(stack)
+    np.testing.assert_allclose(float(result.loss), loss, rtol=1e-5)
+    np.testing.assert_allclose(float(result.weight), stack[2].sum(), rtol=1e-6)
+    np.testing.assert_allclose(float(result.grad_norm), np.sqrt(w_grad @ w_grad + b_grad**2), rtol=1e-5)
+    np.testing.assert_allclose(linear.w.numpy(), w - 0.5 * w_grad, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(float(linear.b), b - 0.5 * b_grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_of_means_fails_the_same_check(linear):
+    stack = make_data(7)
+    loss, w_grad, _ = linear.oracle(stack)
+    micro_batches = [linear.oracle([a[i : i + 1] for a in stack]) for i in range(K)]
+    assert abs(np.mean([m[0] for m in micro_batches]) - loss) > 1e-2 * loss
+    mean_of_means = np.mean([m[1] for m in micro_batches], axis=0)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(mean_of_means, w_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+@pytest.mark.parametrize("clip_norm", [0.1, 1e6])
+def test_clipping_is_by_the_norm_of_the_final_gradient(jit_compile, clip_norm):
+    linear = Linear(keras.optimizers.SGD(1.0), clip_norm=clip_norm, jit_compile=jit_compile)
+    stack = make_data(3)
+    _, w_grad, b_grad = linear.oracle(stack)
+    norm = np.sqrt(w_grad @ w_grad + b_grad**2)
+    w = linear.w.numpy().astype("float64")
+    result = linear.step(stack)
+    np.testing.assert_allclose(float(result.grad_norm), norm, rtol=1e-5)
+    np.testing.assert_allclose(w - linear.w.numpy(), w_grad * clip_norm / max(norm, clip_norm), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def adam():
+    return Linear(keras.optimizers.Adam(0.1))
+
+
+@pytest.mark.parametrize(("where", "bad"), list(itertools.product(range(K), [np.inf, -np.inf, np.nan])))
+def test_a_step_with_a_bad_micro_batch_touches_nothing(adam, where, bad):
+    adam.step(make_data())
+    stack = make_data(where)
+    stack[1][where, 1] = bad
+    adam.step.loss_scale.current_scale.assign(64.0)
+    before = adam.everything()
+    result = adam.step(stack)
+    assert not result.grads_finite
+    assert float(result.loss_scale) == 32.0 and int(adam.step.loss_scale.good_steps) == 0
+    assert adam.everything() == before
+    adam.step(make_data())
+    assert adam.everything() != before
+
+
+def test_nothing_valid_moves_nothing_and_is_no_nan(adam):
+    x, y, weight = make_data()
+    adam.step.loss_scale.current_scale.assign(64.0)
+    adam.step.loss_scale.good_steps.assign(1)
+    before = adam.everything()
+    result = adam.step((x, y, np.zeros_like(weight)))
+    assert (float(result.loss), float(result.weight), float(result.grad_norm)) == (0.0, 0.0, 0.0)
+    assert float(result.loss_scale) == 64.0 and int(adam.step.loss_scale.good_steps) == 1
+    assert adam.everything() == before
+
+
+def test_the_scale_moves_once_per_step_whatever_the_stack(adam):
+    scale = adam.step.loss_scale
+    scale.current_scale.assign(8.0)
+    scale.good_steps.assign(0)
+    assert [float(adam.step(make_data()).loss_scale) for _ in range(4)] == [8.0, 16.0, 16.0, 32.0]
+    bad = make_data()
+    bad[1][:] = np.nan
+    assert [float(adam.step(bad).loss_scale) for _ in range(6)] == [16.0, 8.0, 4.0, 2.0, 2.0, 2.0]
+
+
+def test_a_variable_that_the_loss_does_not_reach_is_left_alone():
+    used, unused = tf.Variable(1.0), tf.Variable(1.0)
+    step = fa.TrainStep(
+        lambda x: (tf.reduce_sum(x * used), tf.cast(tf.size(x), tf.float32)),
+        [used, unused],
+        keras.optimizers.AdamW(0.1, weight_decay=0.5),
+    )
+    step(np.ones((K, B), "float32"))
+    assert float(used) != 1.0 and float(unused) == 1.0
+
+
+def test_sparse_gradients_add_up():
+    """Repeated rows within and across micro-batches, against a float64 sum."""
+    table = tf.Variable(tf.ones([6, 2]))
+    ids = np.array([[1, 1, 2], [2, 5, 5], [1, 0, 0]])
+    scale = np.arange(9, dtype="float32").reshape(3, 3)
+
+    def loss(micro_batch):
+        i, s = micro_batch
+        return tf.reduce_sum(tf.gather(table, i) * s[:, tf.newaxis]), tf.constant(1.0)
+
+    fa.TrainStep(loss, [table], keras.optimizers.SGD(1.0))((ids, scale))
+    expected = np.ones((6, 2))
+    np.add.at(expected, ids.ravel(), -scale.ravel()[:, None] / 3)
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
+
+
+def test_float64_variables_accumulate_in_float64():
+    w = tf.Variable(1.0, dtype=tf.float64)
+    x = np.array([1e8, 1.0, -1e8])[:, None]
+    fa.TrainStep(lambda x: (tf.reduce_sum(w * x), tf.constant(1.0)), [w], keras.optimizers.SGD(1.0))(x)
+    np.testing.assert_allclose(float(w), 1 - 1 / 3, rtol=1e-7)
+
+
+def test_a_model_that_overflows_at_first_trains_after_backing_off():
+    policy = keras.DTypePolicy("mixed_float16")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, dtype=policy), keras.layers.Dense(1, dtype=policy)])
+    trainer = fa.Trainer(model, keras.optimizers.SGD(1e-4), "mse", gradient_accumulation_steps=2)
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    history = trainer.fit(x, 40 * x.sum(1, keepdims=True) + 100, batch_size=4, epochs=8, verbose=0).history
+    assert trainer.loss_scale.init_scale == 2.0**15
+    assert history["skipped_steps"][0] > 0 and history["skipped_steps"][-1] == 0
+    assert history["loss_scale"][-1] < 2.0**15
+    assert history["loss"][-1] < history["loss"][0]
+
+
+class TestErrors:
+    def test_a_mean_and_nothing_else(self):
+        w = tf.Variable(1.0)
+        step = fa.TrainStep(lambda x: tf.reduce_mean(w * x), [w], "sgd")
+        with pytest.raises(ValueError, match=r"must return \(loss_sum, weight_sum\)"):
+            step(np.ones((2, 2), "float32"))
+
+    def test_losses_that_are_no_scalar(self):
+        w = tf.Variable(1.0)
+        step = fa.TrainStep(lambda x: (w * x, 1.0), [w], "sgd")
+        with pytest.raises(ValueError, match="loss_sum of shape"):
+            step(np.ones((2, 2), "float32"))
+
+    def test_a_loss_that_reaches_nothing(self):
+        w = tf.Variable(1.0)
+        step = fa.TrainStep(lambda x: (tf.reduce_sum(x), 1.0), [w], "sgd")
+        with pytest.raises(ValueError, match="reaches none of the 1 variables"):
+            step(np.ones((2, 2), "float32"))
+
+    @pytest.mark.parametrize(
+        ("stack", "message"),
+        [
+            ((), "holds no tensor"),
+            ((np.ones((2, 2)), np.ones((3, 2))), "different leading axes"),
+            ((np.ones((2, 2)), np.float32(1.0)), "holds a scalar"),
+            (np.ones((0, 2)), "at least 1"),
+        ],
+    )
+    def test_stacks(self, linear, stack, message):
+        before = linear.everything()
+        with pytest.raises(ValueError, match=message):
+            linear.step(stack)
+        assert linear.everything() == before
+
+    def test_arguments(self):
+        w = tf.Variable(1.0)
+
+        def loss(x):
+            return tf.reduce_sum(w * x), 1.0
+
+        with pytest.raises(ValueError, match="variables is empty"):
+            fa.TrainStep(loss, [], "sgd")
+        with pytest.raises(TypeError, match="no tf.Variable"):
+            fa.TrainStep(loss, [tf.constant(1.0)], "sgd")
+        with pytest.raises(ValueError, match="clip_norm=-1"):
+            fa.TrainStep(loss, [w], "sgd", clip_norm=-1)
+        with pytest.raises(TypeError, match="loss_fn=3"):
+            fa.TrainStep(3, [w], "sgd")

@@ -1,0 +1,509 @@
+"""`Trainer.fit`, `evaluate` and `predict` behave as Keras's, with train steps where Keras has batches."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum import callbacks as fa_callbacks
+
+ROWS, BATCH, ACCUMULATION = 44, 4, 3
+STEPS = 4  # ceil(44 / 12): the last has 8 rows, two thirds of a step
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 4)).astype("float32")
+Y = (X.sum(1, keepdims=True) + 1.0).astype("float32")
+LABELS = RNG.integers(0, 3, size=ROWS)
+
+
+def regressor():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+
+
+def classifier(*hidden):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(6), *hidden, keras.layers.Dense(3)])
+
+
+def cross_entropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def variables(trainer):
+    optimizer = trainer.optimizer.variables
+    return [*trainer.model.variables, *(optimizer() if callable(optimizer) else optimizer)]
+
+
+def values(trainer):
+    return [v.numpy() for v in variables(trainer)]
+
+
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_close(actual, expected, rtol=2e-5, atol=1e-6):
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def updates(trainer):
+    return int(trainer.optimizer.iterations.numpy())
+
+
+def traces(trainer):
+    return trainer._step.compiled_execute.experimental_get_tracing_count()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One compiled Trainer for all tests, with the values of its variables before training."""
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    trainer = fa.Trainer(regressor(), optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION)
+    trainer.evaluate(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)  # builds it
+    return trainer, values(trainer)
+
+
+@pytest.fixture
+def trainer(shared):
+    trainer, start = shared
+    for variable, value in zip(variables(trainer), start, strict=True):
+        variable.assign(value)
+    return trainer
+
+
+def fit(trainer, x=X, y=Y, **options):
+    return trainer.fit(x, y, **{"batch_size": BATCH, "verbose": 0, "shuffle": False, **options})
+
+
+# fit
+
+
+def test_history_has_every_log_once_an_epoch(trainer):
+    history = fit(trainer, epochs=3, validation_data=(X[:8], Y[:8]))
+    names = {"loss", "mae", "grad_norm", "loss_scale", "skipped_steps"}
+    assert set(history.history) == names | {"val_loss", "val_mae"}
+    assert all(len(log) == 3 for log in history.history.values())
+    assert history.epoch == [0, 1, 2]
+    assert trainer.model.history is history
+    assert updates(trainer) == 3 * STEPS
+    assert history.history["loss_scale"] == [1.0] * 3
+    assert history.history["skipped_steps"] == [0] * 3
+
+
+def test_fit_equals_keras_on_batches_of_a_whole_step(trainer):
+    model = regressor()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", ["mae"])
+    expected = model.fit(X, Y, batch_size=ACCUMULATION * BATCH, epochs=2, verbose=0, shuffle=False)
+    history = fit(trainer, epochs=2)
+    assert_close(trainer.model.get_weights(), model.get_weights())
+    for name in ("loss", "mae"):
+        np.testing.assert_allclose(history.history[name], expected.history[name], rtol=1e-5)
+
+
+def test_initial_epoch_is_where_counting_starts(trainer):
+    assert fit(trainer, epochs=5, initial_epoch=3).epoch == [3, 4]
+    assert updates(trainer) == 2 * STEPS
+
+
+def test_nothing_is_left_to_do_after_the_last_epoch(trainer):
+    before = values(trainer)
+    assert fit(trainer, epochs=2, initial_epoch=2).history == {}
+    assert_equal(values(trainer), before)
+
+
+def test_a_second_fit_continues(trainer):
+    fit(trainer, epochs=2)
+    at_once, start = values(trainer), updates(trainer)
+    for variable, value in zip(variables(trainer), [v * 0 for v in at_once], strict=True):
+        variable.assign(value)
+    trainer.model.set_weights(regressor().get_weights())
+    trainer.optimizer.learning_rate = 0.05
+    fit(trainer, epochs=1)
+    fit(trainer, epochs=2, initial_epoch=1)
+    assert updates(trainer) == start
+    assert_equal(trainer.model.get_weights(), at_once[: len(trainer.model.weights)])
+
+
+@pytest.mark.parametrize("steps_per_epoch", [1, 3, 6])
+def test_steps_per_epoch_counts_train_steps_and_goes_on_where_it_stopped(trainer, steps_per_epoch):
+    fit(trainer, epochs=2, steps_per_epoch=steps_per_epoch)
+    assert updates(trainer) == 2 * steps_per_epoch
+    in_parts = trainer.model.get_weights()
+    trainer.model.set_weights(regressor().get_weights())
+    for slot in trainer.optimizer.variables:
+        slot.assign(np.zeros(slot.shape))
+    trainer.optimizer.learning_rate = 0.05
+    endless = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    # The dataset's own steps: 11 batches, hence 3 + 3 + 3 + 2, again and again.
+    seen = 0
+    while seen < 2 * steps_per_epoch:
+        count = min(STEPS, 2 * steps_per_epoch - seen)
+        trainer.fit(endless, steps_per_epoch=count, verbose=0)
+        seen += count
+    assert_close(in_parts, trainer.model.get_weights())
+
+
+def test_validation_split_holds_out_the_last_rows(trainer):
+    split = fit(trainer, epochs=2, validation_split=0.25)
+    weights = trainer.model.get_weights()
+    other = fa.Trainer(
+        regressor(), keras.optimizers.SGD(0.05, momentum=0.9), "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION
+    )
+    given = fit(other, X[:33], Y[:33], epochs=2, validation_data=(X[33:], Y[33:]))
+    assert_equal(weights, other.model.get_weights())
+    assert split.history == given.history
+
+
+def test_validation_leaves_training_alone(trainer):
+    fit(trainer, epochs=2)
+    alone = trainer.model.get_weights()
+    trainer.model.set_weights(regressor().get_weights())
+    for slot in trainer.optimizer.variables:
+        slot.assign(np.zeros(slot.shape))
+    trainer.optimizer.learning_rate = 0.05
+    fit(trainer, epochs=2, validation_data=(X[:9], Y[:9]))
+    assert_equal(alone, trainer.model.get_weights())
+
+
+@pytest.mark.parametrize("freq, epochs", [(2, [1, 3]), ([1, 4], [0, 3]), (3, [2])])
+def test_validation_freq_picks_epochs(trainer, freq, epochs):
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: "val_loss" in logs and seen.append(epoch))
+    history = fit(trainer, epochs=4, validation_data=(X[:8], Y[:8]), validation_freq=freq, callbacks=[watch])
+    assert seen == epochs
+    assert len(history.history["val_loss"]) == len(epochs)
+
+
+def test_validation_steps_and_batch_size(trainer):
+    history = fit(trainer, validation_data=(X, Y), validation_steps=2, validation_batch_size=4)
+    expected = trainer.evaluate(X[:8], Y[:8], batch_size=8, verbose=0)
+    np.testing.assert_allclose(history.history["val_loss"][0], expected[0], rtol=1e-6)
+
+
+def test_validation_data_as_a_dataset_with_weights(trainer):
+    weight = np.linspace(0.0, 2.0, ROWS).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y, weight)).batch(7)
+    history = fit(trainer, validation_data=dataset)
+    trainer.model.compile(loss="mse")
+    expected = trainer.model.evaluate(X, Y, sample_weight=weight, batch_size=ROWS, verbose=0)
+    np.testing.assert_allclose(history.history["val_loss"][0], expected, rtol=1e-5)
+
+
+def test_shuffling_follows_the_global_seed(trainer):
+    def trained(seed, **options):
+        trainer.model.set_weights(regressor().get_weights())
+        for slot in trainer.optimizer.variables:
+            slot.assign(np.zeros(slot.shape))
+        trainer.optimizer.learning_rate = 0.05
+        keras.utils.set_random_seed(seed)
+        fit(trainer, epochs=2, **options)
+        return trainer.model.get_weights()
+
+    first = trained(5, shuffle=True)
+    assert_equal(trained(5, shuffle=True), first)
+    assert not np.array_equal(trained(6, shuffle=True)[0], first[0])
+    in_order = trained(5, shuffle=False)
+    assert not np.array_equal(in_order[0], first[0])
+    assert_equal(trained(6, shuffle=False), in_order)
+
+
+@pytest.mark.parametrize(
+    "verbose, shown",
+    [(0, "^$"), (1, r"Epoch 1/2\n(.|\n)*4/4.*loss: (.|\n)*Epoch 2/2"), (2, r"Epoch 1/2\n4/4 - .*loss: .*val_mae: ")],
+)
+def test_verbose(trainer, capsys, verbose, shown):
+    fit(trainer, epochs=2, verbose=verbose, validation_data=(X[:8], Y[:8]))
+    output = capsys.readouterr().out
+    assert re.search(shown, output), output
+    if verbose == 2:
+        assert output.count("4/4") == 2  # a line an epoch
+
+
+def test_the_bar_ends_on_the_values_of_the_history(trainer, capsys):
+    history = fit(trainer, verbose=1)
+    shown = re.findall(r" loss: ([\d.]+)", capsys.readouterr().out)[-1]
+    assert float(shown) == pytest.approx(history.history["loss"][0], abs=1e-4)
+
+
+# class_weight
+
+
+@pytest.fixture(scope="module")
+def classifying():
+    optimizer = keras.optimizers.SGD(0.1)
+    return fa.Trainer(classifier(), optimizer, cross_entropy(), gradient_accumulation_steps=ACCUMULATION)
+
+
+@pytest.mark.parametrize("labels", [LABELS, LABELS[:, None]], ids=["[rows]", "[rows, 1]"])
+@pytest.mark.parametrize("weight", [None, np.linspace(0.5, 2.0, ROWS).astype("float32")], ids=["alone", "weighted"])
+def test_class_weight_multiplies_the_sample_weight(classifying, labels, weight):
+    factors = {0: 0.5, 2: 3.0}  # class 1 keeps a factor of 1
+    per_row = np.array([0.5, 1.0, 3.0])[LABELS] * (1.0 if weight is None else weight)
+    classifying.model.set_weights(classifier().get_weights())
+    fit(classifying, X, labels, class_weight=factors, sample_weight=weight)
+    by_class = classifying.model.get_weights()
+    classifying.model.set_weights(classifier().get_weights())
+    fit(classifying, X, labels, sample_weight=per_row.astype("float32"))
+    assert_close(by_class, classifying.model.get_weights())
+
+
+def test_class_weight_of_tokens_counts_from_the_first_fit():
+    model = keras.Sequential([keras.Input((5, 2)), keras.layers.Dense(3)])
+    start = model.get_weights()
+    x, y = RNG.normal(size=(6, 5, 2)).astype("float32"), RNG.integers(0, 3, size=(6, 5))
+    trainer = fa.Trainer(model, "sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    trainer.fit(x, y, class_weight={0: 5.0, 1: 0.25}, verbose=0)
+    by_class = model.get_weights()
+    model.set_weights(start)
+    trainer.fit(x, y, sample_weight=np.array([5.0, 0.25, 1.0], "float32")[y], verbose=0)
+    assert_close(by_class, model.get_weights())
+
+
+# evaluate and predict
+
+
+@pytest.mark.parametrize("return_dict", [False, True])
+def test_evaluate_returns_what_keras_does(trainer, return_dict):
+    weight = np.linspace(0.0, 2.0, ROWS).astype("float32")
+    options = {"batch_size": 11, "sample_weight": weight, "return_dict": return_dict, "verbose": 0}
+    ours, keras_own = trainer.evaluate(X, Y, **options), trainer.model.evaluate(X, Y, **options)
+    assert type(ours) is type(keras_own)
+    if return_dict:
+        assert set(ours) == set(keras_own)
+        ours, keras_own = ([logs[name] for name in sorted(logs)] for logs in (ours, keras_own))
+    np.testing.assert_allclose(ours, keras_own, rtol=1e-5)
+
+
+def test_evaluate_is_exact_over_unequal_batches(trainer):
+    whole = trainer.evaluate(X, Y, batch_size=ROWS, verbose=0)
+    np.testing.assert_allclose(trainer.evaluate(X, Y, batch_size=10, verbose=0), whole, rtol=1e-5)
+
+
+def test_evaluate_steps_count_batches(trainer):
+    ours = trainer.evaluate(X, Y, batch_size=BATCH, steps=3, verbose=0)
+    np.testing.assert_allclose(ours, trainer.evaluate(X[:12], Y[:12], batch_size=BATCH, verbose=0), rtol=1e-6)
+
+
+def test_evaluate_moves_nothing(trainer):
+    before = values(trainer)
+    trainer.evaluate(X, Y, batch_size=BATCH, verbose=0)
+    assert_equal(values(trainer), before)
+
+
+def test_evaluate_shows_running_values(trainer, capsys, monkeypatch):
+    monkeypatch.setattr(fa_callbacks, "REDRAW_SECONDS", -1.0)  # draw in every batch
+    result = trainer.evaluate(X, Y, batch_size=BATCH)
+    shown = re.findall(r"mae: ([\d.]+)", capsys.readouterr().out)
+    assert len(shown) >= STEPS
+    assert float(shown[-1]) == pytest.approx(result[1], abs=1e-4)
+
+
+def test_evaluate_without_metrics_is_a_number(classifying):
+    ours = classifying.evaluate(X, LABELS, batch_size=11, verbose=0)
+    assert isinstance(ours, float)
+    assert ours == pytest.approx(classifying.model.evaluate(X, LABELS, batch_size=11, verbose=0), rel=1e-5)
+
+
+def test_several_outputs_are_listed_as_keras_lists_them():
+    inputs = keras.Input((4,))
+    outputs = {"b": keras.layers.Dense(1, name="b")(inputs), "a": keras.layers.Dense(3, name="a")(inputs)}
+    model = keras.Model(inputs, outputs)
+    losses, metrics = {"a": cross_entropy(), "b": "mse"}, {"a": ["accuracy"], "b": ["mae"]}
+    trainer = fa.Trainer(model, "sgd", losses, metrics, loss_weights={"a": 2.0, "b": 0.5}, jit_compile=False)
+    y = {"a": LABELS, "b": Y}
+    ours = trainer.evaluate(X, y, batch_size=11, verbose=0)
+    as_dict = trainer.evaluate(X, y, batch_size=11, verbose=0, return_dict=True)
+    model.compile("sgd", losses, metrics={"a": ["accuracy"], "b": ["mae"]}, loss_weights={"a": 2.0, "b": 0.5})
+    np.testing.assert_allclose(ours, model.evaluate(X, y, batch_size=11, verbose=0), rtol=1e-5)
+    expected = model.evaluate(X, y, batch_size=11, verbose=0, return_dict=True)
+    assert as_dict == pytest.approx(expected, rel=1e-5)
+
+
+def test_predict_is_the_models_own(trainer):
+    predicted = trainer.predict(X, batch_size=5, verbose=0)
+    assert isinstance(predicted, np.ndarray)
+    assert_equal([predicted], [trainer.model.predict(X, batch_size=5, verbose=0)])
+    assert trainer.predict(tf.data.Dataset.from_tensor_slices(X).batch(4), steps=2, verbose=0).shape == (8, 1)
+
+
+# Programs
+
+
+def varying(sizes):
+    """A dataset whose batches have these sizes."""
+    starts = np.cumsum([0, *sizes])
+    batches = [(X[a:b], Y[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
+def test_one_trace_for_a_tail_varying_batches_and_a_learning_rate_callback():
+    trainer = fa.Trainer(regressor(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    fit(trainer, epochs=2, callbacks=[schedule])
+    trainer.fit(varying([4, 2, 3, 4, 4, 4, 1]), epochs=2, verbose=0, callbacks=[schedule])
+    fit(trainer, X[:30], Y[:30], shuffle=True)
+    assert traces(trainer) == 1
+    assert updates(trainer) == 2 * STEPS + 2 * 3 + 3
+
+
+def test_two_traces_with_batch_statistics():
+    model = classifier(keras.layers.BatchNormalization())
+    trainer = fa.Trainer(model, "adam", cross_entropy(), gradient_accumulation_steps=ACCUMULATION)
+    fit(trainer, X, LABELS, epochs=2)  # 44 rows: three steps of 12 and one of 8
+    assert traces(trainer) == 2
+    assert updates(trainer) == 2 * STEPS
+
+
+@pytest.mark.parametrize("steps_per_execution", [3, 8])
+def test_steps_per_execution_changes_no_weight(trainer, steps_per_execution):
+    """3 does not divide the 4 steps of an epoch, and 8 is more than all of them."""
+    expected = fit(trainer, epochs=2)
+    many = fa.Trainer(
+        regressor(),
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        "mse",
+        ["mae"],
+        gradient_accumulation_steps=ACCUMULATION,
+        steps_per_execution=steps_per_execution,
+    )
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    history = fit(many, epochs=2, callbacks=[watch])
+    assert updates(many) == 2 * STEPS
+    assert seen == [min(at, STEPS) - 1 for at in range(steps_per_execution, 12, steps_per_execution)][: len(seen)]
+    assert_close(many.model.get_weights(), trainer.model.get_weights(), rtol=1e-6)
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-6)
+
+
+def test_without_xla_the_results_are_the_same(trainer):
+    expected = fit(trainer, epochs=2, validation_data=(X[:8], Y[:8]))
+    plain = fa.Trainer(
+        regressor(),
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        "mse",
+        ["mae"],
+        gradient_accumulation_steps=ACCUMULATION,
+        jit_compile=False,
+    )
+    history = fit(plain, epochs=2, validation_data=(X[:8], Y[:8]))
+    assert_close(plain.model.get_weights(), trainer.model.get_weights())
+    for name, log in expected.history.items():
+        np.testing.assert_allclose(history.history[name], log, rtol=1e-5)
+
+
+def test_no_result_is_read_before_the_next_step_is_dispatched(trainer, monkeypatch, tmp_path):
+    """Every way from an eager tensor to a number goes through `_numpy`: watch it, and the dispatches."""
+    epochs, origin, events = 2, {}, []
+    step, base = trainer._step, type(tf.constant(0)).__mro__[1]
+    dispatch, numpy = step.compiled_execute, base._numpy
+
+    def dispatching(*stacks):
+        executed = dispatch(*stacks)
+        events.append("dispatch")
+        for tensor in tf.nest.flatten(executed):
+            origin[id(tensor)] = events.count("dispatch"), tensor  # held, so that no id is used twice
+        return executed
+
+    def reading(tensor):
+        if id(tensor) in origin:
+            events.append(origin[id(tensor)][0])
+        return numpy(tensor)
+
+    monkeypatch.setattr(step, "compiled_execute", dispatching)
+    monkeypatch.setattr(base, "_numpy", reading)
+    monkeypatch.setattr(fa_callbacks, "REDRAW_SECONDS", -1.0)  # draw the bar in every step
+    stock = [
+        keras.callbacks.EarlyStopping("loss"),
+        keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+        keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras")),
+        keras.callbacks.TensorBoard(str(tmp_path), write_graph=False),
+    ]
+    fit(trainer, epochs=epochs, verbose=1, callbacks=stock)
+
+    dispatched, read = 0, set()
+    for event in events:
+        if event == "dispatch":
+            dispatched += 1
+            continue
+        read.add(event)
+        assert event < dispatched or event % STEPS == 0, f"step {event} was waited for before the next"
+    assert dispatched == epochs * STEPS
+    assert read == set(range(1, dispatched + 1))  # none goes unread: each may hold a label out of range
+
+
+def test_the_watch_above_sees_a_callback_that_reads(trainer, monkeypatch):
+    read, base = [], type(tf.constant(0)).__mro__[1]
+    numpy = base._numpy
+    monkeypatch.setattr(base, "_numpy", lambda tensor: read.append(tensor) or numpy(tensor))
+    logs = fa_callbacks.LateLogs({"loss": tf.constant(1.0)})
+    assert "loss" in logs and not read
+    assert float(logs["loss"]) == 1.0 and len(read) == 1
+
+
+# Precision and loss scale
+
+
+def test_mixed_float16_counts_the_steps_that_it_skips():
+    keras.config.set_dtype_policy("mixed_float16")
+    loss_scale = fa.DynamicLossScale(init_scale=2.0**24, backoff_factor=2.0**-10)
+    trainer = fa.Trainer(
+        classifier(), "adam", cross_entropy(), gradient_accumulation_steps=ACCUMULATION, loss_scale=loss_scale
+    )
+    history = fit(trainer, X, LABELS, epochs=2)
+    assert history.history["skipped_steps"] == [1, 0]  # counted anew in every epoch
+    assert history.history["loss_scale"] == [2.0**14] * 2
+    assert updates(trainer) == 2 * STEPS - 1
+    assert trainer.model.layers[0].kernel.dtype == "float32"
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_loss_scaling_is_on_for_float16_only():
+    for policy, kind in (("mixed_float16", fa.DynamicLossScale), ("mixed_bfloat16", fa.NoLossScale)):
+        keras.config.set_dtype_policy(policy)
+        assert type(fa.Trainer(regressor(), "sgd", "mse").loss_scale) is kind
+
+
+# The model afterwards
+
+
+def test_a_saved_model_loads_and_predicts_the_same(trainer, tmp_path):
+    fit(trainer)
+    trainer.model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert_equal([loaded.predict(X, verbose=0)], [trainer.predict(X, verbose=0)])
+    assert_equal([v.numpy() for v in loaded.optimizer.variables], [v.numpy() for v in trainer.optimizer.variables])
+    # The loaded model goes on as the first one does.
+    again = fa.Trainer(loaded, loaded.optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION)
+    fit(again)
+    fit(trainer)
+    assert_close(again.model.get_weights(), trainer.model.get_weights(), rtol=1e-6)
+
+
+def test_averaged_weights_are_in_the_model_at_the_end():
+    model = regressor()
+    optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
+    trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    own = regressor()
+    own.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse")
+    own.fit(X, Y, batch_size=ACCUMULATION * BATCH, shuffle=False, verbose=0)
+    fit(trainer)
+    assert_close(model.get_weights(), own.get_weights())
+    assert_equal(model.get_weights(), [v.numpy() for v in optimizer._model_variables_moving_average])
+
+
+def test_changed_trainable_variables_are_refused(trainer):
+    layer = trainer.model.layers[0]
+    layer.trainable = False
+    try:
+        with pytest.raises(ValueError, match=r"trainable variables have changed.*new Trainer"):
+            fit(trainer)
+    finally:
+        layer.trainable = True
+    fit(trainer)
