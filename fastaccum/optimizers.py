@@ -101,16 +101,19 @@ class Optimizer:
     @property
     def variables(self):
         """Every tf.Variable that `apply` may change besides the model's, once each; after `build`."""
-        found = {id(v): v for part in self._parts() for v in _held(vars(part))}
-        for variable in [*self._model_variables, *(v for part in self._parts() for v in _host_constants(part))]:
+        states = [vars(part) for part in self._parts()]
+        found = {id(v): v for v in _held(states)}
+        # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
+        stand_ins = [v for v in _held([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
+        for variable in [*self._model_variables, *stand_ins]:
             found.pop(id(variable), None)
         return list(found.values())
 
     def apply(self, gradients, variables):
         """One update, traced or eager. It creates no variable, so it may stand in a loop body.
 
-        Under tf.distribute, pass reduced gradients, and call it where nothing reduces them again: Keras 3 in the
-        cross-replica context, legacy and tensorflow-addons optimizers in the replica context.
+        Under tf.distribute, pass reduced gradients, and call it where nothing reduces them again: Keras 3 outside
+        the strategy's scope and `run`, legacy and tensorflow-addons optimizers in `run`.
 
         Args:
           gradients: dense float32 tensors; None leaves its variable alone.
@@ -151,8 +154,8 @@ class Optimizer:
     def _create(self, variables):
         self.optimizer.build(variables)
 
-    # A family adds `_knows(native)`, false where the optimizer was built without that variable, and `_update(pairs)`,
-    # one update from pairs of a gradient and a variable.
+    # A family adds `_knows(native)`, false where the optimizer was built without that variable, and `_update(pairs)`
+    # of a gradient and a variable each.
 
 
 class _Keras(Optimizer):
@@ -277,11 +280,6 @@ def _held(value):
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _held(item)
-
-
-def _host_constants(optimizer):
-    """Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host."""
-    return [v for name in ("_r", "_c") for v in _held(vars(optimizer).get(name)) if v.dtype == tf.int32]
 
 
 def _refuse(optimizer):
