@@ -8,6 +8,7 @@
 new values undoes a step in full.
 """
 
+import contextlib
 import difflib
 
 import keras
@@ -109,8 +110,11 @@ class Optimizer:
             found.pop(id(variable), None)
         return list(found.values())
 
-    def apply(self, gradients, variables):
-        """One update, traced or eager. It creates no variable, so it may stand in a loop body.
+    def apply(self, gradients, variables, ok=True):
+        """One update where `ok`, and nothing changed elsewhere; traced or eager. It creates no variable, so it may
+        stand in a loop body.
+
+        Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
 
         Under tf.distribute, pass reduced gradients, and call it where nothing reduces them again: Keras 3 outside
         the strategy's scope and `run`, legacy and tensorflow-addons optimizers in `run`.
@@ -118,11 +122,26 @@ class Optimizer:
         Args:
           gradients: dense float32 tensors; None leaves its variable alone.
           variables: the list that `build` had.
+          ok: bool scalar.
         """
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
             raise ValueError("no variable has a gradient: the loss depends on no trainable variable")
-        self._update(pairs)
+        if ok is True:
+            self._update(pairs)
+            return
+        changed = [*self._model_variables, *self.variables]
+        before = [v.read_value() for v in changed]
+        with self._selecting(ok) as selected:
+            self._update(pairs)
+        for variable, value in zip(changed, before, strict=True):
+            if id(variable) not in selected:
+                variable.assign(tf.where(ok, variable.read_value(), value))
+
+    @contextlib.contextmanager
+    def _selecting(self, ok):
+        """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
+        yield set()
 
     @property
     def iterations(self):
@@ -170,6 +189,37 @@ class _Keras(Optimizer):
             seen.constraint = variable.constraint
             self._seen_as[id(variable)] = seen
         return self._seen_as[id(variable)]
+
+    @contextlib.contextmanager
+    def _selecting(self, ok):
+        # The weights are computed from the slots as assigned. Were these selected later, XLA would compute the
+        # new slots twice, once from copies of the old ones: 8 bytes per parameter for Adam.
+        slots, selected = {id(v) for v in self.variables}, set()
+
+        def hooked(assign, new):
+            def select(variable, value):
+                raw = _raw(variable)
+                if id(raw) not in slots:
+                    return assign(raw, value)
+                selected.add(id(raw))
+                old = raw.read_value()
+                return raw.assign(tf.where(ok, new(old, tf.cast(value, old.dtype)), old))
+
+            return select
+
+        arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
+        hooks = [
+            (vars(part), name, hooked(getattr(part, name), new))
+            for part in self._parts()
+            for name, new in arithmetic.items()
+        ]
+        try:
+            for attributes, name, hook in hooks:
+                attributes[name] = hook
+            yield selected
+        finally:
+            for attributes, name, _ in hooks:
+                attributes.pop(name, None)
 
     def _knows(self, variable):
         known = self.optimizer._trainable_variables_indices

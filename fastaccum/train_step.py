@@ -200,12 +200,10 @@ class TrainStep:
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
         counted = tf.not_equal(weight_sum, 0.0)
         ok = reduced.finite & counted & self._accept()
-        updated = [*self.variables, *self.optimizer.variables]
-        before = [v.read_value() for v in updated]
         with tf.name_scope("update"):
             final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
-            self.optimizer.apply(final, self.trained)
-            _keep_where(ok, [*updated, *self._state], [*before, *sums.state])
+            self.optimizer.apply(final, self.trained, ok)
+            _keep_where(ok, self._state, sums.state)
         before = [v.read_value() for v in self.loss_scale.variables]
         self.loss_scale.update(reduced.finite)
         _keep_where(counted, self.loss_scale.variables, before)
@@ -245,10 +243,7 @@ class TrainStep:
 
 
 def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
-    """Variables keep what was assigned to them where `ok`, and return to `before` elsewhere.
-
-    Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
-    """
+    """Variables keep what was assigned to them where `ok`, and return to `before` elsewhere."""
     for variable, value in zip(variables, before, strict=True):
         variable.assign(tf.where(ok, variable.read_value(), value))
 
