@@ -1,13 +1,13 @@
 """Gradient accumulation for TensorFlow, the whole cycle as one XLA program."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastaccum import kernels
-from fastaccum.gpt import gpt
-from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from fastaccum.train_step import StepResult, TrainStep
-from fastaccum.trainer import Trainer
+if TYPE_CHECKING:
+    from fastaccum.gpt import gpt
+    from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+    from fastaccum.train_step import StepResult, TrainStep
+    from fastaccum.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -23,9 +23,28 @@ __all__ = [
     "kernels",
 ]
 
+# Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only who uses tensorflow-addons pays
+# for it (it is optional, and changes what tf.keras is).
+_MODULES = {
+    "DynamicLossScale": "loss_scale",
+    "NoLossScale": "loss_scale",
+    "StaticLossScale": "loss_scale",
+    "StepResult": "train_step",
+    "TrainStep": "train_step",
+    "Trainer": "trainer",
+    "gpt": "gpt",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # tensorflow-addons is optional and changes how tf.keras resolves: only those who use it pay for it.
-    if name == "addons":
-        return importlib.import_module("fastaccum.addons")
+    if name in ("addons", "kernels"):
+        return importlib.import_module(f"fastaccum.{name}")
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"fastaccum.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'fastaccum' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -46,6 +46,20 @@ def positive_or_none(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def fraction(name: str, value: Any) -> float:
+    """`value` as a float of at least 0 and below 1.
+
+    >>> fraction("validation_split", 1.5)
+    Traceback (most recent call last):
+    ValueError: validation_split=1.5 must lie between 0 and 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be a number between 0 and 1.")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value} must lie between 0 and 1.")
+    return float(value)
+
+
 def true_or_false(name: str, value: Any) -> bool:
     """`value`, a bool.
 

@@ -125,7 +125,7 @@ def _add_train(commands):
         metavar="FILE or FOLDER",
         help="the text; by default the source code of Python's standard library",
     )
-    add("--steps", type=_whole(1), default=400, metavar="N", help="optimizer updates (%(default)s)")
+    add("--steps", type=_whole(1), default=300, metavar="N", help="optimizer updates (%(default)s)")
     add("--batch-size", type=_whole(1), default=8, metavar="N", help="windows in a micro-batch (%(default)s)")
     add("--accum", type=_whole(1), default=4, metavar="N", help="micro-batches in an update (%(default)s)")
     add(
@@ -139,8 +139,8 @@ def _add_train(commands):
         "--optimizer",
         default="adamw",
         metavar="NAME",
-        help="a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one of tensorflow-addons "
-        "as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)",
+        help="a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
+        "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)",
     )
     add(
         "--lr",

@@ -84,9 +84,7 @@ class ArraySource:
     """
 
     def __init__(self, batch: Batch, batch_size: int, layout: Layout, seed: int | None = None):
-        self.arrays = Batch(
-            *(as_tensors(name, each) for name, each in zip(Batch._fields, batch, strict=True))
-        )
+        self.arrays = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, batch, strict=True)))
         self.rows = _common_rows(self.arrays)
         self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
         micro_batches = math.ceil(self.rows / self.batch_size)
@@ -98,27 +96,25 @@ class ArraySource:
     @property
     def sample(self) -> Batch:
         """Specs of one micro-batch."""
-        return tf.nest.map_structure(
-            lambda t: tf.TensorSpec([self.batch_size, *t.shape[1:]], t.dtype), self.arrays
-        )
+        return tf.nest.map_structure(lambda t: tf.TensorSpec([self.batch_size, *t.shape[1:]], t.dtype), self.arrays)
 
     def epochs(self, first: int, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
         """One iterator of dispatches per epoch, from epoch `first` on, without end."""
         if steps_per_epoch in (None, self.steps_per_epoch):
-            chunks = self._chunks(self.layout.steps_per_execution)
-            stream = self._stream(first, chunks)
+            per_dispatch = self.layout.steps_per_execution
+            stream, count = self._stream(first, per_dispatch), len(self._chunks(per_dispatch))
             while True:
-                yield itertools.islice(stream, len(chunks))
-        stream = self._stream(first, self._chunks(1))
+                yield itertools.islice(stream, count)
+        stream = self._stream(first, 1)
         while True:
             yield _grouped(itertools.islice(stream, steps_per_epoch), self.layout)
 
-    def _chunks(self, steps: int) -> list[tuple[int, int]]:
-        """(rows, steps) of each dispatch of a pass: padded to `steps` full steps, or cut where rows must be exact."""
+    def _chunks(self, per_dispatch: int) -> list[tuple[int, int]]:
+        """(rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""
         left, chunks = self.rows, []
         while left > 0:
-            whole = left >= steps * self.rows_per_step or not self.layout.exact_rows
-            size = steps * self.rows_per_step if whole else min(left, self.rows_per_step)
+            whole = left >= per_dispatch * self.rows_per_step or not self.layout.exact_rows
+            size = per_dispatch * self.rows_per_step if whole else min(left, self.rows_per_step)
             taken = min(size, left)
             chunks.append((size, math.ceil(taken / self.rows_per_step)))
             left -= taken
@@ -131,36 +127,50 @@ class ArraySource:
             return rows
         return tf.random.experimental.stateless_shuffle(rows, seed=tf.stack([self.seed, epoch]))
 
-    def _stream(self, first: int, chunks: list[tuple[int, int]]) -> Iterator[Dispatch]:
+    def _stream(self, first: int, per_dispatch: int) -> Iterator[Dispatch]:
+        chunks = self._chunks(per_dispatch)
         sizes = [size for size, _ in chunks]
         starts = [0, *itertools.accumulate(sizes)]
 
         def one_pass(epoch):
-            order = tf.pad(self.order(epoch), [[0, starts[-1] - self.rows]], constant_values=-1)
+            # Padded rows repeat the last real one, which belongs to the same step.
+            position = tf.range(starts[-1], dtype=tf.int64)
+            order = tf.gather(self.order(epoch), tf.minimum(position, self.rows - 1))
             spans = tf.data.Dataset.from_tensor_slices((starts[:-1], sizes))
-            return spans.map(lambda start, size: order[start : start + size])
+            return spans.map(lambda start, size: (order[start : start + size], position[start : start + size]))
 
-        def gather(order):
-            rows = tf.maximum(order, 0)
-            batch = tf.nest.map_structure(lambda t: tf.gather(t, rows), self.arrays)
-            return batch._replace(valid=order >= 0)
+        def gather(rows, position):
+            # Flat, since tf.data has no lists, and a nest may.
+            return tuple(tf.gather(t, rows) for t in tf.nest.flatten(self.arrays)), position < self.rows
 
         passes = tf.data.Dataset.range(first, np.iinfo(np.int64).max).flat_map(one_pass)
-        batches = iter(passes.map(gather, num_parallel_calls=PREFETCH, deterministic=True).prefetch(PREFETCH))
-        for (size, steps), batch in zip(itertools.cycle(chunks), batches, strict=False):
-            yield self._dispatch(batch, size, steps)
+        batches = passes.map(gather, num_parallel_calls=PREFETCH, deterministic=True).prefetch(PREFETCH)
+        for (size, steps), (leaves, valid) in zip(itertools.cycle(chunks), batches, strict=False):
+            batch = tf.nest.pack_sequence_as(self.arrays, leaves)._replace(valid=valid)
+            if per_dispatch > 1 and size == per_dispatch * self.rows_per_step:
+                shape = [per_dispatch, self.layout.accumulation, self.batch_size]
+                yield Dispatch((_reshaped(batch, shape),), steps, many=True)
+            else:
+                whole, rest = divmod(size, self.batch_size)
+                yield Dispatch(_split(batch, [self.batch_size] * whole + [rest]))
 
-    def _dispatch(self, batch: Batch, size: int, steps: int) -> Dispatch:
-        micro_batch = self.batch_size
-        whole_steps, rest = divmod(size, self.rows_per_step)
-        if whole_steps > 1 or (
-            whole_steps and self.layout.steps_per_execution > 1 and not self.layout.exact_rows
-        ):
-            shape = [whole_steps, self.layout.accumulation, micro_batch]
-            return Dispatch((_reshaped(batch, shape),), steps, many=True)
-        if not rest:
-            return Dispatch((_reshaped(batch, [self.layout.accumulation, micro_batch]),))
-        return Dispatch(_split(batch, [micro_batch] * (size // micro_batch) + [size % micro_batch]))
+
+def _nothing() -> None:
+    """The hook of a pass that needs none."""
+
+
+def _only_once(what: str) -> Callable[[], None]:
+    """A hook that refuses a second pass: Keras would begin it with the batches it peeked at for their shapes."""
+    passes = itertools.count()
+
+    def begin():
+        if next(passes):
+            raise ValueError(
+                f"{what} is used up, and cannot be read again: pass steps_per_epoch, a keras.utils.PyDataset or a "
+                "tf.data.Dataset."
+            )
+
+    return begin
 
 
 class DatasetSource:
@@ -175,14 +185,22 @@ class DatasetSource:
         layout: how micro-batches become stacks.
         what: what the user passed, for errors.
         weigh: maps (y, sample_weight) to the sample weight to use (class weights).
+        hooks: called before and after each pass over the data.
 
     Raises:
         TypeError: elements that hold no dense numbers.
         ValueError: an empty or unbatched dataset.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, layout: Layout, what: str, weigh: Callable | None = None):
-        self.what = what
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        layout: Layout,
+        what: str,
+        weigh: Callable | None = None,
+        hooks: tuple[Callable[[], None], Callable[[], None]] = (_nothing, _nothing),
+    ):
+        self.what, self._hooks = what, hooks
 
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
@@ -241,18 +259,19 @@ class DatasetSource:
         )
 
     def _pass(self) -> Iterator[Dispatch]:
-        steps = None
-        for steps, (pooled, lengths) in enumerate(self._pooled(), 1):
+        begin, end = self._hooks
+        begin()
+        empty = True
+        for pooled, lengths in self._pooled():
+            empty = False
             self._require_rows(pooled, lengths)
             if self.layout.exact_rows:
                 yield Dispatch(_split(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths))
             else:
                 yield Dispatch((self._dealt(pooled, lengths),))
-        if steps is None:
-            raise ValueError(
-                f"{self.what} yielded no batch. A generator that is used up cannot be read again: pass "
-                "steps_per_epoch, a keras.utils.PyDataset or a tf.data.Dataset."
-            )
+        if empty:
+            raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
+        end()
 
     def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
         """The rows of each step's batches, one after the other, and how many each batch had."""
@@ -276,8 +295,8 @@ class DatasetSource:
         if rows > count * self.batch_size:
             larger = max(math.ceil(rows / count), max(lengths))
             warnings.warn(
-                f"{self.what}: batches of up to {max(lengths)} rows after micro-batches of {self.batch_size}; the train "
-                f"step is compiled again for {larger}. Put the largest batch first to compile once.",
+                f"{self.what}: batches of up to {max(lengths)} rows after micro-batches of {self.batch_size}; the "
+                f"train step is compiled again for {larger}. Put the largest batch first to compile once.",
                 stacklevel=2,
             )
             self.batch_size = larger
@@ -347,14 +366,18 @@ def source(
         size = 32 if batch_size is None else batch_size
         return ArraySource(batch, size, layout, seed if shuffle else None)
     if y is not None or sample_weight is not None:
-        raise ValueError(
-            f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out."
-        )
-    name = f"{what} ({type(x).__name__})"
+        raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
+    name, hooks = f"{what} ({type(x).__name__})", (_nothing, _nothing)
     if not isinstance(x, tf.data.Dataset):
-        shuffle = shuffle and isinstance(x, keras.utils.PyDataset)
-        x = data_adapters.get_data_adapter(x, shuffle=shuffle).get_tf_dataset()
-    return DatasetSource(x, layout, name, weigh)
+        if isinstance(x, keras.utils.PyDataset):
+            hooks = x.on_epoch_begin, x.on_epoch_end
+        elif hasattr(x, "__next__"):
+            hooks = _only_once(name), _nothing
+        adapter = data_adapters.get_data_adapter(x, shuffle=shuffle and isinstance(x, keras.utils.PyDataset))
+        x = adapter.get_tf_dataset()
+        if adapter.num_batches is not None:
+            x = x.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
+    return DatasetSource(x, layout, name, weigh, hooks)
 
 
 def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
@@ -368,7 +391,7 @@ def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
     given = [() if each is None else each for each in arrays]
     batch = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
     rows = _common_rows(batch)
-    at = int(math.floor(rows * (1 - fraction)))
+    at = math.floor(rows * (1 - fraction))
     if at in (0, rows):
         raise ValueError(f"validation_split={fraction} of {rows} rows leaves one side empty.")
     parts = (tf.nest.map_structure(lambda t, s=s: t[s], batch) for s in (slice(at), slice(at, None)))
@@ -450,9 +473,7 @@ def _class_weights(class_weight: dict[int, float], sparse_labels: bool) -> Calla
         if not sparse_labels and y.shape.rank > 1:
             labels = tf.argmax(y, -1) if y.shape[-1] != 1 else tf.squeeze(y, -1)
         matches = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int64)[..., tf.newaxis] == classes
-        factor = tf.where(
-            tf.reduce_any(matches, -1), tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1), 1.0
-        )
+        factor = tf.where(tf.reduce_any(matches, -1), tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1), 1.0)
         if sample_weight is None:
             return factor
         weight = tf.cast(sample_weight, tf.float32)
@@ -471,8 +492,7 @@ def _is_array_nest(x: Any) -> bool:
         return False
     leaves = tf.nest.flatten(x)
     return bool(leaves) and all(
-        hasattr(leaf, "__array__")
-        or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, int, float, str, bytes))
+        hasattr(leaf, "__array__") or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, int, float, str, bytes))
         for leaf in leaves
     )
 
@@ -487,15 +507,11 @@ def _tensor(name: str, leaf: Any) -> tf.Tensor:
         remedy = "to_tensor()" if isinstance(leaf, tf.RaggedTensor) else "tf.sparse.to_dense"
         raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use {remedy} first.")
     if not hasattr(leaf, "__array__"):
-        raise TypeError(
-            f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...)."
-        )
+        raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
     array = leaf if isinstance(leaf, (tf.Tensor, tf.Variable)) else np.asarray(leaf)
     dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
     if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-        raise TypeError(
-            f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand."
-        )
+        raise TypeError(f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand.")
     if len(array.shape) == 0:
         raise ValueError(f"{name}={leaf!r} is a scalar: the first axis must count examples.")
     return tf.cast(array, keras.config.floatx()) if dtype == tf.float64 else tf.convert_to_tensor(array)
@@ -522,17 +538,13 @@ def _require_batched(spec: Batch, what: str) -> None:
         if not isinstance(leaf, tf.TensorSpec):
             raise TypeError(f"{what} yields {leaf}: XLA needs dense tensors. Map them to dense ones first.")
         if not (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool):
-            raise TypeError(
-                f"{what} yields dtype {leaf.dtype.name}: pass numbers, with text encoded beforehand."
-            )
+            raise TypeError(f"{what} yields dtype {leaf.dtype.name}: pass numbers, with text encoded beforehand.")
         if leaf.shape.rank is None:
             raise ValueError(
                 f"{what} yields a tensor of unknown rank: give it a shape (output_signature, ensure_shape)."
             )
         if leaf.shape.rank == 0:
-            raise ValueError(
-                f"{what} is not batched: it yields scalars ({leaf}). Call .batch(batch_size) on it."
-            )
+            raise ValueError(f"{what} is not batched: it yields scalars ({leaf}). Call .batch(batch_size) on it.")
     leading = {leaf.shape[0] for leaf in tf.nest.flatten(spec)} - {None}
     if len(leading) > 1:
         raise ValueError(

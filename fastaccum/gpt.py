@@ -5,6 +5,7 @@ F width of the MLP (4 D), V vocabulary.
 """
 
 import math
+from typing import Any
 
 import keras
 from keras import ops
@@ -156,16 +157,16 @@ class TransformerBlock(keras.layers.Layer):
 
 
 def gpt(
-    vocabulary_size=256,
-    context=None,
-    width=None,
-    layers=None,
-    heads=None,
+    vocabulary_size: int = 256,
+    context: int | None = None,
+    width: int | None = None,
+    layers: int | None = None,
+    heads: int | None = None,
     *,
-    preset=None,
-    dtype=None,
-    name="gpt",
-):
+    preset: str | None = None,
+    dtype: Any = None,
+    name: str = "gpt",
+) -> keras.Model:
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
 
     Embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in float32.
@@ -206,9 +207,7 @@ def gpt(
     vocabulary_size = whole_number("vocabulary_size", vocabulary_size)
     context, width, layers, heads = (whole_number(key, value) for key, value in sizes.items())
     if width % (2 * heads):
-        raise ValueError(
-            f"width={width} must be divisible by 2 * heads={2 * heads}: positions turn pairs in a head."
-        )
+        raise ValueError(f"width={width} must be divisible by 2 * heads={2 * heads}: positions turn pairs in a head.")
 
     ids_BT = keras.Input((None,), dtype="int32", name="ids")
     x_BTD = TokenEmbedding(

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import tensorflow as tf
+
+NOT_WHOLE = tf.int64.min
+
+
+def whole(indices: tf.Tensor) -> tf.Tensor:
+    """As int64, with fractions and NaN, which a cast would make some index, as `NOT_WHOLE`."""
+    as_int = tf.cast(indices, tf.int64)
+    if not indices.dtype.is_floating:
+        return as_int
+    return tf.where(tf.cast(as_int, indices.dtype) == indices, as_int, NOT_WHOLE)
 
 
 class IndexChecks(tf.Module):
@@ -30,6 +41,7 @@ Correct the data, or make room for 13 classes or rows.
     def __init__(self, lookups: Sequence[tuple[str, int]]):
         super().__init__()
         self.lookups = list(lookups)
+        self._sizes = np.array([size for _, size in self.lookups], np.int64)
         self.seen = tf.Variable(
             tf.zeros([len(self.lookups), 2], tf.int64), trainable=False, name="indices_seen"
         )
@@ -39,7 +51,7 @@ Correct the data, or make room for 13 classes or rows.
         """Widens the range seen by a lookup; called where the indices are used, in the loop."""
         if self._paused:
             return
-        indices = tf.cast(indices, tf.int64)
+        indices = whole(indices)
         low = tf.minimum(self.seen[lookup, 0], tf.reduce_min(indices))
         high = tf.maximum(self.seen[lookup, 1], tf.reduce_max(indices))
         row = tf.one_hot(lookup, len(self.lookups), on_value=True, off_value=False, dtype=tf.bool)
@@ -56,14 +68,21 @@ Correct the data, or make room for 13 classes or rows.
 
     def in_range(self) -> tf.Tensor:
         """Whether every index seen so far exists: bool scalar."""
-        sizes = tf.constant([size for _, size in self.lookups], tf.int64)
-        return tf.reduce_all((self.seen[:, 0] >= 0) & (self.seen[:, 1] < sizes))
+        return tf.reduce_all((self.seen[:, 0] >= 0) & (self.seen[:, 1] < self._sizes))
 
     def require(self, seen: tf.Tensor) -> None:
         """Raises ValueError if `seen`, a value that `self.seen` had, holds an index out of range."""
-        for (what, size), (low, high) in zip(self.lookups, seen.numpy().tolist(), strict=True):
+        seen = seen.numpy()
+        if (seen[:, 0] >= 0).all() and (seen[:, 1] < self._sizes).all():
+            return
+        for (what, size), (low, high) in zip(self.lookups, seen.tolist(), strict=True):
             if low < 0 or high >= size:
                 self.seen.assign(tf.zeros_like(self.seen))
+                if low == NOT_WHOLE:
+                    raise ValueError(
+                        f"{what}: a value that is no whole number (a fraction, or NaN) was seen. Nothing was updated "
+                        "with it. Correct the data."
+                    )
                 room = f", or make room for {high + 1} classes or rows" if high >= size else ""
                 raise ValueError(
                     f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing was "

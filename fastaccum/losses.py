@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import models
+from fastaccum.index_checks import whole
 
 
 class Term(NamedTuple):
@@ -268,7 +269,7 @@ def _classes(loss: Any, prediction: Any) -> int | None:
 
 def _without_ignored(loss: Any, labels: tf.Tensor) -> tf.Tensor:
     ignored = getattr(loss, "ignore_class", None)
-    labels = tf.cast(labels, tf.int64)
+    labels = whole(labels)
     return labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import math
 from typing import Any
 
 import keras
@@ -38,6 +38,13 @@ class Metrics:
         if len(names) > 1:
             y_true = _like(y_pred, by_output(y_true, output_names, y_pred, "y"))
         self.compiled.build(y_true, y_pred)
+        self._by_batch = any(
+            _one_value(metric, target, prediction)
+            for metrics, target, prediction in zip(
+                self.compiled._flat_metrics, tf.nest.flatten(y_true), tf.nest.flatten(y_pred), strict=False
+            )
+            for metric in (metrics.metrics if metrics else ())
+        )
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -45,14 +52,12 @@ class Metrics:
 
     @property
     def need_exact_rows(self) -> bool:
-        """Whether some metric takes no `sample_weight`, so that padded rows cannot be kept from it."""
-        return any(
-            "sample_weight" not in inspect.signature(m.update_state).parameters
-            and not any(
-                p.kind == p.VAR_KEYWORD for p in inspect.signature(m.update_state).parameters.values()
-            )
-            for m in self.compiled.metrics
-        )
+        """Whether padded rows cannot be kept from some metric by a weight of 0.
+
+        So it is for one of the user's own, which may ignore `sample_weight`, and for a function that returns one
+        value for a whole batch.
+        """
+        return self._by_batch or any(_own(type(metric)) for metric in self.compiled.metrics)
 
     def update(
         self, y_true: Any, y_pred: Any, sample_weight: Any, valid: tf.Tensor | None, output_names: list[str]
@@ -62,6 +67,8 @@ class Metrics:
         targets = by_output(y_true, output_names, y_pred, "y")
         weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
         compiled = self.compiled
+        if self.need_exact_rows:
+            valid = None
         for i, (name, prediction) in enumerate(predictions.items()):
             weight = weights.get(name)
             for metrics, given in (
@@ -88,16 +95,27 @@ class Metrics:
 
 def _row_weight(valid, prediction, weight):
     """`weight` with 0 for padded rows, at a rank that Keras can multiply with the prediction's mask."""
-    if valid is None:
-        return weight
-    rows = tf.cast(valid, tf.float32)
-    if weight is not None:
-        weight = tf.cast(weight, tf.float32)
-        return weight * tf.reshape(rows, [-1] + [1] * (weight.shape.rank - 1))
+    factors = [tf.cast(each, tf.float32) for each in (valid, weight) if each is not None]
+    if not factors:
+        return None
     mask = models.mask_of(prediction)
     if mask is not None:
-        rows = tf.reshape(rows, [-1] + [1] * (mask.shape.rank - 1)) * tf.ones(mask.shape)
-    return rows
+        factors.append(tf.ones(mask.shape))
+    rank = max(factor.shape.rank for factor in factors)
+    return math.prod(tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors)
+
+
+def _own(thing: Any) -> bool:
+    """Whether a class or function is the user's, not Keras's."""
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] != "keras"
+
+
+def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
+    """Whether a metric made from a user's function averages over the batch by itself."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not _own(metric._fn):
+        return False
+    value = keras.src.backend.compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
+    return len(value.shape) == 0
 
 
 def _like(y_pred: Any, values: dict[str, Any]) -> Any:
@@ -105,16 +123,10 @@ def _like(y_pred: Any, values: dict[str, Any]) -> Any:
 
 
 def _require_metric(metric: Any) -> None:
-    if (
-        metric is None
-        or isinstance(metric, keras.Metric)
-        or (callable(metric) and not isinstance(metric, type))
-    ):
+    if metric is None or isinstance(metric, keras.Metric) or (callable(metric) and not isinstance(metric, type)):
         return
     if not isinstance(metric, str):
-        raise TypeError(
-            f"metrics={metric!r} must be a Keras 3 metric object, its name, or fn(y_true, y_pred)."
-        )
+        raise TypeError(f"metrics={metric!r} must be a Keras 3 metric object, its name, or fn(y_true, y_pred).")
     if metric.lower() in ("accuracy", "acc", "crossentropy", "ce"):
         return
     try:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import models
+from fastaccum.compiled import Program
 from fastaccum.data import Batch
 from fastaccum.index_checks import IndexChecks
 from fastaccum.losses import Losses, Term
@@ -55,7 +56,7 @@ class ModelStep(TrainStep):
             + [(f"ids given to embedding {layer.name!r}", layer.input_dim) for layer in model.embeddings]
         )
         self._first_embedding = len(labelled)
-        self._added = bool(model.added_losses())
+        self._added = model.adds_losses
         self._loss_means = {
             f"{output.name}_loss": keras.metrics.Mean()
             for output in losses.outputs
@@ -72,9 +73,9 @@ class ModelStep(TrainStep):
             jit_compile=jit_compile,
             **options,
         )
-        self.compiled_execute = tf.function(self.execute, jit_compile=jit_compile)
-        self.compiled_execute_many = tf.function(self.execute_many, jit_compile=jit_compile)
-        self.compiled_evaluate = tf.function(self.evaluate, jit_compile=jit_compile)
+        self.compiled_execute = Program(self.execute, jit_compile)
+        self.compiled_execute_many = Program(self.execute_many, jit_compile)
+        self.compiled_evaluate = Program(self.evaluate, jit_compile)
 
     # One micro-batch.
 
@@ -101,8 +102,10 @@ class ModelStep(TrainStep):
 
     def _objective(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         terms, y_pred = self.terms(batch, training=True)
-        for mean, t in zip(self._loss_means.values(), terms, strict=False):
-            mean.update_state(tf.math.divide_no_nan(t.loss_sum, t.weight_sum), t.weight_sum)
+        for mean, t, reduction in zip(self._loss_means.values(), terms, self._reductions, strict=False):
+            # The shares of a step's micro-batches in a sum add up to one.
+            count = _rows(batch) / self._denominators[-1] if reduction == "sum" else t.weight_sum
+            mean.update_state(tf.math.divide_no_nan(t.loss_sum, count), count)
         self.metrics.update(batch.y, y_pred, batch.weights, batch.mask, self.model.output_names)
         if self._denominators is None:
             (only,), (weight,) = terms, self._term_weights

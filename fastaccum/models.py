@@ -37,6 +37,7 @@ class Model:
 
     def __init__(self, model: keras.Model):
         self.model = model
+        self.adds_losses = False  # whether a forward pass adds losses; known once the model has been called
 
     @property
     def layers(self) -> list[Any]:
@@ -46,7 +47,13 @@ class Model:
     def symbolic_call(self, x: Any, training: bool) -> Any:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
-        return self.model(inputs, training=training)
+        outputs = self.model(inputs, training=training)
+        if any(_may_add_losses(layer) for layer in self.layers):
+            # Keras forgets what a symbolic call adds; a traced one shows it.
+            rows = tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
+            tf.function(self.model, autograph=False).get_concrete_function(rows, training=training)
+            self.adds_losses = bool(self.added_losses())
+        return outputs
 
     def __call__(self, x: Any, training: bool) -> Any:
         return self.model(x, training=training)
@@ -74,7 +81,9 @@ class Model:
     @property
     def output_names(self) -> list[str]:
         """The names that dict losses, targets and weights go by; empty for a model that names none."""
-        return list(getattr(self.model, "output_names", None) or [])
+        # A Sequential model keeps them, and much else, in a functional one.
+        model = getattr(self.model, "_functional", None) or self.model
+        return list(getattr(model, "output_names", None) or [])
 
     def added_losses(self) -> list[tf.Tensor]:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
@@ -100,7 +109,7 @@ class Model:
         Known once the model has been called, if only symbolically.
         """
         statistics = (v for layer in self.layers if layer.trainable for v in self._own_state(layer))
-        return any(v.dtype.is_floating for v in statistics) or bool(self.added_losses())
+        return any(v.dtype.is_floating for v in statistics) or self.adds_losses
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
@@ -136,6 +145,7 @@ class LegacyModel(Model):
         # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
         outputs = self.model(zeros, training=False)
+        self.adds_losses = bool(self.added_losses())
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
 
@@ -159,6 +169,11 @@ class LegacyModel(Model):
 
     def adopt(self, optimizer: Any, metrics: Any, loss: Any, loss_weights: Any) -> None:
         self.model.optimizer = optimizer
+
+
+def _may_add_losses(layer: Any) -> bool:
+    # Of Keras's own layers only activity regularisers do.
+    return layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
 
 
 def _is(layer: Any, *names: str) -> bool:

@@ -88,9 +88,7 @@ def refuse_used(path):
     """Raises FileExistsError unless `path` is an empty folder or nothing at all."""
     if path.is_dir():
         if any(path.iterdir()):
-            raise FileExistsError(
-                f"{str(path)!r} has files in it, which are not overwritten: name a new folder"
-            )
+            raise FileExistsError(f"{str(path)!r} has files in it, which are not overwritten: name a new folder")
     elif path.exists() or path.is_symlink():
         raise FileExistsError(f"{str(path)!r} is no folder: name a new one")
 

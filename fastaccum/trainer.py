@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,8 +137,13 @@ class Trainer:
         initial_epoch = checks.whole_number("initial_epoch", initial_epoch, minimum=0)
         if steps_per_epoch is not None:
             steps_per_epoch = checks.whole_number("steps_per_epoch", steps_per_epoch)
+        if validation_steps is not None:
+            validation_steps = checks.whole_number("validation_steps", validation_steps)
         if validation_batch_size is None:
             validation_batch_size = batch_size
+        else:
+            checks.whole_number("validation_batch_size", validation_batch_size)
+        validation_split = checks.fraction("validation_split", validation_split)
         shuffle = checks.true_or_false("shuffle", shuffle)
         class_weight = checks.class_weight(class_weight)
         should_validate = _schedule(validation_freq)
@@ -241,8 +247,16 @@ class Trainer:
         logs = self._evaluate(source, steps, hooks)
         if return_dict:
             return logs
-        values = list(logs.values())
+        values = [logs[name] for name in self._names_in_order(logs)]
         return values[0] if len(values) == 1 else values
+
+    def _names_in_order(self, logs: dict[str, float]) -> list[str]:
+        """Log names in the order in which Keras's `evaluate` lists them."""
+        losses = [f"{output.name}_loss" for output in self._losses.outputs]
+        if self._dict_outputs:
+            losses.sort()
+        known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *losses]
+        return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
     def _evaluation_source(self, x, y, sample_weight, batch_size, steps):
         # One micro-batch per dispatch where the caller counts them.
@@ -251,7 +265,7 @@ class Trainer:
             checks.whole_number("steps", steps)
         source = self._source(x, y, sample_weight, batch_size=batch_size, accumulation=accumulation)
         self._built(source.sample)
-        exact = bool(self._model.added_losses()) or self._metrics.need_exact_rows
+        exact = self._model.adds_losses or self._metrics.need_exact_rows
         source.layout = source.layout._replace(exact_rows=exact)
         return source
 
@@ -340,6 +354,8 @@ class Trainer:
                 f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}"
                 + (f" of {len(stack)} entries." if isinstance(stack, (tuple, list)) else ".")
             )
+        if stack[1] is None:
+            raise ValueError("y=None: a train step needs targets, as in (x, y).")
         given = [() if each is None else each for each in stack]
         batch = Batch(*(data.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
         trip_count(batch)
@@ -347,7 +363,8 @@ class Trainer:
         if len(rows) > 1 or len(next(iter(rows))) < 2 or 0 in next(iter(rows)):
             shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
             raise ValueError(
-                f"Every tensor of a stack has shape [micro-batches, rows, ...], the same first two axes in all: {shapes}."
+                "Every tensor of a stack has shape [micro-batches, rows, ...], the same first two axes in all: "
+                f"{shapes}."
             )
         return batch
 
@@ -363,6 +380,7 @@ class Trainer:
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 self._require_compilable()
+            self._dict_outputs = isinstance(y_pred, dict)
             self._losses.build(y_true, y_pred, self._model.output_names)
             self._metrics.build(y_true, y_pred, self._model.output_names)
             self._step = ModelStep(
@@ -397,11 +415,26 @@ class Trainer:
         except tf.errors.InvalidArgumentError as error:
             if not self.jit_compile or "unsupported operations" not in str(error):
                 raise
-            named = [layer.name for layer in self._model.layers if f"/{layer.name}" in str(error)]
+            # After its first sentence XLA's message is a stack trace.
+            reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
+            where = f" in {', '.join(layers)}" if (layers := self._layers_in(str(error))) else ""
             raise ValueError(
-                f"XLA cannot compile this model{': see layers ' + ', '.join(named) if named else ''}. Move what it cannot "
-                f"compile into the input pipeline (dataset.map), or pass jit_compile=False. XLA says: {error.message}"
+                f"XLA cannot compile this model: it has no such operation{where}. Move that into the input pipeline "
+                f"(dataset.map), or pass jit_compile=False. XLA says: {reason}"
             ) from error
+
+    def _layers_in(self, message: str) -> list[str]:
+        """The innermost layers on the path of the graph node that an error names, as "name (Type)"."""
+        path = re.search(r"{{node ([^}]*)}}", message)
+        parts = path.group(1).split("/") if path else []
+        # Keras numbers the scopes of a layer that is called again.
+        found = [
+            (max(i for i, part in enumerate(parts) if re.fullmatch(rf"{re.escape(layer.name)}(_\d+)?", part)), layer)
+            for layer in self._model.layers
+            if any(re.fullmatch(rf"{re.escape(layer.name)}(_\d+)?", part) for part in parts)
+        ]
+        innermost = max((depth for depth, _ in found), default=0)
+        return [f"{layer.name} ({type(layer).__name__})" for depth, layer in found if depth == innermost]
 
 
 def _micro_batch_specs(batch: Batch) -> Batch:

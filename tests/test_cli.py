@@ -1,0 +1,217 @@
+import csv
+import importlib.util
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import pytest
+
+from fastaccum import cli, progress, text, text_training
+from fastaccum.gpt import PRESETS
+from fastaccum.interrupt import Interrupt
+from fastaccum.run_folder import RunFolder
+
+TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "source.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def start(arguments, cwd):
+    environment = {key: value for key, value in os.environ.items() if key != "TF_CPP_MIN_LOG_LEVEL"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fastaccum", *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def rows_of(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
+
+
+def held_out_bits(folder):
+    """What the saved model reaches on the held-out windows, computed with Keras alone."""
+    model = keras.models.load_model(folder / "model.keras", compile=False)
+    x, y = text.spread_windows(text.split([TEXT])[1], context=128, most=512)
+    return float(keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x), True))) / math.log(2)
+
+
+def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source):
+    options = ["--steps", "8", "--batch-size", "2", "--accum", "3", "--lr", "0.01", "--seed", "7"]
+    process = start(["train", source, *options, "--out", "run"], tmp_path)
+    printed, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (0, "")
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "metrics.csv",
+        "curve.png",
+        "model.keras",
+    }
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+    config = json.loads((folder / "config.json").read_text())
+    model = keras.models.load_model(folder / "model.keras")
+    assert config["parameters"] == model.count_params()
+    assert (config["steps"], config["batch_size"], config["accum"], config["seed"]) == (8, 2, 3, 7)
+    assert config["train_bytes"] + config["held_out_bytes"] == len(TEXT)
+
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[0]["bits_per_byte"] == pytest.approx(8, abs=0.6)
+    assert rows[-1]["bits_per_byte"] < rows[0]["bits_per_byte"] - 1
+    assert all(row["grad_norm"] > 0 and row["skipped_steps"] == 0 for row in rows)
+    reached = rows[-1]["held_out_bits_per_byte"]
+    assert held_out_bits(folder) == pytest.approx(reached, abs=1e-4)
+
+    assert "micro-batch 2 x accumulation 3 = global batch 6" in printed
+    assert f"{config['parameters']:,} parameters" in printed
+    assert "MiB temporary" in printed
+    assert f"{reached:.3f} bits per byte after 8 steps" in printed
+    assert len(printed.split("sample", 1)[1]) > 400
+
+
+def test_ctrl_c_saves_what_was_learned(tmp_path, source):
+    has_addons = importlib.util.find_spec("tensorflow_addons") is not None
+    optimizer = "tfa:LAMB" if has_addons else "lamb"
+    options = ["--steps", "20000", "--batch-size", "1", "--accum", "2", "--precision", "mixed_float16"]
+    process = start(["train", source, *options, "--optimizer", optimizer], tmp_path)
+    folder = tmp_path / "runs" / f"nano-{optimizer.lower().replace(':', '-')}-seed0"
+    deadline = time.monotonic() + 240
+    while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Ctrl-C again" in errors
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "metrics.csv",
+        "curve.png",
+        "model.keras",
+    }
+    assert json.loads((folder / "config.json").read_text())["precision"] == "mixed_float16"
+    last = rows_of(folder)[-1]
+    assert 200 <= last["step"] < 20000
+    assert last["loss_scale"] > 1
+    assert last["bits_per_byte"] < 7
+    assert held_out_bits(folder) == pytest.approx(last["held_out_bits_per_byte"], abs=0.01)
+    assert f"after {last['step']:,.0f} steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["train", "--steps", "0"], r"--steps: '0' must be a whole number of at least 1"),
+        (["train", "--accum", "-2"], r"--accum: '-2' must be"),
+        (["train", "--batch-size", "2.5"], r"--batch-size: '2.5' must be"),
+        (["train", "--seed", "-1"], r"--seed: '-1' must be a whole number from 0"),
+        (["train", "--lr", "0"], r"--lr: '0' must be a positive number"),
+        (["train", "--lr", "nan"], r"--lr: 'nan' must be a positive number"),
+        (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
+        (["train", "--preset", "giant"], "--preset 'giant' is unknown: choose nano"),
+        (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is no Keras optimizer"),
+        (["train", "--step", "3"], "unrecognized arguments: --step"),
+        (["train", "missing.txt"], "'missing.txt' does not exist"),
+        (["train", "empty"], "no text in 'empty'"),
+        (["train", "short.txt"], "held-out text has 10 bytes, but a window takes 129"),
+        (["train", "SOURCE", "--out", "used"], "'used' has files in it"),
+        (["train", "SOURCE", "--out", "short.txt"], "'short.txt' is no folder"),
+    ],
+)
+def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.txt").write_bytes(b"x" * 200)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as exit:
+        cli.main([str(source) if a == "SOURCE" else a for a in arguments])
+    assert exit.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_help_answers_without_tensorflow():
+    program = (
+        "import sys\n"
+        "from fastaccum.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "finally: print('tensorflow' in sys.modules)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == "False"
+    assert all(preset in printed for preset in PRESETS)
+
+
+def test_devices_lists_the_cpu(capsys):
+    assert cli.main(["devices"]) == 0
+    assert "cores" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("GPU", "mixed_float16"), ("CPU", "float32")])
+def test_auto_precision_follows_the_device(source, monkeypatch, kind, precision):
+    monkeypatch.setattr(text_training, "device_names", lambda: [(kind, "some model")])
+    run = text_training.Run(cli._parser().parse_args(["train", str(source)]))
+    assert run.config["precision"] == precision
+    assert run.model.get_layer("block_0").dtype_policy.name == precision
+
+
+def test_learning_rate_rises_then_falls():
+    rate = text_training.learning_rate(0.01, 200)
+    values = [float(rate(step)) for step in (0, 5, 10, 105, 200, 300)]
+    assert values == pytest.approx([0.0, 0.005, 0.01, 0.0051, 0.0002, 0.0002], rel=1e-3)
+
+
+def test_the_first_interrupt_asks_and_the_second_would_end_the_process(capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == before
+    assert "Ctrl-C again to abort" in capfd.readouterr().err
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
+        with progress.for_stream(10, stream) as shown:
+            shown.update(4, "loss 2.000 bits")
+            shown.note("[a note]")
+        printed = stream.getvalue()
+        assert "[a note]" in printed
+        assert ("4/10" in printed and "loss 2.000 bits" in printed) == stream.isatty()
+
+
+def test_without_matplotlib_there_is_no_curve(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    folder.add_row({"step": 1, "bits_per_byte": 8.0})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not folder.draw_curve()
+    assert not (folder.path / "curve.png").exists()
