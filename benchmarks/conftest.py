@@ -1,10 +1,14 @@
 """Collects the scores of all suites, prints them at the end, and keeps them in pytest-benchmark's JSON."""
 
 import dataclasses
+import gc
 import os
 
+import keras
 import pytest
+import tensorflow as tf
 
+import fastaccum
 from benchmarks import scores
 
 _SCORES = pytest.StashKey[list]()
@@ -12,6 +16,14 @@ _SCORES = pytest.StashKey[list]()
 
 def pytest_configure(config):
     config.stash[_SCORES] = []
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory():
+    """Contestants of earlier tests hold gigabytes of weights, slots and programs."""
+    yield
+    keras.backend.clear_session()
+    gc.collect()
 
 
 @pytest.fixture
@@ -33,16 +45,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    import keras
-    import tensorflow as tf
-
-    import fastaccum
-
     gpus = tf.config.list_physical_devices("GPU")
-    machine_info["gpus"] = [tf.config.experimental.get_device_details(gpu)["device_name"] for gpu in gpus]
+    machine_info["gpus"] = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
     machine_info["cores"] = len(os.sched_getaffinity(0))
     machine_info["versions"] = {
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
-        "fastaccum": getattr(fastaccum, "__version__", "unknown"),
+        "fastaccum": fastaccum.__version__,
     }

@@ -132,13 +132,22 @@ def _momentum(**kwargs):
     return keras.optimizers.SGD(0.05, momentum=0.9, **kwargs)
 
 
-MLP_128 = Workload(
-    "MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, fit_updates=60, step_updates=30, rounds=15
-)
+MLP_128 = Workload("MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, fit_updates=100, step_updates=30, rounds=7)
 MLP_2048 = Workload(
     "MLP 2048", 8, 64, lambda: _mlp([2048, 2048]), _vectors, _adam, fit_updates=5, step_updates=2, rounds=5
 )
-CONVNET = Workload("ConvNet", 8, 16, _convnet, _images, _momentum, fit_updates=8, step_updates=3, rounds=5)
+CONVNET = Workload(
+    "ConvNet",
+    8,
+    16,
+    _convnet,
+    _images,
+    _momentum,
+    fit_updates=3,
+    step_updates=1,
+    rounds=3,
+    steps_per_execution=(1, 10),
+)
 GPT = Workload(
     "GPT",
     8,
@@ -148,7 +157,7 @@ GPT = Workload(
     _adamw,
     fit_updates=3,
     step_updates=1,
-    rounds=5,
+    rounds=4,
     steps_per_execution=(1, 10),
 )
 

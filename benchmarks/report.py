@@ -18,6 +18,7 @@ def main():
     parser.add_argument("json", type=pathlib.Path, help="what `pytest benchmarks --benchmark-json` wrote")
     run = json.loads(parser.parse_args().json.read_text())
     path = RESULTS / f"{datetime.datetime.fromisoformat(run['datetime']):%Y-%m-%d}-{device(run)[1]}.md"
+    RESULTS.mkdir(exist_ok=True)
     path.write_text(markdown(run))
     print(path)
 

@@ -20,7 +20,7 @@ BARS = {
 COMMON_BARS = {
     "temp memory: 64 micro-batches / 2": ("<=", 1.01),
     "temp memory beyond a plain micro-step, bytes per parameter": ("<=", 4.2),
-    "programs compiled in a ragged epoch": ("<=", 1),
+    "programs compiled in a ragged epoch, plain": ("<=", 1),
     "programs compiled in a ragged epoch, batch statistics": ("<=", 2),
 }
 
@@ -66,6 +66,5 @@ def markdown(scores):
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))
     return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
-        for row in rows
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows
     )

@@ -13,6 +13,12 @@ import tensorflow as tf
 REDRAW_SECONDS = 0.1
 
 
+def plain(tensor: tf.Tensor) -> Any:
+    """A log value as a number; as an array where a metric has one value for each class, as in Keras."""
+    value = tensor.numpy()
+    return value if value.ndim else value.item()
+
+
 class LateLogs(dict):
     """A step's logs as plain numbers, fetched from the device at the first look at one.
 
@@ -34,7 +40,7 @@ class LateLogs(dict):
             if self._check is not None:
                 self._check()
             self._late = False
-            super().update({name: tensor.numpy().item() for name, tensor in super().items()})
+            super().update({name: plain(tensor) for name, tensor in super().items()})
 
     def __iter__(self) -> Iterator[str]:
         # Overridden, or `dict(logs)` would copy the tensors behind this class's back.

@@ -77,7 +77,7 @@ Correct the data, or make room for 13 classes or rows.
             return
         for (what, size), (low, high) in zip(self.lookups, seen.tolist(), strict=True):
             if low < 0 or high >= size:
-                self.seen.assign(tf.zeros_like(self.seen))
+                self.reset()
                 if low == NOT_WHOLE:
                     raise ValueError(
                         f"{what}: a value that is no whole number (a fraction, or NaN) was seen. Nothing was updated "
@@ -88,3 +88,7 @@ Correct the data, or make room for 13 classes or rows.
                     f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing was "
                     f"updated with them. Correct the data{room}."
                 )
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
+        self.seen.assign(tf.zeros_like(self.seen))

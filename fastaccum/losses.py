@@ -171,9 +171,7 @@ dtype=float32, numpy=2.0>)
     return Term(loss_sum, weight_sum)
 
 
-def by_output(
-    value: Any, output_names: list[str], y_pred: Any, what: str, repeat: bool = False
-) -> dict[str, Any]:
+def by_output(value: Any, output_names: list[str], y_pred: Any, what: str, repeat: bool = False) -> dict[str, Any]:
     """`value` (one for all, a list or a dict) as a dict by output name.
 
     Args:
@@ -200,9 +198,7 @@ def by_output(
             raise ValueError(f"{what} has {len(value)} entries for the {len(names)} outputs {names}.")
         return dict(zip(names, value, strict=True))
     if len(names) > 1 and not repeat:
-        raise ValueError(
-            f"{what} is one value, but the model has {len(names)} outputs {names}: pass a list or dict."
-        )
+        raise ValueError(f"{what} is one value, but the model has {len(names)} outputs {names}: pass a list or dict.")
     return dict.fromkeys(names, value)
 
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import models
+from fastaccum.callbacks import plain
 from fastaccum.compiled import Program
 from fastaccum.data import Batch
 from fastaccum.index_checks import IndexChecks
@@ -58,9 +59,7 @@ class ModelStep(TrainStep):
         self._first_embedding = len(labelled)
         self._added = model.adds_losses
         self._loss_means = {
-            f"{output.name}_loss": keras.metrics.Mean()
-            for output in losses.outputs
-            if len(losses.outputs) > 1
+            f"{output.name}_loss": keras.metrics.Mean() for output in losses.outputs if len(losses.outputs) > 1
         }
         self._loss_mean = keras.metrics.Mean()
         self._skipped = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -170,14 +169,11 @@ class ModelStep(TrainStep):
         def body(i, _):
             return i + 1, self._tracked(tf.nest.map_structure(lambda t: tf.gather(t, i), stack))
 
-        nothing = StepResult(
-            *(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32))
-        )
+        nothing = StepResult(*(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32)))
         _, result = tf.while_loop(
             lambda i, _: i < steps,
             body,
             (tf.constant(0), nothing),
-            maximum_iterations=steps,
             parallel_iterations=1,
         )
         return self._report(result)
@@ -205,6 +201,8 @@ class ModelStep(TrainStep):
             mean.reset_state()
         self.metrics.reset()
         self._skipped.assign(0)
+        # What a fit that broke off had seen is not this one's.
+        self.index_checks.reset()
 
     def evaluate(self, *stacks: Batch) -> list[tf.Tensor]:
         """Sums over the stacks: every term's loss sum, then every term's weight sum. Updates the metrics."""
@@ -231,7 +229,7 @@ class ModelStep(TrainStep):
                 logs[name] = value
         penalty = self.model.penalty()
         loss += 0.0 if penalty is None else float(penalty)
-        return {"loss": loss, **logs, **{k: float(v) for k, v in self.metrics.result().items()}}
+        return {"loss": loss, **logs, **{k: plain(v) for k, v in self.metrics.result().items()}}
 
 
 def _sum_over(stacks, fn, size: int) -> list[tf.Tensor]:
@@ -248,7 +246,6 @@ def _sum_over(stacks, fn, size: int) -> list[tf.Tensor]:
             lambda i, *_, steps=steps: i < steps,
             body,
             [tf.constant(0), *totals],
-            maximum_iterations=steps,
             parallel_iterations=1,
         )
     return totals

@@ -17,8 +17,8 @@ def get(model: Any) -> Model:
     Raises:
         TypeError: neither of the two.
 
-    >>> get(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])).output_names
-    ['dense']
+    >>> get(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")])).output_names
+    ['head']
     >>> get("resnet")
     Traceback (most recent call last):
     TypeError: model='resnet' is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.

@@ -117,7 +117,7 @@ class TrainStep:
         self.variables = [_tf_variable(v) for v in variables]
         self._state = [_tf_variable(v) for v in state]
         self.optimizer.build(self.trained)
-        self._compiled = Program(self.run, jit_compile)
+        self._compiled = Program(self.run, jit_compile, autograph=True)
 
     def __call__(self, stack: Any) -> StepResult:
         """Runs one train step on a nest of tensors or arrays with leading axis `[micro-batches, ...]`."""
@@ -177,13 +177,13 @@ class TrainStep:
                 weight_sum += tf.cast(weight_i, tf.float32)
                 return [i + 1, loss_sum, weight_sum, *accumulators]
 
-        # A Python int as trip count: with a tensor, a GPU would ask the host about every micro-batch.
+        # A Python int as trip count: with a tensor, a GPU would ask the host about every micro-batch. No
+        # `maximum_iterations`: its second counter hides the trip count from XLA in larger programs.
         steps = trip_count(stack)
         _, loss_sum, weight_sum, *accumulators = tf.while_loop(
             lambda i, *_: i < steps,
             body,
             [tf.constant(0), sums.loss_sum, sums.weight_sum, *sums.gradients],
-            maximum_iterations=steps,
             parallel_iterations=1,
         )
         return sums._replace(gradients=accumulators, loss_sum=loss_sum, weight_sum=weight_sum)
@@ -267,9 +267,7 @@ def trip_count(stack: Any) -> int:
         raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
     shapes = [tuple(t.shape) for t in tensors]
     if any(not shape for shape in shapes):
-        raise ValueError(
-            f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar."
-        )
+        raise ValueError(f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar.")
     counts = {shape[0] for shape in shapes}
     if len(counts) > 1:
         raise ValueError(
@@ -293,9 +291,7 @@ def _sums(returned):
     loss_sum, weight_sum = tf.convert_to_tensor(loss_sum), tf.convert_to_tensor(weight_sum)
     for name, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
         if value.shape.rank != 0:
-            raise ValueError(
-                f"loss_fn returned a {name} of shape {value.shape}; it must be a scalar: sum it."
-            )
+            raise ValueError(f"loss_fn returned a {name} of shape {value.shape}; it must be a scalar: sum it.")
     return loss_sum, weight_sum
 
 

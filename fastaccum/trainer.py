@@ -15,7 +15,7 @@ from fastaccum import checks, compiled, data, models, optimizers
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.data import Batch, Layout
-from fastaccum.losses import Losses
+from fastaccum.losses import Losses, by_output
 from fastaccum.metrics import Metrics
 from fastaccum.model_step import Executed, ModelStep
 from fastaccum.train_step import StepResult, trip_count
@@ -253,7 +253,7 @@ class Trainer:
     def _names_in_order(self, logs: dict[str, float]) -> list[str]:
         """Log names in the order in which Keras's `evaluate` lists them."""
         losses = [f"{output.name}_loss" for output in self._losses.outputs]
-        if self._dict_outputs:
+        if isinstance(self._y_pred, dict):
             losses.sort()
         known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *losses]
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
@@ -380,7 +380,7 @@ class Trainer:
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 self._require_compilable()
-            self._dict_outputs = isinstance(y_pred, dict)
+            self._y_pred = y_pred
             self._losses.build(y_true, y_pred, self._model.output_names)
             self._metrics.build(y_true, y_pred, self._model.output_names)
             self._step = ModelStep(
@@ -393,11 +393,13 @@ class Trainer:
                 jit_compile=self.jit_compile,
             )
             self._model.adopt(self.optimizer, self._metrics, **self._compile_arguments)
-        elif [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.trained]:
+        if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.trained]:
             raise ValueError(
                 "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
                 "`trainable` was switched). Make a new Trainer, with a new optimizer."
             )
+        # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
+        by_output(sample.y, self._model.output_names, self._y_pred, "y")
         return self._step
 
     def _require_compilable(self) -> None:

@@ -59,6 +59,32 @@ def test_every_loop_has_a_known_trip_count(hlo):
     assert all("known_trip_count" in line for line in instructions(hlo, "while"))
 
 
+def transformer():
+    ids = np.zeros((K, 2, 8), "int32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fa.Trainer(fa.gpt(width=8, layers=2, heads=2, context=8), "adamw", loss), (ids, ids)
+
+
+def two_outputs():
+    """Two losses with divisors of their own: these are known before the first gradient, at no cost."""
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(4, activity_regularizer="l2")(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(2)(hidden)])
+    x, y, z = (np.zeros((K, B, n), "float32") for n in (3, 1, 2))
+    return fa.Trainer(model, "adamw", ["mse", "mae"]), (x, (y, z))
+
+
+@pytest.mark.parametrize("make", [transformer, two_outputs])
+def test_every_loop_has_a_known_trip_count_in_other_models_too(make):
+    trainer, stack = make()
+    hlo = trainer.compiler_ir(stack)
+    loops = instructions(hlo, "while")
+    assert loops and all(f'known_trip_count":{{"n":"{K}"}}' in line for line in loops)
+    matmuls = [line for line in loops if len(re.findall(r"f32\[\d+,\d+\]", line)) > 1]
+    assert len(matmuls) == 1, "the forward pass stands in a second loop"
+    assert not instructions(hlo, "conditional")
+
+
 @pytest.mark.parametrize("opcode", ["conditional", "infeed", "outfeed", "send", "recv", "send-done", "recv-done"])
 def test_nothing_asks_the_host(hlo, opcode):
     assert not instructions(hlo, opcode)
@@ -92,9 +118,7 @@ def test_memory_is_flat_in_the_number_of_micro_batches(trainer):
 
 def test_memory_adds_up(trainer):
     memory = trainer.memory_analysis(make_stack())
-    assert memory.peak_bytes == (
-        memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
-    )
+    assert memory.peak_bytes == (memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes)
     assert memory.temp_bytes > 0
 
 

@@ -168,7 +168,9 @@ def test_float64_variables_accumulate_in_float64():
 def test_a_model_that_overflows_at_first_trains_after_backing_off():
     policy = keras.DTypePolicy("mixed_float16")
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, dtype=policy), keras.layers.Dense(1, dtype=policy)])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4, dtype=policy), keras.layers.Dense(1, dtype=policy)]
+    )
     trainer = fa.Trainer(model, keras.optimizers.SGD(1e-4), "mse", gradient_accumulation_steps=2)
     x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
     history = trainer.fit(x, 40 * x.sum(1, keepdims=True) + 100, batch_size=4, epochs=8, verbose=0).history

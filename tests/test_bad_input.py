@@ -1,0 +1,490 @@
+"""Bad input: an error that names the culprit, its value and the remedy, before anything moves."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+
+RNG = np.random.default_rng(0)
+ROWS = 12
+X = RNG.normal(size=(ROWS, 4)).astype("float32")
+Y = X.sum(1, keepdims=True).astype("float32")
+LABELS = RNG.integers(0, 3, size=ROWS)
+IDS = RNG.integers(0, 7, size=(ROWS, 5))
+nan, inf = float("nan"), float("inf")
+# Keras says it in one way for a functional model and in another for a Sequential one.
+WRONG_WIDTH = r"(?s)expected (shape=\(None, 4\), found shape=\(\d+|axis -1 .* value 4, but received .*), 3\)"
+
+
+def regressor():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+
+
+def make_trainer(model=None, optimizer="adam", loss="mse", **options):
+    return fa.Trainer(model or regressor(), optimizer, loss, **{"gradient_accumulation_steps": 2, **options})
+
+
+def bytes_of(trainer):
+    state = [*trainer.model.variables, *trainer.optimizer.variables, *trainer.loss_scale.variables]
+    return [v.numpy().tobytes() for v in state]
+
+
+@contextlib.contextmanager
+def refused(trainer, error, match):
+    """The body raises `error`, and no weight, slot or counter of the built Trainer has moved by a bit."""
+    before = bytes_of(trainer)
+    with pytest.raises(error, match=match) as raised:
+        yield
+    assert type(raised.value) is error
+    assert bytes_of(trainer) == before
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    """Built and trained once, so that slots are not zero."""
+    built = make_trainer(jit_compile=False)
+    built.fit(X, Y, batch_size=2, verbose=0)
+    return built
+
+
+# The Trainer's own arguments
+
+
+def whole(name, at_least=1):
+    rule = rf"must be a whole number of at least {at_least}"
+    return [
+        ({name: 0}, ValueError, rf"{name}=0 {rule}"),
+        ({name: -2}, ValueError, rf"{name}=-2 {rule}"),
+        ({name: 2.5}, ValueError, rf"{name}=2.5 {rule}"),
+        ({name: nan}, ValueError, rf"{name}=nan {rule}"),
+        ({name: "4"}, TypeError, rf"{name}='4' {rule}"),
+        ({name: True}, TypeError, rf"{name}=True {rule}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        *whole("gradient_accumulation_steps"),
+        *whole("steps_per_execution"),
+        ({"clip_norm": 0.0}, ValueError, r"clip_norm=0.0 must be positive and finite, or None"),
+        ({"clip_norm": -1.0}, ValueError, r"clip_norm=-1.0 must be positive"),
+        ({"clip_norm": nan}, ValueError, r"clip_norm=nan must be positive and finite"),
+        ({"clip_norm": inf}, ValueError, r"clip_norm=inf must be positive and finite"),
+        ({"clip_norm": "1"}, TypeError, r"clip_norm='1' must be a positive number, or None"),
+        ({"loss": None}, ValueError, r"loss=None.*Pass a Keras loss"),
+        ({"loss": {}}, ValueError, r"there is nothing to minimise.*Pass a Keras loss"),
+        ({"loss": "msee"}, ValueError, r"loss='msee' is no Keras loss. Pass one of its names"),
+        ({"loss": 3}, TypeError, r"loss=3 must be a Keras loss, its name, or fn"),
+        ({"optimizer": "adamm"}, ValueError, r"optimizer='adamm' is no Keras optimizer.*'adam'"),
+        ({"optimizer": 0.1}, TypeError, r"optimizer=0.1 is of type float: pass a Keras 3"),
+        ({"optimizer": keras.optimizers.Adam}, TypeError, r"optimizer=Adam is a class: (pass|call)"),
+        ({"metrics": ["accuracyy"]}, ValueError, r"metrics='accuracyy' is no Keras metric. Pass one of its names"),
+        ({"metrics": [3]}, TypeError, r"metrics=3 must be a Keras 3 metric"),
+        ({"weighted_metrics": ["mea"]}, ValueError, r"'mea' is no Keras metric"),
+        ({"model": "resnet"}, TypeError, r"model='resnet' is not a Keras model: pass a keras.Model"),
+        ({"model": keras.Sequential}, TypeError, r"is not a Keras model: pass"),
+        ({"model": keras.layers.Dense(1)}, TypeError, r"is not a Keras model: pass"),
+        ({"loss_scale": "dynamic"}, TypeError, r"loss_scale='dynamic' must be 'auto', a number, or one of"),
+        ({"loss_scale": -2.0}, ValueError, r"loss_scale=-2.0 must be positive"),
+        ({"jit_compile": "yes"}, TypeError, r"jit_compile='yes' must be True or False"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_trainer_refuses(options, error, match):
+    with pytest.raises(error, match=match) as raised:
+        make_trainer(**options)
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (
+            lambda: keras.optimizers.Adam(gradient_accumulation_steps=4),
+            r"Adam has gradient_accumulation_steps=4.*pass .*gradient_accumulation_steps=4",
+        ),
+        (
+            lambda: keras.optimizers.Adam(loss_scale_factor=8.0),
+            r"Adam has loss_scale_factor=8.0.*pass .*loss_scale=fastaccum.StaticLossScale\(8.0\)",
+        ),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+            r"LossScaleOptimizer scales the loss.*pass the optimizer inside it.*loss_scale=",
+        ),
+    ],
+    ids=["accumulates", "scales", "LossScaleOptimizer"],
+)
+def test_an_optimizer_that_does_the_steps_work_is_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make_trainer(optimizer=make())
+
+
+def test_an_optimizer_of_other_variables_is_refused(trainer):
+    other = make_trainer(optimizer=trainer.optimizer, jit_compile=False)
+    with refused(trainer, ValueError, r"Adam was built on other variables.*make a new"):
+        other.fit(X, Y, verbose=0)
+
+
+def test_a_model_without_trainable_variables_is_refused():
+    model = regressor()
+    model.trainable = False
+    with pytest.raises(ValueError, match=r"variables is empty: there is nothing to train"):
+        make_trainer(model).fit(X, Y, verbose=0)
+
+
+# The arguments of fit and evaluate
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        *whole("batch_size"),
+        *whole("epochs"),
+        *whole("steps_per_epoch"),
+        *whole("validation_freq"),
+        ({"initial_epoch": -1}, ValueError, r"initial_epoch=-1 must be a whole number of at least 0"),
+        ({"validation_split": -0.1}, ValueError, r"validation_split=-0.1 must lie between 0 and 1"),
+        ({"validation_split": 1.0}, ValueError, r"validation_split=1.0 must lie between 0 and 1"),
+        ({"validation_split": nan}, ValueError, r"validation_split=nan must lie between 0 and 1"),
+        ({"validation_split": 0.99}, ValueError, r"validation_split=0.99 of 12 rows leaves one side empty"),
+        ({"validation_split": "half"}, TypeError, r"validation_split='half' must be a number between 0 and 1"),
+        ({"validation_data": (X, Y[:5])}, ValueError, r"different numbers of rows: .*12.*5"),
+        ({"validation_data": (X[:0], Y[:0])}, ValueError, r"x is empty"),
+        ({"validation_data": (X, Y), "validation_steps": 0}, ValueError, r"validation_steps=0 must be a whole number"),
+        ({"validation_data": (X, Y), "validation_batch_size": 0}, ValueError, r"batch_size=0 must be a whole number"),
+        ({"class_weight": [1.0, 2.0]}, TypeError, r"class_weight=\[1.0, 2.0\] must map class indices"),
+        ({"class_weight": {"cat": 2.0}}, TypeError, r"class_weight=.*'cat': 2.0 does not"),
+        ({"class_weight": {0: nan}}, ValueError, r"class_weight=.*0: nan does not"),
+        ({"class_weight": {-1: 1.0}}, ValueError, r"class_weight=.*-1: 1.0 does not"),
+        ({"shuffle": "batch"}, TypeError, r"shuffle='batch' must be True or False"),
+        ({"callbacks": ["early stopping"]}, TypeError, r"callbacks holds 'early stopping': pass keras.callbacks"),
+        ({"sample_weight": np.ones(5)}, ValueError, r"different numbers of rows: .*12.*5"),
+        ({"sample_weight": np.ones((ROWS, 3))}, ValueError, r"sample_weight of shape .* does not fit losses of shape"),
+    ],
+    ids=lambda value: str(list(value.items())[-1]) if isinstance(value, dict) else "",
+)
+def test_fit_refuses(trainer, options, error, match):
+    with refused(trainer, error, match):
+        trainer.fit(X, Y, **{"verbose": 0, "batch_size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        *whole("batch_size"),
+        *whole("steps"),
+        ({"callbacks": [3]}, TypeError, r"callbacks holds 3"),
+        ({"sample_weight": np.ones(5)}, ValueError, r"different numbers of rows"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_evaluate_refuses(trainer, options, error, match):
+    with refused(trainer, error, match):
+        trainer.evaluate(X, Y, **{"verbose": 0, **options})
+
+
+# Arrays
+
+
+def ragged():
+    return tf.ragged.constant([[1.0], [2.0, 3.0]] * 6)
+
+
+def sparse():
+    return tf.sparse.from_dense(X)
+
+
+@pytest.mark.parametrize(
+    "x, y, error, match",
+    [
+        (X[:0], Y[:0], ValueError, r"x is empty: it has 0 rows"),
+        (X, Y[:7], ValueError, r"x, y and sample_weight have different numbers of rows: .*12.*7.*Pass one of each"),
+        (X, None, ValueError, r"y=None: arrays need targets"),
+        (None, None, ValueError, r"x=None: there is no data"),
+        (None, Y, ValueError, r"x=None: there is no data"),
+        (X[:, :3], Y, ValueError, WRONG_WIDTH),
+        (ragged(), Y, TypeError, r"x holds a RaggedTensor: XLA needs dense tensors. Use to_tensor\(\)"),
+        (sparse(), Y, TypeError, r"x holds a SparseTensor: XLA needs dense tensors. Use tf.sparse.to_dense"),
+        (X, sparse(), TypeError, r"y holds a SparseTensor"),
+        (np.array(["a"] * ROWS), Y, TypeError, r"x has dtype <U1: pass numbers"),
+        (np.array([b"a"] * ROWS), Y, TypeError, r"x has dtype .*: pass numbers"),
+        (np.array([{}] * ROWS), Y, TypeError, r"x has dtype object: pass numbers"),
+        (tf.constant(["a"] * ROWS), Y, TypeError, r"x has dtype .*string.*: pass numbers"),
+        ("text.txt", Y, TypeError, r"x holds 'text.txt' \(str\); pass arrays"),
+        ([1.0, 2.0], [3.0, 4.0], TypeError, r"x holds 1.0 \(float\); pass arrays, such as np.asarray"),
+        (3, Y, TypeError, r"x holds 3 \(int\); pass arrays"),
+        (np.float32(3.0), Y, ValueError, r"x=.*3.0.* is a scalar: the first axis must count examples"),
+        (X, np.array([None] * ROWS), TypeError, r"y has dtype object"),
+        (X, [Y, Y], ValueError, r"y has 2 entries for the 1 outputs"),
+        (X, {"other": Y}, ValueError, r"y names \['other'\], but the model's outputs are"),
+        (object(), Y, (TypeError, ValueError), r"object"),
+    ],
+    ids=lambda value: f"{type(value).__name__}{list(np.shape(value))}" if hasattr(value, "shape") else "",
+)
+@pytest.mark.parametrize("built", [True, False])
+def test_arrays_that_do_not_fit(trainer, x, y, error, match, built):
+    """Both where the program exists and in a first call."""
+    if not built:
+        trainer = make_trainer(jit_compile=False)
+        trainer._optimizer.build(trainer.model.trainable_variables)
+    before = bytes_of(trainer)
+    with pytest.raises(error, match=match):
+        trainer.fit(x, y, batch_size=2, verbose=0)
+    assert bytes_of(trainer) == before
+
+
+# Datasets and generators
+
+
+def dataset(*arrays):
+    return tf.data.Dataset.from_tensor_slices(arrays)
+
+
+def batches(count):
+    for _ in range(count):
+        yield X[:2], Y[:2]
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X[:2], Y[:2]
+
+
+def used_up():
+    generator = batches(1)
+    next(generator)
+    return generator
+
+
+@pytest.mark.parametrize(
+    "make, options, error, match",
+    [
+        (lambda: dataset(X, Y), {}, ValueError, r"x \(\w+\) is not batched|Call .batch\(batch_size\)"),
+        (lambda: dataset(Y[:, 0], Y[:, 0]), {}, ValueError, r"is not batched: it yields scalars.*Call .batch"),
+        (lambda: dataset(X, Y).batch(2).repeat(), {}, ValueError, r"x \(\w+\) is infinite: pass steps_per_epoch"),
+        (lambda: dataset(X, Y).batch(2), {"steps_per_epoch": 4}, ValueError, r"ran dry after 3 train steps of .*=4"),
+        (lambda: dataset(X[:0], Y[:0]).batch(2), {}, ValueError, r"x \(\w+\) is empty: it has no batch"),
+        (lambda: dataset(X, Y).batch(2).filter(lambda *_: False), {}, ValueError, r"yielded no batch"),
+        (lambda: dataset(X).batch(2), {}, ValueError, r"yields no targets: it must yield \(x, y\)"),
+        (lambda: dataset(X, Y).batch(2), {"y": Y}, ValueError, r"yields y and sample_weight itself: leave them out"),
+        (lambda: dataset(X, Y).batch(2), {"sample_weight": Y}, ValueError, r"leave them out"),
+        (lambda: dataset(X, Y).batch(2), {"validation_split": 0.2}, ValueError, r"validation_split=0.2 needs arrays"),
+        (lambda: dataset(ragged(), Y).batch(2), {}, TypeError, r"yields Ragged.*XLA needs dense tensors"),
+        (lambda: dataset(["a"] * ROWS, Y).batch(2), {}, TypeError, r"yields dtype string: pass numbers"),
+        (lambda: dataset(X[:, :3], Y).batch(2), {}, ValueError, WRONG_WIDTH),
+        (lambda: batches(0), {}, ValueError, r"empty|no batch|no data"),
+        (used_up, {}, ValueError, r"empty|no batch|no data"),
+        (lambda: Batches(), {"steps_per_epoch": 2}, ValueError, r"ran dry after 1 train steps of steps_per_epoch=2"),
+        (lambda: Batches(), {"y": Y}, ValueError, r"leave them out"),
+    ],
+)
+def test_datasets_that_do_not_fit(trainer, make, options, error, match):
+    with refused(trainer, error, match):
+        trainer.fit(make(), **{"verbose": 0, **options})
+
+
+def test_a_generator_that_runs_dry_says_when(trainer):
+    """It cannot be known before: the steps that it had data for are made, and the missing ones are an error."""
+    updates = int(trainer.optimizer.iterations)
+    with pytest.raises(ValueError, match=r"ran dry after 2 train steps of steps_per_epoch=3.*\.repeat\(\)"):
+        trainer.fit(batches(4), steps_per_epoch=3, verbose=0)
+    assert int(trainer.optimizer.iterations) == updates + 2
+
+
+def test_a_batch_of_unequal_lengths_is_refused(trainer):
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    unequal = tf.data.Dataset.from_generator(lambda: iter([(X[:3], Y[:2])]), output_signature=spec)
+    with refused(trainer, ValueError, r"different numbers of rows: .*3.*2"):
+        trainer.fit(unequal, verbose=0)
+
+
+# Stacks
+
+
+def stacked(array, *shape):
+    return array.reshape(*shape, *array.shape[1:])
+
+
+@pytest.mark.parametrize(
+    "stack, error, match",
+    [
+        ((stacked(X, 3, 4), stacked(Y, 4, 3)), ValueError, r"different leading axes: shapes=.*3, 4.*4, 3"),
+        ((stacked(X, 3, 4), stacked(Y, 3, 4)[:, :2]), ValueError, r"the same first two axes.*\(3, 4, 4\), \(3, 2, 1\)"),
+        ((X, Y[:, 0]), ValueError, r"Every tensor of a stack has shape \[micro-batches, rows, ...\]"),
+        ((stacked(X, 3, 4)[:0], stacked(Y, 3, 4)[:0]), ValueError, r"micro-batches of at least 1"),
+        ((stacked(X, 3, 4)[:, :0], stacked(Y, 3, 4)[:, :0]), ValueError, r"\[micro-batches, rows, ...\]"),
+        ((stacked(X, 3, 4),), ValueError, r"takes \(x, y\) or \(x, y, sample_weight\); got tuple of 1 entries"),
+        (stacked(X, 3, 4), ValueError, r"takes \(x, y\) or \(x, y, sample_weight\); got ndarray"),
+        ((stacked(X, 3, 4), None), ValueError, r"y=None|targets"),
+        ((stacked(X[:, :3], 3, 4), stacked(Y, 3, 4)), ValueError, WRONG_WIDTH),
+        ((stacked(X, 3, 4), stacked(Y, 3, 4), np.ones((3, 2))), ValueError, r"the same first two axes"),
+        ((stacked(X, 3, 4), stacked(Y, 3, 4), np.ones((3, 4, 3))), ValueError, r"sample_weight of shape"),
+        ((stacked(X, 3, 4).astype(object), stacked(Y, 3, 4)), TypeError, r"x has dtype object"),
+    ],
+)
+@pytest.mark.parametrize("built", [True, False])
+def test_stacks_that_do_not_fit(trainer, stack, error, match, built):
+    if not built:
+        trainer = make_trainer(jit_compile=False)
+        trainer._optimizer.build(trainer.model.trainable_variables)
+    with refused(trainer, error, match):
+        trainer.train_step(stack)
+
+
+# Losses
+
+
+def mean_error(y_true, y_pred):
+    return tf.reduce_mean(tf.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_loss_that_returns_a_mean_is_refused(batch_size, jit_compile):
+    trainer = make_trainer(loss=mean_error, jit_compile=jit_compile)
+    trainer._optimizer.build(trainer.model.trainable_variables)
+    with refused(trainer, ValueError, r"(?s)loss 'mean_error' returned shape \(\).*one loss per example.*drop"):
+        trainer.fit(X, Y, batch_size=batch_size, verbose=0)
+
+
+def test_a_loss_without_reduction_is_refused():
+    trainer = make_trainer(loss=keras.losses.MeanSquaredError(reduction=None))
+    with pytest.raises(ValueError, match=r"reduction=None.*Pass reduction='sum_over_batch_size'"):
+        trainer.fit(X, Y, verbose=0)
+
+
+def test_a_loss_for_no_output_is_refused():
+    trainer = make_trainer(loss={"no such output": "mse"})
+    with pytest.raises(ValueError, match=r"loss names \['no such output'\], but the model's outputs are"):
+        trainer.fit(X, Y, verbose=0)
+
+
+# Labels and ids: XLA would clamp them
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """Ids in, labels out, compiled, and trained once."""
+    layers = [keras.Input((5,)), keras.layers.Embedding(7, 3, name="words"), keras.layers.Flatten()]
+    model = keras.Sequential([*layers, keras.layers.Dense(3, name="head")])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    built = make_trainer(model, loss=loss)
+    built.fit(IDS, LABELS.astype("float32"), batch_size=2, verbose=0)
+    built.evaluate(IDS, LABELS.astype("float32"), batch_size=2, verbose=0)
+    return built
+
+
+def with_one(array, value):
+    changed = array.astype("float32")
+    changed[-1] = value
+    return changed
+
+
+@pytest.mark.parametrize("value", [3, 100, -1])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32"])
+def test_labels_outside_the_classes(reader, value, dtype):
+    if value < 0 and dtype == "uint8":
+        pytest.skip("uint8 has no -1")
+    labels = with_one(LABELS, value).astype(dtype)
+    match = rf"labels of output 'head': values from {min(value, 0)} to {max(value, 2)} were seen, but only 0 to 2 exist"
+    start = bytes_of(reader)
+    with refused(reader, ValueError, match):
+        # One train step: the bad label is in it.
+        reader.train_step((stacked(IDS, 2, 6), stacked(labels, 2, 6)))
+    with refused(reader, ValueError, match):
+        reader.fit(IDS, labels, batch_size=6, verbose=0)
+    with refused(reader, ValueError, match):
+        reader.evaluate(IDS, labels, batch_size=6, verbose=0)
+    assert bytes_of(reader) == start
+    reader.evaluate(IDS, LABELS.astype("float32"), batch_size=2, verbose=0)  # one error says it all
+
+
+@pytest.mark.parametrize("value", [nan, inf, 1.5, -0.5])
+def test_labels_that_are_no_whole_numbers(reader, value):
+    with refused(reader, ValueError, r"labels of output 'head'"):
+        reader.fit(IDS, with_one(LABELS, value), batch_size=6, verbose=0)
+
+
+@pytest.mark.parametrize("value", [7, -1])
+def test_ids_outside_an_embedding(reader, value):
+    ids = IDS.copy()
+    ids[3, 2] = value
+    match = rf"ids given to embedding 'words': values from {min(value, 0)} to {max(value, 6)} .* only 0 to 6 exist"
+    labels = LABELS.astype("float32")
+    with refused(reader, ValueError, match):
+        reader.train_step((stacked(ids, 2, 6), stacked(labels, 2, 6)))
+    with refused(reader, ValueError, match):
+        reader.fit(ids, labels, batch_size=6, verbose=0)
+    with refused(reader, ValueError, match):
+        reader.evaluate(ids, labels, batch_size=6, verbose=0)
+
+
+def test_no_step_after_a_bad_label_is_applied(reader):
+    """The error comes a step late; what was dispatched in between has changed nothing."""
+    labels = LABELS.astype("float32")
+    labels[4] = 9  # in the second of three steps
+    updates = int(reader.optimizer.iterations)
+    with pytest.raises(ValueError, match=r"values from 0 to 9 were seen"):
+        reader.fit(IDS, labels, batch_size=2, verbose=0, shuffle=False)
+    assert int(reader.optimizer.iterations) == updates + 1
+
+
+def test_bad_validation_labels_are_found(reader):
+    with pytest.raises(ValueError, match=r"labels of output 'head': values from 0 to 5"):
+        reader.fit(IDS, LABELS.astype("float32"), batch_size=2, verbose=0, validation_data=(IDS, with_one(LABELS, 5)))
+
+
+# Layers that XLA cannot compile
+
+
+def test_a_layer_that_says_so_is_named():
+    inputs = keras.Input((4,), dtype="int64")
+    hashed = keras.layers.Hashing(5, name="hasher")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hashed))
+    with pytest.raises(ValueError, match=r"XLA cannot compile.*hasher \(Hashing\).*dataset.map.*jit_compile=False"):
+        make_trainer(model)
+
+
+def test_a_layer_that_says_so_in_an_unbuilt_model_is_named():
+    class Late(keras.Model):
+        def build(self, shape):
+            self.hasher = keras.layers.Hashing(5, name="hasher")
+            self.head = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.head(keras.ops.cast(self.hasher(keras.ops.cast(x, "int64")), "float32"))
+
+    with pytest.raises(ValueError, match=r"hasher \(Hashing\)"):
+        make_trainer(Late()).fit(X, Y, verbose=0)
+
+
+def through_python(x):
+    outputs = tf.py_function(lambda t: t * 2.0, [x], tf.float32)
+    return tf.ensure_shape(outputs, x.shape)
+
+
+def through_text(x):
+    return tf.ensure_shape(tf.strings.to_number(tf.strings.as_string(x)), x.shape)
+
+
+OP_UNKNOWN = r"XLA cannot compile this model.* in culprit \(Lambda\).*dataset.map.*jit_compile=False.*(PyFunc|AsString)"
+
+
+@pytest.mark.parametrize("function", [through_python, through_text])
+def test_a_layer_with_an_op_that_xla_has_not_is_named(function):
+    inputs = keras.Input((4,))
+    outputs = keras.layers.Lambda(function, output_shape=(4,), name="culprit")(inputs)
+    trainer = make_trainer(keras.Model(inputs, keras.layers.Dense(1)(outputs)))
+    trainer._optimizer.build(trainer.model.trainable_variables)
+    with refused(trainer, ValueError, OP_UNKNOWN):
+        trainer.fit(X, Y, batch_size=4, verbose=0)
+    plain = make_trainer(trainer.model, jit_compile=False)
+    assert np.isfinite(plain.fit(X, Y, batch_size=4, verbose=0).history["loss"]).all()  # the remedy helps

@@ -1,0 +1,451 @@
+"""Stock Keras callbacks, and users' own, around a loop that reads its results late."""
+
+import csv
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum import callbacks as fa_callbacks
+from fastaccum.callbacks import LateLogs
+
+BATCH, ACCUMULATION, STEPS = 4, 2, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 4)).astype("float32")  # two steps of 8 rows and one of 4
+Y = (X.sum(1, keepdims=True) + 1.0).astype("float32")
+LOGS = {"loss", "mae", "grad_norm", "loss_scale", "skipped_steps"}
+
+
+def regressor():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+
+
+def make_trainer(optimizer, **options):
+    return fa.Trainer(regressor(), optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION, **options)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    trainer = make_trainer(keras.optimizers.SGD(0.1, momentum=0.5, use_ema=True, ema_momentum=0.9))
+    fit(trainer)
+    return trainer, [v.numpy() * 0 for v in trainer.optimizer.variables]
+
+
+@pytest.fixture
+def trainer(shared):
+    """One compiled Trainer for all tests, untrained again."""
+    trainer, zeros = shared
+    trainer.model.set_weights(regressor().get_weights())
+    for variable, zero in zip(trainer.optimizer.variables, zeros, strict=True):
+        variable.assign(zero)
+    for average, weight in zip(
+        trainer.optimizer._model_variables_moving_average, trainer.model.trainable_variables, strict=True
+    ):
+        average.assign(weight)
+    trainer.optimizer.learning_rate = 0.1
+    return trainer
+
+
+def fit(trainer, *callbacks, **options):
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **options}
+    return trainer.fit(X, Y, callbacks=list(callbacks), **options)
+
+
+def rate(trainer):
+    return float(trainer.optimizer.learning_rate)
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes every hook that it is called with, and the logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.hooks, self.logs = [], {}
+
+    def note(self, hook, at, logs):
+        self.hooks.append((hook, at))
+        self.logs[hook, at] = dict(logs or {})
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.note("begin", batch, logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note("end", batch, logs)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.note("test", batch, logs)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.note("epoch begin", epoch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note("epoch end", epoch, logs)
+
+
+# The contract of the hooks
+
+
+def test_hooks_come_in_order_and_count_train_steps(trainer):
+    watch = Watch()
+    fit(trainer, watch, validation_data=(X, Y))
+    steps = [(hook, batch) for batch in range(STEPS) for hook in ("begin", "end")]
+    assert watch.hooks[: 1 + len(steps)] == [("epoch begin", 0), *steps]
+    assert watch.hooks[-1] == ("epoch end", 0)
+    assert {hook for hook, _ in watch.hooks[1 + len(steps) : -1]} == {"test"}
+
+
+def test_logs_hold_what_a_step_reports(trainer):
+    watch = Watch()
+    history = fit(trainer, watch, validation_data=(X, Y))
+    assert set(watch.logs["end", 0]) == LOGS
+    assert set(watch.logs["test", 0]) == {"loss", "mae"}
+    assert set(watch.logs["epoch end", 0]) == LOGS | {"val_loss", "val_mae"}
+    # Running means: that of the last step is the epoch's.
+    assert watch.logs["end", STEPS - 1] == {name: watch.logs["epoch end", 0][name] for name in LOGS}
+    assert history.history["loss"][0] == watch.logs["end", STEPS - 1]["loss"]
+    assert all(isinstance(value, (int, float)) for value in watch.logs["end", 0].values())
+
+
+def test_grad_norm_is_the_steps_own(trainer):
+    watch = Watch()
+    fit(trainer, watch)
+    model = regressor()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(X[:8]) - Y[:8]) ** 2)
+    grads = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    assert watch.logs["end", 0]["grad_norm"] == pytest.approx(float(tf.linalg.global_norm(grads)), rel=1e-5)
+    assert watch.logs["end", 0]["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_stop_training_in_a_batch_hook_stops_after_that_step(trainer):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    history = fit(trainer, Stop(), epochs=5)
+    assert int(trainer.optimizer.iterations) == 2
+    assert history.epoch == [0]
+    fit(trainer)  # the flag is cleared
+    assert int(trainer.optimizer.iterations) == 2 + STEPS
+
+
+@pytest.mark.parametrize("hook, at", [("on_train_batch_begin", 1), ("on_train_batch_end", 0)])
+def test_a_learning_rate_set_in_a_batch_hook_counts_at_the_next_step(trainer, hook, at):
+    weights = [trainer.model.get_weights()]
+
+    class Freeze(keras.callbacks.Callback):
+        pass
+
+    def freeze(self, batch, logs=None):
+        if batch == at:
+            self.model.optimizer.learning_rate = 0.0
+
+    setattr(Freeze, hook, freeze)
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: weights.append(trainer.model.get_weights())
+    )
+    fit(trainer, Freeze(), note)
+    for start, first, second in zip(*weights[:3], strict=True):
+        assert np.abs(first - start).min() > 0
+        # What is left is the momentum, half of the first step; a gradient would add to it.
+        np.testing.assert_allclose(second - first, 0.5 * (first - start), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end", "on_train_begin"])
+def test_an_exception_reaches_the_caller(trainer, hook):
+    def fail(*args, **kwargs):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(trainer, keras.callbacks.LambdaCallback(**{hook: fail}))
+    fit(trainer)  # and leaves the Trainer usable
+
+
+def test_a_callback_may_change_its_logs(trainer):
+    class Add(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            logs["mine"] = 1.0
+
+        def on_epoch_end(self, epoch, logs=None):
+            logs["also"] = 2.0
+
+    watch = Watch()
+    history = fit(trainer, Add(), watch)
+    assert watch.logs["end", 0]["mine"] == 1.0 and set(watch.logs["end", 0]) == LOGS | {"mine"}
+    assert history.history["also"] == [2.0]
+
+
+def test_a_callback_list_is_taken_as_it_is(trainer):
+    watch = Watch()
+    callbacks = keras.callbacks.CallbackList([watch], add_history=True, model=trainer.model, epochs=1, verbose=0)
+    trainer.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    assert ("end", STEPS - 1) in watch.hooks
+
+
+# Stock callbacks
+
+
+def test_early_stopping_restores_the_best_weights(trainer):
+    weights = []
+
+    class Worsen(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = [0.1, 0.05, 5.0, 5.0, 5.0, 5.0][epoch]
+
+        def on_epoch_end(self, epoch, logs=None):
+            weights.append(self.model.get_weights())
+
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    history = fit(trainer, Worsen(), stop, epochs=6, validation_data=(X, Y))
+    best = int(np.argmin(history.history["val_loss"]))
+    assert (best, len(history.epoch)) == (1, 4)
+    # The end of fit puts the averages in, as Keras does: what EarlyStopping restored is the model of the best epoch.
+    assert stop.best == history.history["val_loss"][best]
+    for a, b in zip(stop.best_weights, weights[best], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("save_weights_only", [False, True])
+def test_model_checkpoint_keeps_the_best(trainer, tmp_path, save_weights_only):
+    path = str(tmp_path / ("best.weights.h5" if save_weights_only else "best.keras"))
+    weights = []
+
+    class Worsen(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = [0.1, 5.0][epoch]
+
+        def on_epoch_end(self, epoch, logs=None):
+            weights.append(self.model.get_weights())
+
+    best = keras.callbacks.ModelCheckpoint(path, "val_loss", save_best_only=True, save_weights_only=save_weights_only)
+    fit(trainer, Worsen(), best, epochs=2, validation_data=(X, Y))
+    if save_weights_only:
+        loaded = regressor()
+        loaded.load_weights(path)
+    else:
+        loaded = keras.models.load_model(path)
+    for a, b in zip(loaded.get_weights(), weights[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_model_checkpoint_in_mid_epoch_names_the_step(trainer, tmp_path):
+    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}-{batch}-{loss:.3f}.keras"), save_freq=2)
+    watch = Watch()
+    fit(trainer, save, watch, epochs=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [name.rsplit("-", 1)[0] for name in names] == ["1-2", "2-1", "2-3"]
+    assert names[2] == f"2-3-{watch.logs['end', 2]['loss']:.3f}.keras"
+
+
+def test_model_checkpoint_and_schedule_with_a_tensorflow_addons_optimizer(tmp_path):
+    addons = pytest.importorskip("fastaccum.addons")
+    trainer = make_trainer(addons.optimizers.LAMB(0.01), jit_compile=False)
+    path = str(tmp_path / "model.keras")
+    checkpoint = keras.callbacks.ModelCheckpoint(path, "loss", save_best_only=True)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+    history = fit(trainer, checkpoint, schedule, plateau, epochs=3)
+    np.testing.assert_allclose(history.history["learning_rate"], [0.005, 0.0025, 0.000625], rtol=1e-6)
+    assert history.history["loss"] == sorted(history.history["loss"], reverse=True)
+    loaded = keras.models.load_model(path)
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), trainer.predict(X, verbose=0))
+
+
+def test_reduce_lr_on_plateau(trainer):
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1, min_delta=1e9)
+    history = fit(trainer, plateau, epochs=4, validation_data=(X, Y))
+    np.testing.assert_allclose(history.history["learning_rate"], [0.1, 0.1, 0.01, 0.001], rtol=1e-5)
+
+
+def test_learning_rate_scheduler(trainer):
+    history = fit(trainer, keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / 2**epoch), epochs=3)
+    np.testing.assert_allclose(history.history["learning_rate"], [0.1, 0.05, 0.025], rtol=1e-6)
+    assert rate(trainer) == pytest.approx(0.025)
+
+
+def test_csv_logger(trainer, tmp_path):
+    path = tmp_path / "log.csv"
+    history = fit(trainer, keras.callbacks.CSVLogger(str(path)), epochs=2, validation_data=(X, Y))
+    rows = list(csv.DictReader(path.open()))
+    assert set(rows[0]) == {"epoch", "val_loss", "val_mae", *LOGS}
+    for name, log in history.history.items():
+        np.testing.assert_allclose([float(row[name]) for row in rows], log)
+
+
+def scalars(folder):
+    """Every scalar in TensorBoard's files, as {tag: [step, ...]}, and all other tags."""
+    found, others = {}, set()
+    for path in sorted(folder.rglob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    found.setdefault(value.tag, []).append(event.step)
+                else:
+                    others.add(value.tag)
+    return found, others
+
+
+def test_tensorboard_per_epoch(trainer, tmp_path):
+    board = keras.callbacks.TensorBoard(str(tmp_path), histogram_freq=1, write_graph=True)
+    fit(trainer, board, epochs=2, validation_data=(X, Y))
+    found, others = scalars(tmp_path)
+    assert all(found[f"epoch_{name}"][:2] == [0, 1] for name in (*LOGS, "learning_rate"))
+    assert found["epoch_loss"] == [0, 1] * 2  # of training and of validation
+    assert not any(tag.startswith("batch_") for tag in found)
+    assert sum("histogram" in tag for tag in others) == len(trainer.model.weights)
+    assert "keras" in others  # the model's graph
+
+
+@pytest.mark.parametrize("update_freq, steps", [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6])])
+def test_tensorboard_per_step(trainer, tmp_path, update_freq, steps):
+    board = keras.callbacks.TensorBoard(str(tmp_path), update_freq=update_freq, write_steps_per_second=True)
+    fit(trainer, board, epochs=2)
+    found, _ = scalars(tmp_path)
+    assert all(found[f"batch_{name}"] == steps for name in LOGS)
+
+
+@pytest.mark.parametrize("raise_error", [False, True])
+def test_terminate_on_nan(trainer, raise_error):
+    x = X.copy()
+    x[9] = np.nan  # in the second step
+    stop = keras.callbacks.TerminateOnNaN(raise_error=raise_error)
+    before = trainer.model.get_weights()
+    if raise_error:
+        with pytest.raises(RuntimeError, match="NaN or Inf loss"):
+            trainer.fit(x, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=[stop])
+    else:
+        history = trainer.fit(x, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=[stop])
+        assert np.isnan(history.history["loss"]).all() and history.epoch == [0]
+        assert history.history["skipped_steps"] == [1]
+    assert int(trainer.optimizer.iterations) == 1  # the step with the NaN moved nothing
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights())
+    assert not np.array_equal(trainer.model.get_weights()[0], before[0])
+
+
+def test_lambda_callback_of_every_kind(trainer):
+    parts = "train", "epoch", "train_batch", "test", "test_batch"
+    hooks = [f"on_{part}_{when}" for part in parts for when in ("begin", "end")]
+    called = []
+    watch = keras.callbacks.LambdaCallback()
+    for hook in hooks:
+        setattr(watch, hook, lambda *args, hook=hook, **kwargs: called.append(hook))
+    fit(trainer, watch, epochs=2, validation_data=(X, Y))
+    assert {hook: called.count(hook) for hook in hooks} == {
+        **dict.fromkeys(["on_train_begin", "on_train_end"], 1),
+        **dict.fromkeys(["on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end"], 2),
+        **dict.fromkeys(["on_train_batch_begin", "on_train_batch_end"], 2 * STEPS),
+        **dict.fromkeys(["on_test_batch_begin", "on_test_batch_end"], called.count("on_test_batch_end")),
+    }
+
+
+def test_the_older_batch_hooks_are_called_too(trainer):
+    seen = []
+
+    class Old(keras.callbacks.Callback):
+        def on_batch_begin(self, batch, logs=None):
+            seen.append(("begin", batch))
+
+        def on_batch_end(self, batch, logs=None):
+            seen.append(("end", batch, logs["loss"] > 0))
+
+    fit(trainer, Old())
+    assert seen == [event for batch in range(STEPS) for event in (("begin", batch), ("end", batch, True))]
+
+
+def test_a_progbar_of_the_users_own_is_the_only_one(trainer, capsys, monkeypatch):
+    monkeypatch.setattr(fa_callbacks, "REDRAW_SECONDS", 1e9)  # only the last line of an epoch
+    fit(trainer, keras.callbacks.ProgbarLogger(), verbose=1)
+    once = capsys.readouterr().out
+    fit(trainer, verbose=1)
+    assert once.count("loss_scale") == capsys.readouterr().out.count("loss_scale") > 0
+
+
+def test_backup_and_restore_resumes_at_the_epoch_of_the_failure(trainer, tmp_path):
+    fit(trainer, epochs=4)
+    whole, updates = trainer.model.get_weights(), int(trainer.optimizer.iterations)
+
+    def fail(epoch, logs):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    model_before = regressor().get_weights()
+    trainer.model.set_weights(model_before)
+    for variable in trainer.optimizer.variables:
+        variable.assign(np.zeros(variable.shape))
+    for average, weight in zip(trainer.optimizer._model_variables_moving_average, model_before, strict=True):
+        average.assign(weight)
+    trainer.optimizer.learning_rate = 0.1
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, backup, keras.callbacks.LambdaCallback(on_epoch_begin=fail), epochs=4)
+    assert json.loads((tmp_path / "backup" / "training_metadata.json").read_text())["epoch"] == 2
+    for variable in [*trainer.model.variables, *trainer.optimizer.variables]:
+        variable.assign(np.zeros(variable.shape))  # what a new process would not have
+    history = fit(trainer, backup, epochs=4)
+    assert history.epoch == [2, 3]
+    assert int(trainer.optimizer.iterations) == updates
+    for a, b in zip(trainer.model.get_weights(), whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert fit(trainer, epochs=2).epoch == [0, 1]  # only that fit resumed
+
+
+def test_swap_ema_weights_validates_the_averages(trainer):
+    averaged = fit(trainer, keras.callbacks.SwapEMAWeights(), validation_data=(X, Y))
+    # At its end fit puts the averages into the model.
+    expected = trainer.evaluate(X, Y, batch_size=BATCH, verbose=0)
+    np.testing.assert_allclose(averaged.history["val_loss"][0], expected[0], rtol=1e-4)
+
+
+def test_swap_ema_weights_lets_a_checkpoint_save_the_averages(trainer, tmp_path):
+    path = str(tmp_path / "averages.keras")
+    fit(trainer, keras.callbacks.SwapEMAWeights(swap_on_epoch=True), keras.callbacks.ModelCheckpoint(path))
+    saved = keras.models.load_model(path).get_weights()
+    for a, b in zip(saved, trainer.model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# Late logs
+
+
+def late():
+    looked = []
+    logs = LateLogs({"loss": tf.constant(0.5), "skipped_steps": tf.constant(2)}, lambda: looked.append(True))
+    return logs, looked
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda logs: dict(logs),
+        lambda logs: {**logs},
+        lambda logs: logs.copy(),
+        lambda logs: dict(logs.items()),
+        lambda logs: dict(zip(logs, logs.values(), strict=True)),
+        lambda logs: {name: logs[name] for name in logs},
+        lambda logs: {name: logs.get(name) for name in logs},
+        lambda logs: json.loads(json.dumps(logs)),
+        lambda logs: logs | {},
+        lambda logs: eval(repr(logs)),
+        lambda logs: (lambda **kwargs: kwargs)(**logs),
+    ],
+)
+def test_every_look_at_late_logs_finds_numbers(read):
+    logs, looked = late()
+    assert len(logs) == 2 and "loss" in logs and bool(logs) and list(logs) == ["loss", "skipped_steps"]
+    assert not looked
+    values = read(logs)
+    assert values == {"loss": 0.5, "skipped_steps": 2}
+    assert {type(value) for value in values.values()} == {float, int}
+    assert looked == [True]
+    assert read(logs) == values and looked == [True]
+
+
+def test_what_is_set_in_late_logs_stays():
+    logs, _ = late()
+    logs["loss"] = 7.0
+    logs.update(mine=1.0)
+    assert logs == {"loss": 7.0, "skipped_steps": 2, "mine": 1.0}

@@ -1,0 +1,247 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from fastaccum.losses import Losses, by_output, term
+
+ROWS, TIME, CLASSES = 6, 4, 3
+REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+
+rng = np.random.default_rng(0)
+
+
+def probabilities(*shape):
+    p = rng.random(shape).astype("float32") + 0.1
+    return p / p.sum(-1, keepdims=True)
+
+
+def values(*shape):
+    return rng.normal(size=shape).astype("float32")
+
+
+def labels(*shape):
+    return rng.integers(0, CLASSES, shape)
+
+
+LOSSES = keras.losses
+# loss class, options, y_true, y_pred
+CASES = {
+    "mse": (LOSSES.MeanSquaredError, {}, values(ROWS, 2), values(ROWS, 2)),
+    "mse, y without its last axis": (LOSSES.MeanSquaredError, {}, values(ROWS), values(ROWS, 1)),
+    "mse of sequences": (LOSSES.MeanSquaredError, {}, values(ROWS, TIME, 2), values(ROWS, TIME, 2)),
+    "mae": (LOSSES.MeanAbsoluteError, {}, values(ROWS, 2), values(ROWS, 2)),
+    "msle": (LOSSES.MeanSquaredLogarithmicError, {}, values(ROWS, 2) ** 2, values(ROWS, 2) ** 2),
+    "huber": (LOSSES.Huber, {"delta": 0.5}, values(ROWS, 2), values(ROWS, 2)),
+    "log cosh": (LOSSES.LogCosh, {}, values(ROWS, 2), values(ROWS, 2)),
+    "hinge": (LOSSES.Hinge, {}, values(ROWS, 2), values(ROWS, 2)),
+    "cosine": (LOSSES.CosineSimilarity, {}, values(ROWS, 2), values(ROWS, 2)),
+    "kl": (LOSSES.KLDivergence, {}, probabilities(ROWS, CLASSES), probabilities(ROWS, CLASSES)),
+    "poisson": (LOSSES.Poisson, {}, values(ROWS, 1) ** 2, values(ROWS, 1) ** 2),
+    "binary": (
+        LOSSES.BinaryCrossentropy,
+        {"from_logits": True, "label_smoothing": 0.1},
+        labels(ROWS, 1) % 2,
+        values(ROWS, 1),
+    ),
+    "focal": (LOSSES.BinaryFocalCrossentropy, {}, labels(ROWS, 1) % 2, probabilities(ROWS, 2)[:, :1]),
+    "one-hot": (
+        LOSSES.CategoricalCrossentropy,
+        {"label_smoothing": 0.1},
+        np.eye(CLASSES)[labels(ROWS)],
+        probabilities(ROWS, CLASSES),
+    ),
+    "classes": (LOSSES.SparseCategoricalCrossentropy, {}, labels(ROWS), probabilities(ROWS, CLASSES)),
+    "classes in a column": (
+        LOSSES.SparseCategoricalCrossentropy,
+        {"from_logits": True},
+        labels(ROWS, 1),
+        values(ROWS, CLASSES),
+    ),
+    "tokens": (
+        LOSSES.SparseCategoricalCrossentropy,
+        {"from_logits": True},
+        labels(ROWS, TIME),
+        values(ROWS, TIME, CLASSES),
+    ),
+    "tokens, one class ignored": (
+        LOSSES.SparseCategoricalCrossentropy,
+        {"from_logits": True, "ignore_class": 1},
+        labels(ROWS, TIME),
+        values(ROWS, TIME, CLASSES),
+    ),
+    "images": (LOSSES.MeanSquaredError, {}, values(ROWS, 3, 2, 2), values(ROWS, 3, 2, 2)),
+    "focal one-hot": (LOSSES.CategoricalFocalCrossentropy, {}, np.eye(3)[labels(ROWS)], probabilities(ROWS, 3)),
+}
+
+
+def loss_of(case, reduction="sum_over_batch_size"):
+    cls, options, y_true, y_pred = CASES[case]
+    return cls(reduction=reduction, **options), tf.constant(y_true), tf.constant(y_pred)
+
+
+def with_mask(y_pred, mask):
+    y_pred = tf.identity(y_pred)
+    keras.src.backend.set_keras_mask(y_pred, mask)
+    return y_pred
+
+
+def value_of(loss, found):
+    return float(found.loss_sum if loss.reduction == "sum" else found.loss_sum / found.weight_sum)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_term_is_the_value_of_keras(case, reduction):
+    loss, y_true, y_pred = loss_of(case, reduction)
+    elements = tuple(loss.call(y_true, y_pred).shape)
+    # Fractions and zeros, one for each loss; Keras itself knows no coarser ones for sequences.
+    weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=elements).astype("float32"))
+    for sample_weight in (None, weights):
+        expected = float(loss(y_true, y_pred, sample_weight=sample_weight))
+        found = term(loss, y_true, y_pred, sample_weight)
+        np.testing.assert_allclose(value_of(loss, found), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("case", ["tokens", "tokens, one class ignored", "mse of sequences"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_masked_tokens_count_as_in_keras(case, reduction, weighted):
+    loss, y_true, y_pred = loss_of(case, reduction)
+    mask = tf.constant(rng.random((ROWS, TIME)) < 0.6)
+    weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=(ROWS, TIME)).astype("float32"))
+    weights = weights if weighted else None
+    expected = float(loss(y_true, with_mask(y_pred, mask), sample_weight=weights))
+    found = term(loss, y_true, with_mask(y_pred, mask), weights)
+    np.testing.assert_allclose(value_of(loss, found), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_only_pad_leave_no_trace(case, reduction):
+    loss, y_true, y_pred = loss_of(case, reduction)
+    weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32"))
+    valid = tf.constant([True] * 4 + [False] * 2)
+    # What stands in a padded row does not matter, not even if it is not finite.
+    spoiled = tf.concat([y_pred[:4], y_pred[4:] * np.nan], 0)
+    for sample_weight in (None, weights):
+        padded = term(loss, y_true, spoiled, sample_weight, valid)
+        exact = term(loss, y_true[:4], y_pred[:4], None if sample_weight is None else sample_weight[:4])
+        np.testing.assert_allclose(padded, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_terms_of_micro_batches_add_up_to_that_of_all_rows(case):
+    loss, y_true, y_pred = loss_of(case, "mean_with_sample_weight")
+    weights = tf.constant(rng.random(ROWS).astype("float32"))
+    whole = term(loss, y_true, y_pred, weights)
+    parts = [term(loss, y_true[a:b], y_pred[a:b], weights[a:b]) for a, b in [(0, 1), (1, 4), (4, 6)]]
+    np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-5)
+
+
+def test_a_weight_of_zero_counts_but_a_masked_element_does_not():
+    loss = LOSSES.MeanSquaredError()
+    y_true, y_pred = tf.zeros([3, 1]), tf.ones([3, 1])
+    assert float(term(loss, y_true, y_pred, tf.constant([1.0, 0.0, 1.0])).weight_sum) == 3
+    assert float(term(loss, y_true, with_mask(y_pred, tf.constant([True, False, True]))).weight_sum) == 2
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, TIME), (ROWS, TIME, 1)])
+def test_weights_of_any_rank_that_fits(shape):
+    loss, y_true, y_pred = loss_of("tokens", "sum")
+    weights = rng.random(shape).astype("float32")
+    per_token = np.broadcast_to(weights.reshape(*shape[:2], *[1] * (2 - len(shape[:2]))), (ROWS, TIME))
+    expected = (loss.call(y_true, y_pred).numpy() * per_token).sum()
+    np.testing.assert_allclose(term(loss, y_true, y_pred, tf.constant(weights)).loss_sum, expected, rtol=1e-5)
+
+
+def test_weights_that_do_not_fit_say_so():
+    loss, y_true, y_pred = loss_of("tokens")
+    with pytest.raises(ValueError, match=r"sample_weight of shape \(6, 3\) does not fit losses of shape \(6, 4\)"):
+        term(loss, y_true, y_pred, tf.ones([ROWS, 3]))
+
+
+@pytest.mark.parametrize("mean", [tf.reduce_mean, lambda t: tf.reduce_mean(t, axis=0)])
+def test_a_loss_that_averages_over_rows_is_refused(mean):
+    losses = Losses(lambda y_true, y_pred: mean((y_true - y_pred) ** 2))
+    spec = keras.KerasTensor((ROWS, 2))
+    losses.build(spec, spec, ["out"])
+    with pytest.raises(ValueError, match="one loss per example"):
+        losses(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None, None, ["out"])
+
+
+def test_a_function_and_a_name_are_losses_too():
+    spec = keras.KerasTensor((ROWS, 2))
+    found = []
+    for each in ("mse", lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, -1), LOSSES.MeanSquaredError()):
+        losses = Losses(each)
+        losses.build(spec, spec, ["out"])
+        (only,) = losses(tf.zeros([ROWS, 2]), tf.fill([ROWS, 2], 3.0), None, None, ["out"])
+        found.append((float(only.loss_sum), float(only.weight_sum)))
+    assert found == [(9.0 * ROWS, ROWS)] * 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (None, ValueError, "nothing to minimise"),
+        ([None, None], ValueError, "nothing to minimise"),
+        ("mean_sqared_error", ValueError, "'mean_sqared_error' is no Keras loss"),
+        (3, TypeError, "loss=3"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, error, message):
+    with pytest.raises(error, match=message):
+        Losses(loss)
+
+
+@pytest.mark.parametrize("reduction", [None, "none"])
+def test_a_loss_without_a_reduction_is_refused(reduction):
+    losses = Losses(LOSSES.MeanSquaredError(reduction=reduction))
+    with pytest.raises(ValueError, match="reduction=None"):
+        losses.build(keras.KerasTensor((2, 1)), keras.KerasTensor((2, 1)), ["out"])
+
+
+class TestByOutput:
+    PAIR = (keras.KerasTensor((2, 1)), keras.KerasTensor((2, 3)))
+
+    def test_lists_dicts_and_single_values_mean_the_same(self):
+        for value in ([1, 2], (1, 2), {"a": 1, "b": 2}):
+            assert by_output(value, ["a", "b"], self.PAIR, "loss") == {"a": 1, "b": 2}
+        assert by_output("mse", ["a", "b"], self.PAIR, "loss", repeat=True) == {"a": "mse", "b": "mse"}
+        assert by_output(None, ["a", "b"], self.PAIR, "loss") == {}
+
+    def test_a_models_dict_names_its_outputs_itself(self):
+        y_pred = dict(zip("xy", self.PAIR, strict=True))
+        assert by_output([1, 2], ["a", "b"], y_pred, "loss") == {"x": 1, "y": 2}
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ({"a": 1, "c": 2}, r"loss names \['c'\], but the model's outputs are \['a', 'b'\]"),
+            ([1], r"loss has 1 entries for the 2 outputs"),
+            (1, "loss is one value, but the model has 2 outputs"),
+        ],
+    )
+    def test_what_does_not_fit_says_so(self, value, message):
+        with pytest.raises(ValueError, match=message):
+            by_output(value, ["a", "b"], self.PAIR, "loss")
+
+
+def test_a_loss_without_a_target_says_so():
+    losses = Losses({"a": "mse", "b": "mse"})
+    spec = keras.KerasTensor((2, 1))
+    with pytest.raises(ValueError, match="Output 'b' has a loss but no target"):
+        losses.build({"a": spec}, {"a": spec, "b": spec}, ["a", "b"])
+
+
+def test_only_labels_that_are_class_indices_are_observed():
+    losses = Losses({"a": "mse", "b": LOSSES.SparseCategoricalCrossentropy(ignore_class=-1)})
+    y_pred = {"a": tf.zeros([2, 1]), "b": tf.fill([2, CLASSES], 1 / 3)}
+    y_true = {"a": tf.fill([2, 1], 99.0), "b": tf.constant([-1, 2])}
+    losses.build(y_true, y_pred, ["a", "b"])
+    assert [output.classes for output in losses.outputs] == [None, CLASSES]
+    seen = []
+    losses(y_true, y_pred, None, None, ["a", "b"], lambda i, ids: seen.append((i, ids.numpy().tolist())))
+    # The ignored class is not out of range.
+    assert seen == [(0, [0, 2])]

@@ -1,0 +1,211 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+
+ROWS, TIME, CLASSES = 22, 3, 3
+rng = np.random.default_rng(0)
+
+
+def classifier(seed=0):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((TIME, 2)),
+            keras.layers.Masking(),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
+
+
+def value():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation="sigmoid")])
+
+
+def rows_batch():
+    return rng.normal(size=(ROWS, 2)).astype("float32"), rng.integers(0, 2, (ROWS, 1))
+
+
+def tokens_batch():
+    valid = rng.random((ROWS, TIME, 1)) < 0.6
+    x = rng.normal(size=(ROWS, TIME, 2)).astype("float32") * valid
+    return x, rng.integers(0, CLASSES, (ROWS, TIME))
+
+
+def keras_evaluation(model, loss, metrics, batch, weighted_metrics=()):
+    """Keras's own figures, over all rows as one batch."""
+    twin = keras.models.clone_model(model)
+    twin.set_weights(model.get_weights())
+    twin.compile(loss=loss, metrics=metrics, weighted_metrics=weighted_metrics, run_eagerly=True)
+    return twin.test_on_batch(*batch, return_dict=True)
+
+
+def check(make_model, loss, make_metrics, batch, make_weighted=list):
+    """Metrics of `evaluate`, and of an epoch of `fit` that leaves the weights alone, are Keras's own."""
+    model = make_model()
+    expected = keras_evaluation(model, loss, make_metrics(), batch, make_weighted())
+    trainer = fa.Trainer(
+        model,
+        keras.optimizers.SGD(0.0),
+        loss,
+        metrics=make_metrics(),
+        weighted_metrics=make_weighted(),
+        gradient_accumulation_steps=3,
+    )
+    x, y, *weight = batch
+    weight = weight[0] if weight else None
+    history = trainer.fit(x, y, 4, sample_weight=weight, verbose=0).history
+    evaluated = trainer.evaluate(x, y, 4, sample_weight=weight, verbose=0, return_dict=True)
+    own = {"grad_norm", "loss_scale", "skipped_steps"}
+    trained = {name: values[-1] for name, values in history.items() if name not in own}
+    assert set(trained) == set(evaluated) == set(expected)
+    # The loss of an epoch is a mean over steps by their weight; metrics run over all rows.
+    for name in expected:
+        np.testing.assert_allclose(evaluated[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(trained[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
+def test_over_all_rows_whatever_pads_them():
+    check(
+        value,
+        "binary_crossentropy",
+        lambda: [
+            "accuracy",
+            "mae",
+            keras.metrics.AUC(name="area"),
+            keras.metrics.Precision(name="precision"),
+            keras.metrics.R2Score(),
+            keras.metrics.RootMeanSquaredError(),
+            keras.metrics.BinaryIoU(name="iou"),
+        ],
+        rows_batch(),
+    )
+
+
+def test_weighted_and_unweighted_side_by_side():
+    weights = rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32")
+    check(
+        value,
+        "mse",
+        lambda: ["accuracy", "mae"],
+        (*rows_batch(), weights),
+        lambda: ["mae", keras.metrics.Recall(name="recall")],
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_masked_tokens_are_left_out(weighted):
+    batch = tokens_batch()
+    if weighted:
+        batch = (*batch, rng.choice([0.0, 0.5, 2.0], size=(ROWS, TIME)).astype("float32"))
+    check(
+        classifier,
+        "sparse_categorical_crossentropy",
+        lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)],
+        batch,
+        lambda: ["sparse_categorical_crossentropy"] if weighted else [],
+    )
+
+
+def test_a_weight_per_row_holds_for_each_of_its_tokens():
+    x, y = tokens_batch()
+    weights = rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32")
+    model = classifier()
+    trainer = fa.Trainer(model, "sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    found = trainer.evaluate(x, y, 4, sample_weight=weights, verbose=0, return_dict=True)
+    factors = (x != 0).any(-1) * weights[:, np.newaxis]
+    right = model.predict(x, verbose=0).argmax(-1) == y
+    np.testing.assert_allclose(found["accuracy"], (right * factors).sum() / factors.sum(), rtol=1e-5)
+
+
+def test_of_several_outputs_by_name():
+    def make_model():
+        keras.utils.set_random_seed(2)
+        x = keras.Input((2,))
+        return keras.Model(
+            x,
+            {
+                "one": keras.layers.Dense(1, name="one")(x),
+                "two": keras.layers.Dense(CLASSES, "softmax", name="two")(x),
+            },
+        )
+
+    x, y = rows_batch()
+    check(
+        make_model,
+        {"one": "mse", "two": "sparse_categorical_crossentropy"},
+        lambda: {"one": ["mae"], "two": ["accuracy", "sparse_categorical_crossentropy"]},
+        (x, {"one": x[:, :1] ** 2, "two": y[:, 0]}),
+    )
+
+
+def test_with_one_value_for_each_class():
+    x, y = tokens_batch()
+    check(
+        lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(CLASSES, "softmax")]),
+        "categorical_crossentropy",
+        lambda: [keras.metrics.F1Score()],
+        (x[:, 0], np.eye(CLASSES, dtype="float32")[y[:, 0]]),
+    )
+
+
+@keras.saving.register_keras_serializable()
+class Total(keras.Metric):
+    """A metric as users write them: it ignores the sample weights, and would count rows that pad."""
+
+    def __init__(self, name="total", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.total = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(keras.ops.cast(y_true, "float32") - y_pred)))
+
+    def result(self):
+        return self.total
+
+
+def test_a_metric_that_ignores_weights_sees_no_row_that_pads():
+    check(value, "mse", lambda: [Total()], rows_batch())
+
+
+def test_a_function_per_row_and_one_per_batch():
+    def off(y_true, y_pred):
+        return tf.abs(tf.cast(y_true, tf.float32) - y_pred)[:, 0]
+
+    check(value, "mse", lambda: [off], rows_batch())
+
+    def worst(y_true, y_pred):
+        return tf.reduce_max(off(y_true, y_pred))
+
+    model = value()
+    x, y = rows_batch()
+    trainer = fa.Trainer(model, "sgd", "mse", metrics=[worst])
+    found = trainer.evaluate(x, y, 4, verbose=0, return_dict=True)["worst"]
+    errors = np.abs(model.predict(x, verbose=0) - y)
+    # As in Keras: the mean of the batches' values.
+    np.testing.assert_allclose(found, np.mean([errors[i : i + 4].max() for i in range(0, ROWS, 4)]), rtol=1e-5)
+
+
+def test_start_anew_in_every_epoch():
+    x, y = rows_batch()
+    trainer = fa.Trainer(value(), keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    history = trainer.fit(x, y, 8, epochs=3, validation_data=(x, y), verbose=0).history
+    for name in ("mae", "val_mae"):
+        np.testing.assert_allclose(history[name], [history["mae"][0]] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        (["acuracy"], ValueError, "metrics='acuracy' is no Keras metric"),
+        ([keras.metrics.AUC], TypeError, "must be a Keras 3 metric object"),
+        ([3], TypeError, "metrics=3"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, error, message):
+    with pytest.raises(error, match=message):
+        fa.Trainer(value(), "sgd", "mse", metrics=metrics)

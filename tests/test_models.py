@@ -1,0 +1,191 @@
+"""The Trainer takes Keras 3 models of every kind, and tf_keras models."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum import models
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 6)).astype("float32")
+Y = X[:, :2].sum(1, keepdims=True).astype("float32")
+IDS = RNG.integers(0, 9, size=(20, 6))
+
+
+class Subclassed(keras.Model):
+    """Unbuilt until it is called, its layers made where Keras allows them to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.normalize = keras.layers.BatchNormalization()
+        self.inner = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+
+    def call(self, x, training=False):
+        return self.inner(self.normalize(self.hidden(x), training=training))
+
+
+def sequential():
+    return keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+
+
+def functional():
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, inputs])))
+
+
+def dict_inputs():
+    inputs = {name: keras.Input((6,), name=name) for name in ("left", "right")}
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()([inputs["left"], inputs["right"]])))
+
+
+def fit(model, x, y=Y, optimizer="sgd", loss="mse", **options):
+    """Two epochs in train steps of 2 x 4 rows, the last of 4."""
+    trainer = fa.Trainer(model, optimizer, loss, gradient_accumulation_steps=2, jit_compile=False, **options)
+    return trainer, trainer.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    "make, x",
+    [(sequential, X), (functional, X), (dict_inputs, {"left": X, "right": X})],
+    ids=["unbuilt Sequential", "functional", "dict inputs"],
+)
+def test_a_model_trains_as_keras_trains_it(make, x):
+    keras.utils.set_random_seed(3)
+    own = make()
+    own.compile("sgd", "mse")
+    own.build(tf.nest.map_structure(np.shape, x)) if not own.built else None
+    model = keras.models.clone_model(own)
+    model.build(tf.nest.map_structure(np.shape, x)) if not model.built else None
+    model.set_weights(own.get_weights())
+    own.fit(x, Y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    fit(model, x)
+    for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [Subclassed, sequential])
+def test_an_unbuilt_model_is_built_by_its_first_data(make):
+    model = make()
+    assert not model.built
+    trainer, history = fit(model, X)
+    assert model.built
+    assert history.history["loss"][1] < history.history["loss"][0]
+    assert trainer.predict(X, verbose=0).shape == (20, 1)
+
+
+def test_batch_statistics_of_a_subclassed_model_move():
+    model = Subclassed()
+    fit(model, X)
+    assert np.abs(model.normalize.moving_mean.numpy()).min() > 0
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_keeps_variables_in_float32(policy):
+    keras.config.set_dtype_policy(policy)
+    model = functional()
+    trainer, history = fit(model, X, optimizer="adam")
+    assert {v.dtype for v in model.variables} == {"float32"}
+    assert trainer.predict(X, verbose=0).dtype == policy.removeprefix("mixed_")
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+def test_compute_dtype_is_the_lowest_of_any_layer():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(1)])
+    assert models.get(model).compute_dtype == "float16"
+    assert models.get(functional()).compute_dtype == "float32"
+
+
+def test_adopting_leaves_no_metric_twice():
+    model = functional()
+    trainer, _ = fit(model, X, metrics=["mae"])
+    assert [m.name for m in model.metrics] == ["loss", "compile_metrics"]
+    assert trainer.model.optimizer is trainer.optimizer
+
+
+# tf_keras: imported in the tests, since importing it binds tf.keras.
+
+
+@pytest.fixture(scope="module")
+def tf_keras():
+    return pytest.importorskip("tf_keras")
+
+
+def legacy(tf_keras, *layers):
+    tf_keras.utils.set_random_seed(3)
+    inputs = x = tf_keras.Input((6,))
+    for layer in layers:
+        x = layer(x)
+    return tf_keras.Model(inputs, tf_keras.layers.Dense(1)(x))
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
+    own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh")) for _ in range(2))
+    own.compile(tf_keras.optimizers.Adam(0.01), "mse")
+    expected = own.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    optimizer = tf_keras.optimizers.Adam(0.01)
+    trainer = fa.Trainer(model, optimizer, "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=jit_compile)
+    history = trainer.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y))
+    for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+    assert int(optimizer.iterations) == 6
+    np.testing.assert_allclose(history.history["val_loss"][-1], own.evaluate(X, Y, verbose=0), rtol=1e-5)
+    np.testing.assert_array_equal(trainer.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_a_tf_keras_model_with_state_and_ids(tf_keras):
+    tf_keras.utils.set_random_seed(3)
+    layers = tf_keras.layers
+    normalize = layers.BatchNormalization()
+    model = tf_keras.Sequential(
+        [layers.Input((6,)), layers.Embedding(9, 4), layers.Flatten(), normalize, layers.Dropout(0.5), layers.Dense(1)]
+    )
+    before = model.layers[0].embeddings.numpy()
+    trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
+    trainer.fit(IDS, Y, batch_size=4, epochs=2, verbose=0)
+    assert np.abs(normalize.moving_mean.numpy()).min() > 0
+    assert not np.array_equal(model.layers[0].embeddings.numpy(), before)
+    weights = model.get_weights()
+    with pytest.raises(ValueError, match=r"ids given to embedding .* 0 to 8 exist"):
+        trainer.fit(IDS + 1, Y, batch_size=10, verbose=0)
+    for a, b in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tf_keras_batch_statistics_are_those_of_tf_keras(tf_keras):
+    own, model = (legacy(tf_keras, tf_keras.layers.BatchNormalization(momentum=0.5)) for _ in range(2))
+    own.compile(tf_keras.optimizers.SGD(0.0), "mse")
+    own.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    own.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    fit(model, X, optimizer=tf_keras.optimizers.SGD(0.0))
+    for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tf_keras_regulariser_counts_once_a_step(tf_keras):
+    penalised = {"kernel_regularizer": tf_keras.regularizers.L2(0.1)}
+    own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, **penalised)) for _ in range(2))
+    own.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    own.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    fit(model, X, optimizer=tf_keras.optimizers.SGD(0.1))
+    for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_a_keras_3_optimizer_trains_a_tf_keras_model(tf_keras):
+    model = legacy(tf_keras, tf_keras.layers.Dense(4))
+    _, history = fit(model, X, optimizer="adamw")
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+def test_a_trained_tf_keras_model_can_be_saved(tf_keras, tmp_path):
+    model = legacy(tf_keras, tf_keras.layers.Dense(4))
+    trainer, _ = fit(model, X, optimizer=tf_keras.optimizers.SGD(0.1))
+    model.save(tmp_path / "model.keras")
+    loaded = tf_keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), trainer.predict(X, verbose=0))
