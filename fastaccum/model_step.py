@@ -37,7 +37,7 @@ class ModelStep(TrainStep):
 
     The objective is that of Keras on the full batch:
 
-        sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  mean over rows of added losses  +  regularisers
+        sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses (a scalar one as the mean over rows)  +  regularisers
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ModelStep(TrainStep):
             + [(f"ids given to embedding {layer.name!r}", layer.input_dim) for layer in model.embeddings]
         )
         self._first_embedding = len(labelled)
-        self._added = model.adds_losses
+        self._added = model.added_reductions
         self._loss_means = {
             f"{output.name}_loss": keras.metrics.Mean() for output in losses.outputs if len(losses.outputs) > 1
         }
@@ -79,25 +79,25 @@ class ModelStep(TrainStep):
     # One micro-batch.
 
     def terms(self, batch: Batch, training: bool) -> tuple[list[Term], Any]:
-        """Every output's loss sum and weight sum, then the added losses as one more term; and the predictions."""
+        """Every output's loss sum and weight sum, then those of added losses; and the predictions."""
         checks = self.index_checks
         with self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)):
             y_pred = self.model(batch.x, training=training)
         names = self.model.output_names
         terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names, checks.observe)
-        if self._added:
-            rows = _rows(batch)
-            added = tf.add_n([tf.cast(loss, tf.float32) for loss in self.model.added_losses()])
-            terms.append(Term(added * rows, rows))
+        rows = _rows(batch)
+        for reduction in self._added:
+            added = self.model.added_loss(reduction)
+            terms.append(Term(added * rows if reduction == "mean" else added, rows))
         return terms, y_pred
 
     @property
     def _term_weights(self) -> list[float]:
-        return [o.weight for o in self.losses.outputs] + [1.0] * self._added
+        return [o.weight for o in self.losses.outputs] + [1.0] * len(self._added)
 
     @property
     def _reductions(self) -> list[str | None]:
-        return [o.loss.reduction for o in self.losses.outputs] + [None] * self._added
+        return [o.loss.reduction for o in self.losses.outputs] + self._added
 
     def _objective(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         terms, y_pred = self.terms(batch, training=True)

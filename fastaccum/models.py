@@ -37,7 +37,9 @@ class Model:
 
     def __init__(self, model: keras.Model):
         self.model = model
-        self.adds_losses = False  # whether a forward pass adds losses; known once the model has been called
+        # How the losses that a forward pass adds count: a scalar as the rows' mean, one per row as a sum, as in
+        # Keras. Known once the model has been called.
+        self.added_reductions: list[str] = []
 
     @property
     def layers(self) -> list[Any]:
@@ -52,7 +54,7 @@ class Model:
             # Keras forgets what a symbolic call adds; a traced one shows it.
             rows = tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
             tf.function(self.model, autograph=False).get_concrete_function(rows, training=training)
-            self.adds_losses = bool(self.added_losses())
+            self._note_added_losses()
         return outputs
 
     def __call__(self, x: Any, training: bool) -> Any:
@@ -89,6 +91,14 @@ class Model:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
+    def _note_added_losses(self) -> None:
+        self.added_reductions = sorted({_reduction(loss) for loss in self.added_losses()})
+
+    def added_loss(self, reduction: str) -> tf.Tensor:
+        """The sum of the last call's added losses of one kind of `added_reductions`: float32 scalar."""
+        losses = [loss for loss in self.added_losses() if _reduction(loss) == reduction]
+        return tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses])
+
     def penalty(self) -> tf.Tensor | None:
         """The sum of the weight regularisers, or None where there are none."""
         losses = [v.regularizer(v) for v in self._regularised()]
@@ -109,7 +119,7 @@ class Model:
         Known once the model has been called, if only symbolically.
         """
         statistics = (v for layer in self.layers if layer.trainable for v in self._own_state(layer))
-        return any(v.dtype.is_floating for v in statistics) or self.adds_losses
+        return any(v.dtype.is_floating for v in statistics) or bool(self.added_reductions)
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
@@ -145,7 +155,7 @@ class LegacyModel(Model):
         # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
         outputs = self.model(zeros, training=False)
-        self.adds_losses = bool(self.added_losses())
+        self._note_added_losses()
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
 
@@ -174,6 +184,10 @@ class LegacyModel(Model):
 def _may_add_losses(layer: Any) -> bool:
     # Of Keras's own layers only activity regularisers do.
     return layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
+
+
+def _reduction(added_loss: Any) -> str:
+    return "sum" if len(added_loss.shape) else "mean"
 
 
 def _is(layer: Any, *names: str) -> bool:

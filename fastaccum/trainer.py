@@ -265,7 +265,7 @@ class Trainer:
             checks.whole_number("steps", steps)
         source = self._source(x, y, sample_weight, batch_size=batch_size, accumulation=accumulation)
         self._built(source.sample)
-        exact = self._model.adds_losses or self._metrics.need_exact_rows
+        exact = bool(self._model.added_reductions) or self._metrics.need_exact_rows
         source.layout = source.layout._replace(exact_rows=exact)
         return source
 

@@ -294,18 +294,23 @@ def test_regularisers_count_once_a_step():
 
 
 class MeanSquare(keras.layers.Layer):
+    def __init__(self, axis=None):
+        super().__init__()
+        self.axis = axis
+
     def call(self, x):
-        self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x)))
+        self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x), axis=self.axis))
         return x
 
 
-def test_added_losses_count_by_the_rows_of_a_ragged_tail():
+@pytest.mark.parametrize("axis", [None, -1], ids=["a mean", "one per row"])
+def test_added_losses_count_by_the_rows_of_a_ragged_tail(axis):
     def make_model():
         return keras.Sequential(
             [
                 keras.Input((3,)),
                 keras.layers.Dense(4, "tanh", activity_regularizer=keras.regularizers.L2(0.2)),
-                MeanSquare(),
+                MeanSquare(axis),
                 keras.layers.Dense(2, kernel_regularizer="l2"),
             ]
         )
