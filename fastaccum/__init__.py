@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastaccum.gpt import gpt
     from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from fastaccum.train_step import StepResult, TrainStep
     from fastaccum.trainer import Trainer
+    from fastaccum.transformer import gpt
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ _MODULES = {
     "StepResult": "train_step",
     "TrainStep": "train_step",
     "Trainer": "trainer",
-    "gpt": "gpt",
+    "gpt": "transformer",  # a module called gpt would take the function's place
 }
 
 

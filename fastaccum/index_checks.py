@@ -42,9 +42,7 @@ Correct the data, or make room for 13 classes or rows.
         super().__init__()
         self.lookups = list(lookups)
         self._sizes = np.array([size for _, size in self.lookups], np.int64)
-        self.seen = tf.Variable(
-            tf.zeros([len(self.lookups), 2], tf.int64), trainable=False, name="indices_seen"
-        )
+        self.seen = tf.Variable(tf.zeros([len(self.lookups), 2], tf.int64), trainable=False, name="indices_seen")
         self._paused = False
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:

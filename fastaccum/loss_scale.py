@@ -125,19 +125,13 @@ class DynamicLossScale(LossScale):
             raise ValueError(f"growth_factor={growth_factor} must be above 1, or the scale never grows.")
         if self.backoff_factor >= 1:
             raise ValueError(f"backoff_factor={backoff_factor} must be below 1, or overflows never end.")
-        if (
-            isinstance(growth_interval, bool)
-            or growth_interval != int(growth_interval)
-            or growth_interval < 1
-        ):
+        if isinstance(growth_interval, bool) or growth_interval != int(growth_interval) or growth_interval < 1:
             raise ValueError(f"growth_interval={growth_interval} must be a whole number of at least 1.")
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"init_scale={init_scale} must lie between min_scale={min_scale} and max_scale={max_scale}."
             )
-        self.current_scale = tf.Variable(
-            self.init_scale, trainable=False, dtype=tf.float32, name="loss_scale"
-        )
+        self.current_scale = tf.Variable(self.init_scale, trainable=False, dtype=tf.float32, name="loss_scale")
         # An int32 variable would live on the host and break XLA on a GPU.
         self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
 

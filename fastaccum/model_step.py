@@ -37,7 +37,9 @@ class ModelStep(TrainStep):
 
     The objective is that of Keras on the full batch:
 
-        sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses (a scalar one as the mean over rows)  +  regularisers
+        sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses  +  regularisers
+
+    where a scalar added loss is a mean over the rows of its micro-batch, as activity regularisers are.
     """
 
     def __init__(

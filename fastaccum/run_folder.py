@@ -55,7 +55,7 @@ class RunFolder:
         self.rows.append(row)
 
     def save_model(self, model):
-        """Writes model.keras; `import fastaccum.gpt`, then `keras.models.load_model` reads it."""
+        """Writes model.keras; `import fastaccum.transformer`, then `keras.models.load_model` reads it."""
         model.save(self.path / "model.keras")
 
     def draw_curve(self):

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from fastaccum import optimizers, progress, run_folder, text
 from fastaccum.cli import BadArgument, device_names
-from fastaccum.gpt import PRESETS, gpt
 from fastaccum.interrupt import Interrupt
 from fastaccum.trainer import Trainer
+from fastaccum.transformer import PRESETS, gpt
 
 ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10

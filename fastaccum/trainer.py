@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import checks, compiled, data, models, optimizers
+from fastaccum import checks, compilable, compiled, data, models, optimizers
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.data import Batch, Layout
@@ -89,9 +88,10 @@ class Trainer:
         self.jit_compile = checks.true_or_false("jit_compile", jit_compile)
         self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._step: ModelStep | None = None
+        self._known_shapes: set[tuple] = set()
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         if jit_compile:
-            self._require_compilable()
+            compilable.require(self._model)
 
     @property
     def optimizer(self) -> Any:
@@ -213,8 +213,8 @@ class Trainer:
 
     def _execute(self, step: ModelStep, dispatch: data.Dispatch) -> Executed:
         if dispatch.many:
-            return self._explained(step.compiled_execute_many, *dispatch.stacks)
-        return self._explained(step.compiled_execute, *dispatch.stacks)
+            return self._run(step.compiled_execute_many, *dispatch.stacks)
+        return self._run(step.compiled_execute, *dispatch.stacks)
 
     def evaluate(
         self,
@@ -278,7 +278,7 @@ class Trainer:
         totals = None
         for batch, dispatch in enumerate(next(iter(source.epochs(0, steps)))):
             begin(batch)
-            *sums, indices = self._explained(step.compiled_evaluate, *dispatch.stacks)
+            *sums, indices = self._run(step.compiled_evaluate, *dispatch.stacks)
             totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
             check = functools.partial(step.index_checks.require, indices)
             end(batch, functools.partial(self._evaluated, totals, check))
@@ -327,8 +327,8 @@ class Trainer:
                 for, at the next call).
         """
         batch = self._batch(stack)
-        step = self._built(_micro_batch_specs(batch))
-        executed = self._explained(step.compiled_execute, batch)
+        step = self._step_for(batch)
+        executed = self._run(step.compiled_execute, batch)
         late, self._unchecked = (executed, None) if not _has_gpu() else (self._unchecked, executed)
         if late is not None:
             step.index_checks.require(late.indices)
@@ -339,12 +339,12 @@ class Trainer:
     def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
         batch = self._batch(stack)
-        return compiled.compiler_ir(self._built(_micro_batch_specs(batch)).compiled_execute, batch, stage=stage)
+        return compiled.compiler_ir(self._step_for(batch).compiled_execute, batch, stage=stage)
 
     def memory_analysis(self, stack: tuple) -> compiled.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
         batch = self._batch(stack)
-        return compiled.memory_analysis(self._built(_micro_batch_specs(batch)).compiled_execute, batch)
+        return compiled.memory_analysis(self._step_for(batch).compiled_execute, batch)
 
     def _batch(self, stack: tuple) -> Batch:
         if isinstance(stack, Batch):
@@ -373,13 +373,21 @@ class Trainer:
         sparse = _has_sparse_labels(self._compile_arguments["loss"])
         return data.source(x, y, sample_weight, layout=layout, sparse_labels=sparse, **options)
 
+    def _step_for(self, batch: Batch) -> ModelStep:
+        """The model's step, for a stack; a stack of known shapes is not checked again."""
+        shapes = tuple([t.shape for t in tf.nest.flatten(batch)])
+        if shapes not in self._known_shapes:
+            self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
+            self._known_shapes.add(shapes)
+        return self._step
+
     def _built(self, sample: Batch) -> ModelStep:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
         if self._step is None:
             y_pred = self._model.symbolic_call(sample.x, training=True)
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
-                self._require_compilable()
+                compilable.require(self._model)
             self._y_pred = y_pred
             self._losses.build(y_true, y_pred, self._model.output_names)
             self._metrics.build(y_true, y_pred, self._model.output_names)
@@ -402,45 +410,9 @@ class Trainer:
         by_output(sample.y, self._model.output_names, self._y_pred, "y")
         return self._step
 
-    def _require_compilable(self) -> None:
-        layers = self._model.uncompilable_layers()
-        if layers:
-            raise ValueError(
-                f"XLA cannot compile these layers: {', '.join(layers)}. Move them into the input pipeline "
-                "(dataset.map), or pass jit_compile=False."
-            )
-
-    def _explained(self, function, *args):
-        """Calls a compiled function; says which layer it is where XLA refuses an op."""
-        try:
-            return function(*args)
-        except tf.errors.InvalidArgumentError as error:
-            if not self.jit_compile or "unsupported operations" not in str(error):
-                raise
-            # After its first sentence XLA's message is a stack trace.
-            reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
-            where = f" in {', '.join(layers)}" if (layers := self._layers_in(str(error))) else ""
-            raise ValueError(
-                f"XLA cannot compile this model: it has no such operation{where}. Move that into the input pipeline "
-                f"(dataset.map), or pass jit_compile=False. XLA says: {reason}"
-            ) from error
-
-    def _layers_in(self, message: str) -> list[str]:
-        """The innermost layers on the path of the graph node that an error names, as "name (Type)"."""
-        path = re.search(r"{{node ([^}]*)}}", message)
-        parts = path.group(1).split("/") if path else []
-        # Keras numbers the scopes of a layer that is called again.
-        found = [
-            (max(i for i, part in enumerate(parts) if re.fullmatch(rf"{re.escape(layer.name)}(_\d+)?", part)), layer)
-            for layer in self._model.layers
-            if any(re.fullmatch(rf"{re.escape(layer.name)}(_\d+)?", part) for part in parts)
-        ]
-        innermost = max((depth for depth, _ in found), default=0)
-        return [f"{layer.name} ({type(layer).__name__})" for depth, layer in found if depth == innermost]
-
-
-def _micro_batch_specs(batch: Batch) -> Batch:
-    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch)
+    def _run(self, program, *args):
+        with compilable.explained(self._model):
+            return program(*args)
 
 
 def _has_sparse_labels(loss: Any) -> bool:

@@ -64,9 +64,7 @@ def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(squares), tf.float32)
 
 
-def reduce(
-    accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm: float | None = None
-) -> Reduced:
+def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm: float | None = None) -> Reduced:
     """Norm, finite check and the one factor that unscales and clips, in a single read of the accumulators.
 
     With `g = accumulator / denominator` for every accumulator, and `norm = sqrt(sum(sum(g ** 2)))`:

@@ -13,9 +13,9 @@ import keras
 import pytest
 
 from fastaccum import cli, progress, text, text_training
-from fastaccum.gpt import PRESETS
 from fastaccum.interrupt import Interrupt
 from fastaccum.run_folder import RunFolder
+from fastaccum.transformer import PRESETS
 
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
 

@@ -71,7 +71,7 @@ def masks(trainer, x):
     gradients = []
     for stack in x:
         before = layer.factor.numpy()
-        trainer.train_step((stack, np.zeros(stack.shape[:2] + (1,), "float32")))
+        trainer.train_step((stack, np.zeros((*stack.shape[:2], 1), "float32")))
         gradients.append(before - layer.factor.numpy())
     return np.array(gradients)
 

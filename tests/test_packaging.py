@@ -151,3 +151,17 @@ def test_constraints_are_names_and_versions():
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")
         assert line.startswith("#") or (name and version and not set(line) & set("/@:; ")), line
+
+
+def test_public_names_are_the_same_whatever_was_imported_first():
+    """A submodule named like a function would take its place in the package."""
+    code = (
+        "import importlib, pkgutil, fastaccum\n"
+        "for module in pkgutil.iter_modules(fastaccum.__path__):\n"
+        "    if module.name not in ('__main__', 'addons'):\n"
+        "        importlib.import_module(f'fastaccum.{module.name}')\n"
+        "print(*(type(getattr(fastaccum, name)).__name__ for name in fastaccum.__all__ if name != 'addons'))\n"
+    )
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert result.stdout.split().count("module") == 1, "of the public names, kernels alone is a module"

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from fastaccum import text
-from fastaccum.gpt import gpt
+from fastaccum.transformer import gpt
 
 
 def test_the_standard_library_is_real_text_without_tests():

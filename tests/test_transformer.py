@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.gpt import PRESETS, gpt
+from fastaccum.transformer import PRESETS, gpt
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 61, 12, 24, 2, 3
 
