@@ -120,39 +120,36 @@ class ArraySource:
             left -= taken
         return chunks
 
-    def order(self, epoch) -> tf.Tensor:
+    def order(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, in the order of their use: int64 [rows]."""
-        rows = tf.range(self.rows, dtype=tf.int64)
         if self.seed is None:
-            return rows
-        return tf.random.experimental.stateless_shuffle(rows, seed=tf.stack([self.seed, epoch]))
+            return np.arange(self.rows)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.rows)
 
     def _stream(self, first: int, per_dispatch: int) -> Iterator[Dispatch]:
+        # Gathered by TensorFlow straight into a stack's shape, while the device is at work on the one before:
+        # a tf.data pipeline costs several times that for every stack of a small model.
         chunks = self._chunks(per_dispatch)
-        sizes = [size for size, _ in chunks]
-        starts = [0, *itertools.accumulate(sizes)]
-
-        def one_pass(epoch):
-            # Padded rows repeat the last real one, which belongs to the same step.
-            position = tf.range(starts[-1], dtype=tf.int64)
-            order = tf.gather(self.order(epoch), tf.minimum(position, self.rows - 1))
-            spans = tf.data.Dataset.from_tensor_slices((starts[:-1], sizes))
-            return spans.map(lambda start, size: (order[start : start + size], position[start : start + size]))
-
-        def gather(rows, position):
-            # Flat, since tf.data has no lists, and a nest may.
-            return tuple(tf.gather(t, rows) for t in tf.nest.flatten(self.arrays)), position < self.rows
-
-        passes = tf.data.Dataset.range(first, np.iinfo(np.int64).max).flat_map(one_pass)
-        batches = passes.map(gather, num_parallel_calls=PREFETCH, deterministic=True).prefetch(PREFETCH)
-        for (size, steps), (leaves, valid) in zip(itertools.cycle(chunks), batches, strict=False):
-            batch = tf.nest.pack_sequence_as(self.arrays, leaves)._replace(valid=valid)
-            if per_dispatch > 1 and size == per_dispatch * self.rows_per_step:
-                shape = [per_dispatch, self.layout.accumulation, self.batch_size]
-                yield Dispatch((_reshaped(batch, shape),), steps, many=True)
-            else:
+        for epoch in itertools.count(first):
+            order, start = self.order(epoch), 0
+            for size, steps in chunks:
+                # Padded rows repeat the last real one, which belongs to the same step.
+                position = np.arange(start, start + size)
+                rows, valid = order[np.minimum(position, self.rows - 1)], position < self.rows
+                start += size
+                if per_dispatch > 1 and size == per_dispatch * self.rows_per_step:
+                    shape = (per_dispatch, self.layout.accumulation, self.batch_size)
+                    yield Dispatch((self._gathered(rows, valid, shape),), steps, many=True)
+                    continue
                 whole, rest = divmod(size, self.batch_size)
-                yield Dispatch(_split(batch, [self.batch_size] * whole + [rest]))
+                parts = [(0, (whole, self.batch_size)), (whole * self.batch_size, (1, rest))]
+                spans = [(slice(at, at + math.prod(shape)), shape) for at, shape in parts if math.prod(shape)]
+                yield Dispatch(tuple(self._gathered(rows[span], valid[span], shape) for span, shape in spans))
+
+    def _gathered(self, rows: np.ndarray, valid: np.ndarray, shape: tuple[int, ...]) -> Batch:
+        indices = tf.constant(rows.reshape(shape))
+        batch = tf.nest.map_structure(lambda t: tf.gather(t, indices), self.arrays)
+        return batch._replace(valid=tf.constant(valid.reshape(shape)))
 
 
 def _nothing() -> None:

@@ -32,7 +32,7 @@ class IndexChecks(tf.Module):
     >>> checks.observe(0, tf.constant([3, 12]))
     >>> bool(checks.in_range())
     False
-    >>> checks.require(checks.seen)
+    >>> checks.require(checks.seen())
     Traceback (most recent call last):
     ValueError: labels: values from 0 to 12 were seen, but only 0 to 9 exist. Nothing was updated with them. \
 Correct the data, or make room for 13 classes or rows.
@@ -42,18 +42,21 @@ Correct the data, or make room for 13 classes or rows.
         super().__init__()
         self.lookups = list(lookups)
         self._sizes = np.array([size for _, size in self.lookups], np.int64)
-        self.seen = tf.Variable(tf.zeros([len(self.lookups), 2], tf.int64), trainable=False, name="indices_seen")
+        self._ranges = [tf.Variable(tf.zeros([2], tf.int64), trainable=False) for _ in self.lookups]
         self._paused = False
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:
-        """Widens the range seen by a lookup; called where the indices are used, in the loop."""
+        """Widens the range seen by a lookup; called where the indices are known, in the program."""
         if self._paused:
             return
         indices = whole(indices)
-        low = tf.minimum(self.seen[lookup, 0], tf.reduce_min(indices))
-        high = tf.maximum(self.seen[lookup, 1], tf.reduce_max(indices))
-        row = tf.one_hot(lookup, len(self.lookups), on_value=True, off_value=False, dtype=tf.bool)
-        self.seen.assign(tf.where(row[:, tf.newaxis], tf.stack([low, high]), self.seen))
+        low, high = tf.unstack(self._ranges[lookup].read_value())
+        low, high = tf.minimum(low, tf.reduce_min(indices)), tf.maximum(high, tf.reduce_max(indices))
+        self._ranges[lookup].assign(tf.stack([low, high]))
+
+    def seen(self) -> tf.Tensor:
+        """The smallest and the largest index of each lookup: int64 [lookups, 2]."""
+        return tf.reshape(tf.stack([r.read_value() for r in self._ranges] or tf.zeros([0, 2], tf.int64)), [-1, 2])
 
     @contextmanager
     def paused(self):
@@ -66,10 +69,11 @@ Correct the data, or make room for 13 classes or rows.
 
     def in_range(self) -> tf.Tensor:
         """Whether every index seen so far exists: bool scalar."""
-        return tf.reduce_all((self.seen[:, 0] >= 0) & (self.seen[:, 1] < self._sizes))
+        seen = self.seen()
+        return tf.reduce_all((seen[:, 0] >= 0) & (seen[:, 1] < self._sizes))
 
     def require(self, seen: tf.Tensor) -> None:
-        """Raises ValueError if `seen`, a value that `self.seen` had, holds an index out of range."""
+        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range."""
         seen = seen.numpy()
         if (seen[:, 0] >= 0).all() and (seen[:, 1] < self._sizes).all():
             return
@@ -89,4 +93,5 @@ Correct the data, or make room for 13 classes or rows.
 
     def reset(self) -> None:
         """Forgets what was seen."""
-        self.seen.assign(tf.zeros_like(self.seen))
+        for each in self._ranges:
+            each.assign(tf.zeros_like(each))

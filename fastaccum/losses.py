@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -64,6 +63,7 @@ class Losses:
 
     def build(self, y_true: Any, y_pred: Any, output_names: list[str]) -> None:
         """Matches losses with outputs, from specs of one batch of targets and predictions."""
+        self._output_names, self._y_pred = output_names, y_pred
         predictions = by_output(y_pred, output_names, y_pred, "y_pred")
         targets = by_output(y_true, output_names, y_pred, "y")
         losses = by_output(self._loss, output_names, y_pred, "loss", repeat=True)
@@ -92,20 +92,17 @@ class Losses:
         sample_weight: Any,
         valid: tf.Tensor | None,
         output_names: list[str],
-        observe_labels: Callable[[int, tf.Tensor], None] | None = None,
     ) -> list[Term]:
-        """One term per output that has a loss; `observe_labels(i, labels)` sees class indices."""
+        """One term per output that has a loss."""
         predictions = by_output(y_pred, output_names, y_pred, "y_pred")
         targets = by_output(y_true, output_names, y_pred, "y")
         weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
-        terms = []
-        indexed = [o.name for o in self.outputs if o.classes is not None]
-        for output in self.outputs:
-            target, prediction = targets[output.name], predictions[output.name]
-            if observe_labels is not None and output.name in indexed:
-                observe_labels(indexed.index(output.name), _without_ignored(output.loss, target))
-            terms.append(term(output.loss, target, prediction, weights.get(output.name), valid))
-        return terms
+        return [term(o.loss, targets[o.name], predictions[o.name], weights.get(o.name), valid) for o in self.outputs]
+
+    def class_indices(self, y_true: Any) -> list[tf.Tensor]:
+        """The labels of the outputs whose `classes` are set, in their order; ignored classes as 0."""
+        targets = by_output(y_true, self._output_names, self._y_pred, "y")
+        return [_without_ignored(o.loss, targets[o.name]) for o in self.outputs if o.classes is not None]
 
     def divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
         """What a single output's loss sum is divided by; 0 where nothing was valid."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from fastaccum import models
 from fastaccum.callbacks import plain
-from fastaccum.compiled import Program
+from fastaccum.compiled import Program, has_gpu
 from fastaccum.data import Batch
 from fastaccum.index_checks import IndexChecks
 from fastaccum.losses import Losses, Term
@@ -83,10 +84,13 @@ class ModelStep(TrainStep):
     def terms(self, batch: Batch, training: bool) -> tuple[list[Term], Any]:
         """Every output's loss sum and weight sum, then those of added losses; and the predictions."""
         checks = self.index_checks
-        with self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)):
+        with (
+            self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)),
+            contextlib.nullcontext() if has_gpu() else self.model.loop_convolutions(),
+        ):
             y_pred = self.model(batch.x, training=training)
         names = self.model.output_names
-        terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names, checks.observe)
+        terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names)
         rows = _rows(batch)
         for reduction in self._added:
             added = self.model.added_loss(reduction)
@@ -125,7 +129,13 @@ class ModelStep(TrainStep):
         # known before the first gradient. XLA drops from this pass whatever they do not depend on.
         several = len(self._term_weights) > 1
         self._denominators = self._count(*stacks) if several else None
+        self._observe_labels(*stacks)
         return super().accumulate(*stacks)
+
+    def _observe_labels(self, *stacks: Batch) -> None:
+        for stack in stacks:
+            for i, labels in enumerate(self.losses.class_indices(stack.y)):
+                self.index_checks.observe(i, labels)
 
     def _count(self, *stacks: Batch) -> list[tf.Tensor]:
         """Each term's divisor over the stacks, and the number of valid rows."""
@@ -195,7 +205,7 @@ class ModelStep(TrainStep):
             "loss_scale": result.loss_scale,
             "skipped_steps": self._skipped.read_value(),
         }
-        return Executed(result, logs, self.index_checks.seen.read_value())
+        return Executed(result, logs, self.index_checks.seen())
 
     def reset(self) -> None:
         """Starts the running means of a new epoch."""
@@ -214,7 +224,8 @@ class ModelStep(TrainStep):
             self.metrics.update(batch.y, y_pred, batch.weights, batch.mask, self.model.output_names)
             return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
 
-        return [*_sum_over(stacks, sums, 2 * len(self._term_weights)), self.index_checks.seen.read_value()]
+        self._observe_labels(*stacks)
+        return [*_sum_over(stacks, sums, 2 * len(self._term_weights)), self.index_checks.seen()]
 
     def evaluated(self, sums: list[float]) -> dict[str, float]:
         """The logs of an evaluation, from the sums of all its dispatches."""

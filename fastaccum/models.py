@@ -10,6 +10,8 @@ import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
+from fastaccum.kernels import convolution
+
 
 def get(model: Any) -> Model:
     """The adapter for a Keras 3 or tf_keras model.
@@ -138,14 +140,30 @@ class Model:
     @contextmanager
     def observed_ids(self, observe: Callable[[int, tf.Tensor], None]):
         """Within the scope, each call of embedding i first passes its ids to `observe(i, ids)`."""
-        layers = self.embeddings
-        try:
-            for i, layer in enumerate(layers):
-                vars(layer)["call"] = _observing(layer.call, lambda ids, i=i: observe(i, ids))
+        calls = [
+            (layer, "call", _observing(layer.call, lambda ids, i=i: observe(i, ids)))
+            for i, layer in enumerate(self.embeddings)
+        ]
+        with _replaced(calls):
             yield
-        finally:
-            for layer in layers:
-                vars(layer).pop("call", None)
+
+    @contextmanager
+    def loop_convolutions(self):
+        """Within the scope, 2-D convolutions have gradients that XLA:CPU runs fast in a loop."""
+        calls = [
+            (
+                layer,
+                "convolution_op",
+                lambda x, kernel, layer=layer: convolution.conv2d(
+                    x, tf.convert_to_tensor(kernel), layer.strides, layer.padding
+                ),
+            )
+            for layer in self.layers
+            if type(layer) is keras.layers.Conv2D
+            and (layer.groups, layer.dilation_rate, layer.data_format) == (1, (1, 1), "channels_last")
+        ]
+        with _replaced(calls):
+            yield
 
 
 class LegacyModel(Model):
@@ -192,6 +210,18 @@ def _reduction(added_loss: Any) -> str:
 
 def _is(layer: Any, *names: str) -> bool:
     return any(c.__name__ in names for c in type(layer).__mro__)
+
+
+@contextmanager
+def _replaced(methods: list[tuple[Any, str, Callable]]):
+    """Within the scope, these (object, name, method) stand in for the objects' own."""
+    try:
+        for owner, name, method in methods:
+            vars(owner)[name] = method
+        yield
+    finally:
+        for owner, name, _ in methods:
+            vars(owner).pop(name, None)
 
 
 def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable:

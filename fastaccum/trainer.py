@@ -329,7 +329,7 @@ class Trainer:
         batch = self._batch(stack)
         step = self._step_for(batch)
         executed = self._run(step.compiled_execute, batch)
-        late, self._unchecked = (executed, None) if not _has_gpu() else (self._unchecked, executed)
+        late, self._unchecked = (executed, None) if not compiled.has_gpu() else (self._unchecked, executed)
         if late is not None:
             step.index_checks.require(late.indices)
         return executed.result
@@ -427,8 +427,3 @@ def _schedule(validation_freq: Any):
         return lambda epoch: epoch + 1 in validation_freq
     every = checks.whole_number("validation_freq", validation_freq)
     return lambda epoch: (epoch + 1) % every == 0
-
-
-@functools.cache
-def _has_gpu() -> bool:
-    return bool(tf.config.list_logical_devices("GPU"))

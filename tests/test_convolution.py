@@ -1,0 +1,52 @@
+"""The convolution's gradients against float64 and TensorFlow's own, over shapes, strides and paddings."""
+
+import itertools
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.kernels.convolution import conv2d
+
+SHAPES = [((2, 7, 9, 3), (3, 3, 3, 4)), ((1, 6, 5, 2), (2, 4, 2, 3)), ((3, 8, 8, 1), (1, 5, 1, 2))]
+CASES = list(itertools.product(SHAPES, [(1, 1), (2, 2), (3, 1)], ["same", "valid"]))
+
+
+def gradients(convolution, x, kernel, dy=None):
+    with tf.GradientTape() as tape:
+        tape.watch((x, kernel))
+        y = convolution(x, kernel)
+    dy = np.random.default_rng(2).normal(size=y.shape) if dy is None else dy
+    return y, *tape.gradient(y, (x, kernel), output_gradients=tf.cast(dy, y.dtype))
+
+
+@pytest.mark.parametrize(("shapes", "strides", "padding"), CASES)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_gradients_are_those_of_tensorflow(shapes, strides, padding, dtype):
+    rng = np.random.default_rng(0)
+    x, kernel = (tf.constant(rng.normal(size=s), dtype) for s in shapes)
+
+    def ours(x, kernel):
+        return conv2d(x, kernel, strides, padding)
+
+    def reference(x, kernel):
+        return tf.nn.conv2d(x, kernel, list(strides), padding.upper())
+
+    tolerance = 1e-12 if dtype == "float64" else 2e-5
+    for got, expected in zip(gradients(ours, x, kernel), gradients(reference, x, kernel), strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_uses_it_in_the_loop():
+    """No gradient convolution with permuted dimensions is left in the program, and nothing stays on the layers."""
+    layers = [keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3, padding="same"), keras.layers.Conv2D(4, 2, strides=2)]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(2)])
+    trainer = fa.Trainer(model, "sgd", "mse")
+    stack = np.zeros((2, 4, 8, 8, 3), "float32"), np.zeros((2, 4, 2), "float32")
+    labels = re.findall(r"dim_labels=(\S+?)[,\s]", trainer.compiler_ir(stack, stage="hlo"))
+    assert labels and set(labels) == {"b01f_01io->b01f"}
+    assert "convolution_op" not in vars(model.layers[0])
