@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import queue
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -70,7 +73,7 @@ class Layout(NamedTuple):
 
 
 class ArraySource:
-    """In-memory arrays: tf.data gathers their rows ahead of use.
+    """In-memory arrays, their rows gathered in a thread ahead of use; NumPy arrays are not copied as a whole.
 
     Args:
         batch: nests of arrays or tensors that share their first axis; `valid` is None.
@@ -84,7 +87,7 @@ class ArraySource:
     """
 
     def __init__(self, batch: Batch, batch_size: int, layout: Layout, seed: int | None = None):
-        self.arrays = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, batch, strict=True)))
+        self.arrays = _as_arrays(batch)
         self.rows = _common_rows(self.arrays)
         self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
         micro_batches = math.ceil(self.rows / self.batch_size)
@@ -96,16 +99,16 @@ class ArraySource:
     @property
     def sample(self) -> Batch:
         """Specs of one micro-batch."""
-        return tf.nest.map_structure(lambda t: tf.TensorSpec([self.batch_size, *t.shape[1:]], t.dtype), self.arrays)
+        return tf.nest.map_structure(lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], _dtype(a)), self.arrays)
 
     def epochs(self, first: int, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
         """One iterator of dispatches per epoch, from epoch `first` on, without end."""
         if steps_per_epoch in (None, self.steps_per_epoch):
             per_dispatch = self.layout.steps_per_execution
-            stream, count = self._stream(first, per_dispatch), len(self._chunks(per_dispatch))
+            stream, count = _ahead(self._stream(first, per_dispatch)), len(self._chunks(per_dispatch))
             while True:
                 yield itertools.islice(stream, count)
-        stream = self._stream(first, 1)
+        stream = _ahead(self._stream(first, 1))
         while True:
             yield _grouped(itertools.islice(stream, steps_per_epoch), self.layout)
 
@@ -127,8 +130,7 @@ class ArraySource:
         return np.random.default_rng((self.seed, epoch)).permutation(self.rows)
 
     def _stream(self, first: int, per_dispatch: int) -> Iterator[Dispatch]:
-        # Gathered by TensorFlow straight into a stack's shape, while the device is at work on the one before:
-        # a tf.data pipeline costs several times that for every stack of a small model.
+        # NumPy, since tf.data costs several times that for every stack of a small model.
         chunks = self._chunks(per_dispatch)
         for epoch in itertools.count(first):
             order, start = self.order(epoch), 0
@@ -147,9 +149,37 @@ class ArraySource:
                 yield Dispatch(tuple(self._gathered(rows[span], valid[span], shape) for span, shape in spans))
 
     def _gathered(self, rows: np.ndarray, valid: np.ndarray, shape: tuple[int, ...]) -> Batch:
-        indices = tf.constant(rows.reshape(shape))
-        batch = tf.nest.map_structure(lambda t: tf.gather(t, indices), self.arrays)
+        indices = rows.reshape(shape)
+        batch = tf.nest.map_structure(lambda a: _taken(a, indices), self.arrays)
         return batch._replace(valid=tf.constant(valid.reshape(shape)))
+
+
+def _ahead(items: Iterator, depth: int = PREFETCH) -> Iterator:
+    """Endless items, made in a thread up to `depth` ahead of their use; the thread ends with the iterator."""
+    ready: queue.Queue = queue.Queue(depth)
+    ended = threading.Event()
+
+    def produce():
+        try:
+            for item in items:
+                ready.put((item, None))
+                if ended.is_set():
+                    return
+        except Exception as error:  # raised where the items are used
+            ready.put((None, error))
+
+    threading.Thread(target=produce, name="fastaccum-data", daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        ended.set()
+        with contextlib.suppress(queue.Empty):  # makes room, should the thread be waiting for it
+            while True:
+                ready.get_nowait()
 
 
 def _nothing() -> None:
@@ -355,11 +385,11 @@ def source(
     if _is_array_nest(x):
         if y is None:
             raise ValueError(f"y=None: arrays need targets beside {what}. Pass y, or a dataset of (x, y).")
-        given = Batch(x, y, () if sample_weight is None else sample_weight)
-        batch = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=True)))
+        batch = _as_arrays((x, y, sample_weight))
         if weigh is not None:
             _common_rows(batch)
-            batch = batch._replace(sample_weight=weigh(batch.y, batch.weights))
+            weights = None if batch.weights is None else as_tensors("sample_weight", batch.weights)
+            batch = batch._replace(sample_weight=weigh(as_tensors("y", batch.y), weights))
         size = 32 if batch_size is None else batch_size
         return ArraySource(batch, size, layout, seed if shuffle else None)
     if y is not None or sample_weight is not None:
@@ -385,8 +415,7 @@ def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
         raise ValueError(
             f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."
         )
-    given = [() if each is None else each for each in arrays]
-    batch = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
+    batch = _as_arrays(arrays)
     rows = _common_rows(batch)
     at = math.floor(rows * (1 - fraction))
     if at in (0, rows):
@@ -496,22 +525,48 @@ def _is_array_nest(x: Any) -> bool:
 
 def as_tensors(name: str, nest: Any) -> Any:
     """Arrays as tensors, float64 as Keras's default float, as in Keras."""
-    return tf.nest.map_structure(lambda leaf: _tensor(name, leaf), nest)
+    return tf.nest.map_structure(lambda leaf: _taken(_array(name, leaf), ...), nest)
 
 
-def _tensor(name: str, leaf: Any) -> tf.Tensor:
+def _as_arrays(batch: tuple) -> Batch:
+    """Arrays that hold numbers, as they are: NumPy's are not copied."""
+    return Batch(
+        *(
+            tf.nest.map_structure(lambda leaf, name=name: _array(name, leaf), () if nest is None else nest)
+            for name, nest in zip(Batch._fields, batch, strict=False)
+        )
+    )
+
+
+def _array(name: str, leaf: Any) -> np.ndarray | tf.Tensor:
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         remedy = "to_tensor()" if isinstance(leaf, tf.RaggedTensor) else "tf.sparse.to_dense"
         raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use {remedy} first.")
     if not hasattr(leaf, "__array__"):
         raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
-    array = leaf if isinstance(leaf, (tf.Tensor, tf.Variable)) else np.asarray(leaf)
+    if isinstance(leaf, (tf.Tensor, tf.Variable)):
+        leaf = tf.convert_to_tensor(leaf)
+    array = leaf if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
     dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
     if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
         raise TypeError(f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand.")
     if len(array.shape) == 0:
         raise ValueError(f"{name}={leaf!r} is a scalar: the first axis must count examples.")
-    return tf.cast(array, keras.config.floatx()) if dtype == tf.float64 else tf.convert_to_tensor(array)
+    return array
+
+
+def _dtype(array: np.ndarray | tf.Tensor) -> tf.DType:
+    """The dtype in which an array reaches the model: float64 as Keras's default float, as in Keras."""
+    dtype = tf.as_dtype(array.dtype)
+    return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
+
+
+def _taken(array: np.ndarray | tf.Tensor, rows: Any) -> tf.Tensor:
+    """Rows of an array as a tensor; all of them for `...`."""
+    if isinstance(array, tf.Tensor):
+        return tf.cast(array if rows is ... else tf.gather(array, rows), _dtype(array))
+    taken = array if rows is ... else array.take(rows, axis=0)
+    return tf.convert_to_tensor(taken.astype(_dtype(array).as_numpy_dtype, copy=False))
 
 
 def _common_rows(batch: Batch) -> int:
