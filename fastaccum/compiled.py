@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,9 +99,3 @@ def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
         elif not (allocation.is_constant or allocation.is_thread_local):
             temp += size
     return MemoryAnalysis(argument, output, alias, temp)
-
-
-@functools.cache
-def has_gpu() -> bool:
-    """Whether TensorFlow sees a GPU, on which programs run and results are not waited for."""
-    return bool(tf.config.list_logical_devices("GPU"))

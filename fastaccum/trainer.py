@@ -14,6 +14,7 @@ from fastaccum import checks, compilable, compiled, data, models, optimizers
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.data import Batch, Layout
+from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, by_output
 from fastaccum.metrics import Metrics
 from fastaccum.model_step import Executed, ModelStep
@@ -329,7 +330,7 @@ class Trainer:
         batch = self._batch(stack)
         step = self._step_for(batch)
         executed = self._run(step.compiled_execute, batch)
-        late, self._unchecked = (executed, None) if not compiled.has_gpu() else (self._unchecked, executed)
+        late, self._unchecked = (executed, None) if not has_gpu() else (self._unchecked, executed)
         if late is not None:
             step.index_checks.require(late.indices)
         return executed.result

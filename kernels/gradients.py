@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from fastaccum.kernels.device import has_gpu
+
 
 class Reduced(NamedTuple):
     """What one pass over the accumulators yields.
@@ -56,11 +58,11 @@ def accumulate(accumulator: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices) -
 
 
 def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
-    # XLA:CPU may not reorder a float sum, so reducing everything at once is one scalar chain; down the
-    # columns first, it is vectorised.
     squares = tf.square(x)
-    if x.shape.rank > 1:
-        squares = tf.reduce_sum(tf.reshape(squares, [-1, x.shape[-1]]), axis=0)
+    if x.shape.rank > 1 and not has_gpu():
+        # XLA:CPU may not reorder a float sum, so its reductions are scalar chains; a product with ones is not.
+        columns = x.shape[-1]
+        squares = tf.linalg.matvec(tf.reshape(squares, [-1, columns]), tf.ones([columns], x.dtype))
     return tf.cast(tf.reduce_sum(squares), tf.float32)
 
 
