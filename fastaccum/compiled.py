@@ -38,15 +38,14 @@ class Program:
     Args:
         function: takes nests of tensors only, and always the same nest for the same shapes and dtypes.
         jit_compile: compile with XLA.
-        autograph: turn Python's `if` and `for` over tensors into graph ops, in functions that users write.
 
     >>> double = Program(lambda x: 2.0 * x)
     >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
     (2.0, 4.0, 1)
     """
 
-    def __init__(self, function: Callable[..., Any], jit_compile: bool = True, autograph: bool = False):
-        self.function = tf.function(function, jit_compile=jit_compile, autograph=autograph)
+    def __init__(self, function: Callable[..., Any], jit_compile: bool = True):
+        self.function = tf.function(function, jit_compile=jit_compile, autograph=False)
         self._concrete: dict[tuple, Any] = {}
 
     def __call__(self, *args: Any) -> Any:

@@ -86,6 +86,8 @@ class ArraySource:
         ValueError: no rows, or first axes that differ.
     """
 
+    read_once = False
+
     def __init__(self, batch: Batch, batch_size: int, layout: Layout, seed: int | None = None):
         self.arrays = _as_arrays(batch)
         self.rows = _common_rows(self.arrays)
@@ -192,12 +194,17 @@ def _only_once(what: str) -> Callable[[], None]:
 
     def begin():
         if next(passes):
-            raise ValueError(
-                f"{what} is used up, and cannot be read again: pass steps_per_epoch, a keras.utils.PyDataset or a "
-                "tf.data.Dataset."
-            )
+            raise used_up(what)
 
     return begin
+
+
+def used_up(what: str) -> ValueError:
+    """The error of data that would be read a second time."""
+    return ValueError(
+        f"{what} is used up after one pass, and cannot be read again: pass steps_per_epoch, a keras.utils.PyDataset or "
+        "a tf.data.Dataset."
+    )
 
 
 class DatasetSource:
@@ -213,6 +220,7 @@ class DatasetSource:
         what: what the user passed, for errors.
         weigh: maps (y, sample_weight) to the sample weight to use (class weights).
         hooks: called before and after each pass over the data.
+        read_once: whether a second pass is impossible.
 
     Raises:
         TypeError: elements that hold no dense numbers.
@@ -226,8 +234,9 @@ class DatasetSource:
         what: str,
         weigh: Callable | None = None,
         hooks: tuple[Callable[[], None], Callable[[], None]] = (_nothing, _nothing),
+        read_once: bool = False,
     ):
-        self.what, self._hooks = what, hooks
+        self.what, self._hooks, self.read_once = what, hooks, read_once
 
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
@@ -394,17 +403,17 @@ def source(
         return ArraySource(batch, size, layout, seed if shuffle else None)
     if y is not None or sample_weight is not None:
         raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
-    name, hooks = f"{what} ({type(x).__name__})", (_nothing, _nothing)
+    name, hooks, read_once = f"{what} ({type(x).__name__})", (_nothing, _nothing), hasattr(x, "__next__")
     if not isinstance(x, tf.data.Dataset):
         if isinstance(x, keras.utils.PyDataset):
             hooks = x.on_epoch_begin, x.on_epoch_end
-        elif hasattr(x, "__next__"):
+        elif read_once:
             hooks = _only_once(name), _nothing
         adapter = data_adapters.get_data_adapter(x, shuffle=shuffle and isinstance(x, keras.utils.PyDataset))
         x = adapter.get_tf_dataset()
         if adapter.num_batches is not None:
             x = x.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
-    return DatasetSource(x, layout, name, weigh, hooks)
+    return DatasetSource(x, layout, name, weigh, hooks, read_once)
 
 
 def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 NOT_WHOLE = tf.int64.min
+NOTHING_SEEN = (tf.int64.max, -1)
 
 
 def whole(indices: tf.Tensor) -> tf.Tensor:
@@ -34,7 +35,7 @@ class IndexChecks(tf.Module):
     False
     >>> checks.require(checks.seen())
     Traceback (most recent call last):
-    ValueError: labels: values from 0 to 12 were seen, but only 0 to 9 exist. Nothing was updated with them. \
+    ValueError: labels: values from 3 to 12 were seen, but only 0 to 9 exist. Nothing was updated with them. \
 Correct the data, or make room for 13 classes or rows.
     """
 
@@ -42,7 +43,7 @@ Correct the data, or make room for 13 classes or rows.
         super().__init__()
         self.lookups = list(lookups)
         self._sizes = np.array([size for _, size in self.lookups], np.int64)
-        self._ranges = [tf.Variable(tf.zeros([2], tf.int64), trainable=False) for _ in self.lookups]
+        self._ranges = [tf.Variable(NOTHING_SEEN, trainable=False, dtype=tf.int64) for _ in self.lookups]
         self._paused = False
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:
@@ -85,7 +86,7 @@ Correct the data, or make room for 13 classes or rows.
                         f"{what}: a value that is no whole number (a fraction, or NaN) was seen. Nothing was updated "
                         "with it. Correct the data."
                     )
-                room = f", or make room for {high + 1} classes or rows" if high >= size else ""
+                room = f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
                 raise ValueError(
                     f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing was "
                     f"updated with them. Correct the data{room}."
@@ -94,4 +95,4 @@ Correct the data, or make room for 13 classes or rows.
     def reset(self) -> None:
         """Forgets what was seen."""
         for each in self._ranges:
-            each.assign(tf.zeros_like(each))
+            each.assign(NOTHING_SEEN)

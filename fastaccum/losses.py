@@ -81,6 +81,11 @@ class Losses:
                     f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
                     "reduction='sum_over_batch_size' (the mean) or 'sum'."
                 )
+            if type(loss).__name__ == "Circle":
+                raise ValueError(
+                    f"The loss of output {name!r} is Circle, which compares the rows of a batch with each other: no "
+                    "sum over micro-batches equals it. Pass a loss of single rows."
+                )
             weight = weights.get(name)
             classes = _classes(loss, prediction)
             self.outputs.append(Output(name, loss, 1.0 if weight is None else float(weight), classes))

@@ -55,6 +55,7 @@ class ModelStep(TrainStep):
         **options,
     ):
         self.model, self.losses, self.metrics = model, losses, metrics
+        self._jit_compile = jit_compile
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
         self.index_checks = IndexChecks(
             [(f"labels of output {name!r}", classes) for name, classes in labelled]
@@ -87,7 +88,7 @@ class ModelStep(TrainStep):
         checks = self.index_checks
         with (
             self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)),
-            contextlib.nullcontext() if has_gpu() else self.model.loop_convolutions(),
+            self.model.compiled_convolutions(not has_gpu()) if self._jit_compile else contextlib.nullcontext(),
         ):
             y_pred = self.model(batch.x, training=training)
         names = self.model.output_names

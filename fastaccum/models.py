@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,10 +54,9 @@ class Model:
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
         outputs = self.model(inputs, training=training)
         if any(_may_add_losses(layer) for layer in self.layers):
-            # Keras forgets what a symbolic call adds; a traced one shows it.
-            rows = tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
-            tf.function(self.model, autograph=False).get_concrete_function(rows, training=training)
-            self._note_added_losses()
+            self._note_added_losses(
+                tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
+            )
         return outputs
 
     def __call__(self, x: Any, training: bool) -> Any:
@@ -93,13 +93,16 @@ class Model:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
-    def _note_added_losses(self) -> None:
-        self.added_reductions = sorted({_reduction(loss) for loss in self.added_losses()})
+    def _note_added_losses(self, x: Any) -> None:
+        # Keras forgets what a symbolic call adds; a traced one shows it. Some layers add in one mode only.
+        for training in (True, False):
+            tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+            self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self.added_losses())})
 
     def added_loss(self, reduction: str) -> tf.Tensor:
         """The sum of the last call's added losses of one kind of `added_reductions`: float32 scalar."""
         losses = [loss for loss in self.added_losses() if _reduction(loss) == reduction]
-        return tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses])
+        return tf.add_n([tf.constant(0.0), *(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses)])
 
     def penalty(self) -> tf.Tensor | None:
         """The sum of the weight regularisers, or None where there are none."""
@@ -148,22 +151,31 @@ class Model:
             yield
 
     @contextmanager
-    def loop_convolutions(self):
-        """Within the scope, 2-D convolutions have gradients that XLA:CPU runs fast in a loop."""
-        calls = [
-            (
-                layer,
-                "convolution_op",
-                lambda x, kernel, layer=layer: convolution.conv2d(
-                    x, tf.convert_to_tensor(kernel), layer.strides, layer.padding
-                ),
-            )
-            for layer in self.layers
-            if type(layer) is keras.layers.Conv2D
-            and (layer.groups, layer.dilation_rate, layer.data_format) == (1, (1, 1), "channels_last")
-        ]
+    def compiled_convolutions(self, fast_gradients: bool):
+        """Within the scope, 2-D convolutions are such as XLA compiles in a loop, with gradients that a CPU runs fast.
+
+        Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
+        """
+        calls = []
+        for layer in self.layers:
+            if type(layer) is not keras.layers.Conv2D or layer.data_format != "channels_last":
+                continue
+            if layer.dilation_rate != (1, 1):
+                calls.append((layer, "convolution_op", functools.partial(_dilated, layer)))
+            elif fast_gradients and layer.groups == 1:
+                calls.append((layer, "convolution_op", functools.partial(_fast, layer)))
         with _replaced(calls):
             yield
+
+
+def _dilated(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
+    return tf.nn.conv2d(
+        x, tf.convert_to_tensor(kernel), layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
+    )
+
+
+def _fast(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
+    return convolution.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
 
 
 class LegacyModel(Model):
@@ -173,7 +185,7 @@ class LegacyModel(Model):
         # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
         outputs = self.model(zeros, training=False)
-        self._note_added_losses()
+        self._note_added_losses(zeros)
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
 

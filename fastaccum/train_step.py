@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from fastaccum import checks, optimizers
 from fastaccum import loss_scale as loss_scales
-from fastaccum.compiled import Program
 from fastaccum.kernels import gradients
 
 
@@ -117,7 +116,7 @@ class TrainStep:
         self.variables = [_tf_variable(v) for v in variables]
         self._state = [_tf_variable(v) for v in state]
         self.optimizer.build(self.trained)
-        self._compiled = Program(self.run, jit_compile, autograph=True)
+        self._compiled = tf.function(self.run, jit_compile=jit_compile)
 
     def __call__(self, stack: Any) -> StepResult:
         """Runs one train step on a nest of tensors or arrays with leading axis `[micro-batches, ...]`."""

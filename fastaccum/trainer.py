@@ -36,8 +36,8 @@ class Trainer:
         model: a Keras 3 model, or a tf_keras model.
         optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name. Its schedules and `iterations`
             count updates.
-        loss: a Keras loss or its name; `fn(y_true, y_pred)` that returns one loss per example or per token; or a list
-            or dict of these by output.
+        loss: a Keras loss or its name; `fn(y_true, y_pred)` that returns one loss per example or per token, each of
+            that row alone; or a list or dict of these by output.
         metrics: as in Keras's `compile`; computed inside the program.
         loss_weights: factors of the outputs' losses, as in `compile`.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
@@ -93,6 +93,9 @@ class Trainer:
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         if jit_compile:
             compilable.require(self._model)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
 
     @property
     def optimizer(self) -> Any:
@@ -163,6 +166,8 @@ class Trainer:
         step = self._built(source.sample)
         exact = self._model.couples_rows or self._metrics.need_exact_rows
         source.layout = source.layout._replace(exact_rows=exact)
+        if source.read_once and steps_per_epoch is None and epochs - initial_epoch > 1:
+            raise data.used_up(source.what)
         passes = source.epochs(initial_epoch, steps_per_epoch)
         validate = self._validation(validation_data, validation_batch_size, validation_steps)
 
@@ -407,6 +412,12 @@ class Trainer:
                 "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
                 "`trainable` was switched). Make a new Trainer, with a new optimizer."
             )
+        for name in ("clip_norm", "loss_scale"):
+            if getattr(self, name) != getattr(self._step, name):
+                raise ValueError(
+                    f"{name} was set to {getattr(self, name)!r} after the train step was built with "
+                    f"{getattr(self._step, name)!r}. Make a new Trainer, with a new optimizer."
+                )
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
         by_output(sample.y, self._model.output_names, self._y_pred, "y")
         return self._step

@@ -41,6 +41,25 @@ def test_gradients_are_those_of_tensorflow(shapes, strides, padding, dtype):
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("options", [{"dilation_rate": 2}, {"dilation_rate": (2, 1), "groups": 2}, {"groups": 2}])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_dilated_and_grouped_layers_train_as_in_keras(options, padding):
+    def make():
+        keras.utils.set_random_seed(3)
+        convolution = keras.layers.Conv2D(4, 3, padding=padding, **options)
+        return keras.Sequential([keras.Input((7, 6, 2)), convolution, keras.layers.Flatten(), keras.layers.Dense(1)])
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 7, 6, 2)).astype("float32"), rng.normal(size=(6, 1)).astype("float32")
+    ours, theirs = make(), make()
+    trainer = fa.Trainer(ours, keras.optimizers.SGD(0.1), "mse")
+    trainer.train_step((x.reshape(2, 3, 7, 6, 2), y.reshape(2, 3, 1)))
+    theirs.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+    theirs.train_on_batch(x, y)
+    for a, b in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_uses_it_in_the_loop():
     """No gradient convolution with permuted dimensions is left in the program, and nothing stays on the layers."""
     layers = [keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3, padding="same"), keras.layers.Conv2D(4, 2, strides=2)]

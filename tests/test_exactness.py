@@ -321,6 +321,29 @@ def test_added_losses_count_by_the_rows_of_a_ragged_tail(axis):
     np.testing.assert_allclose(history["loss"], [logs["loss"]], rtol=1e-5)
 
 
+class InOneMode(keras.layers.Layer):
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def call(self, x, training=False):
+        if training == self.mode:
+            self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "inference"])
+def test_losses_that_are_added_in_one_mode_only(mode):
+    def make_model():
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), InOneMode(mode), keras.layers.Dense(2)])
+
+    x, y, _ = rows_batch(np.random.default_rng(0), 10)
+    same_as_keras(make_model, "mse", x, y, rows=10)
+    model = make_model()
+    ours = fa.Trainer(model, "sgd", "mse").evaluate(x, y, batch_size=10, verbose=0)
+    np.testing.assert_allclose(ours, model.evaluate(x, y, batch_size=10, verbose=0), rtol=1e-5)
+
+
 def two_tasks(as_dict):
     """Rows and tokens in; a value per row and classes per token, behind a mask, out."""
     row, tokens = keras.Input((2,), name="row"), keras.Input((TIME, 3), name="tokens")

@@ -243,3 +243,9 @@ def test_only_labels_that_are_class_indices_are_observed():
     assert [output.classes for output in losses.outputs] == [None, CLASSES]
     # The ignored class is not out of range.
     assert [labels.numpy().tolist() for labels in losses.class_indices(y_true)] == [[0, 2]]
+
+
+def test_a_loss_that_compares_rows_is_refused():
+    losses = Losses(LOSSES.Circle())
+    with pytest.raises(ValueError, match="Circle, which compares the rows"):
+        losses.build(tf.zeros([4], tf.int32), tf.ones([4, 3]), ["a"])

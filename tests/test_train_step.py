@@ -182,6 +182,19 @@ def test_a_model_that_overflows_at_first_trains_after_backing_off():
     assert history["loss"][-1] < history["loss"][0]
 
 
+def test_stacks_of_one_shape_may_differ_in_structure_and_hold_none():
+    v = tf.Variable(1.0)
+
+    def loss(batch):
+        x = batch["a"] if isinstance(batch, dict) else batch[0]
+        return tf.reduce_sum(v * x), tf.constant(2.0)
+
+    step = fa.TrainStep(loss, [v], "sgd")
+    x = tf.ones([2, 2])
+    results = [float(step(stack).loss) for stack in ((x, None), {"a": x, "b": x}, (x, x))]
+    assert results[0] > results[1] > results[2]
+
+
 class TestErrors:
     def test_a_mean_and_nothing_else(self):
         w = tf.Variable(1.0)
