@@ -12,11 +12,11 @@ import tensorflow as tf
 from fastaccum import models
 from fastaccum.callbacks import plain
 from fastaccum.compiled import Program
-from fastaccum.data import Batch
 from fastaccum.index_checks import IndexChecks
 from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, Term
 from fastaccum.metrics import Metrics
+from fastaccum.stacks import Batch
 from fastaccum.train_step import StepResult, TrainStep, trip_count
 
 

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import checks, compilable, compiled, data, models, optimizers
+from fastaccum import arrays, checks, compilable, compiled, data, models, optimizers
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
-from fastaccum.data import Batch, Layout
 from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, by_output
 from fastaccum.metrics import Metrics
 from fastaccum.model_step import Executed, ModelStep
+from fastaccum.stacks import Batch, Dispatch, Layout
 from fastaccum.train_step import StepResult, trip_count
 
 
@@ -152,7 +152,7 @@ class Trainer:
         class_weight = checks.class_weight(class_weight)
         should_validate = _schedule(validation_freq)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = data.split((x, y, sample_weight), validation_split)
+            (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)
         source = self._source(
             x,
             y,
@@ -217,7 +217,7 @@ class Trainer:
                 break
         return dict(logs)
 
-    def _execute(self, step: ModelStep, dispatch: data.Dispatch) -> Executed:
+    def _execute(self, step: ModelStep, dispatch: Dispatch) -> Executed:
         if dispatch.many:
             return self._run(step.compiled_execute_many, *dispatch.stacks)
         return self._run(step.compiled_execute, *dispatch.stacks)
@@ -302,7 +302,7 @@ class Trainer:
         if validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        # One source for all epochs: it is validated before training starts, and its arrays are copied once.
+        # One source for all epochs: it is validated before training starts.
         source = self._evaluation_source(x, y, sample_weight, batch_size, steps)
 
         def validate(callbacks):
@@ -363,7 +363,7 @@ class Trainer:
         if stack[1] is None:
             raise ValueError("y=None: a train step needs targets, as in (x, y).")
         given = [() if each is None else each for each in stack]
-        batch = Batch(*(data.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
+        batch = Batch(*(arrays.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
         trip_count(batch)
         rows = {tuple(t.shape[:2]) for t in tf.nest.flatten(batch)}
         if len(rows) > 1 or len(next(iter(rows))) < 2 or 0 in next(iter(rows)):

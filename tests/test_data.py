@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastaccum as fa
+from fastaccum import arrays as in_memory
 from fastaccum import data
-from fastaccum.data import Batch, Layout
+from fastaccum.stacks import Batch, Layout
 
 LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.booleans())
 quick = settings(deadline=None, database=None, max_examples=25)
@@ -348,7 +349,7 @@ class TestClassWeights:
 def test_a_validation_split_is_that_of_keras(rows, fraction):
     x = np.arange(rows)
     weight = np.ones(rows, "float32")
-    ours = data.split((x, targets(x), weight), fraction)
+    ours = in_memory.split((x, targets(x), weight), fraction)
     theirs = keras.src.trainers.data_adapters.array_slicing.train_validation_split(
         (x, targets(x), weight), validation_split=fraction
     )

@@ -1,0 +1,220 @@
+"""In-memory arrays as stacks of micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from fastaccum import checks
+from fastaccum.stacks import Batch, Dispatch, Layout, grouped
+
+PREFETCH = 2
+
+
+class ArraySource:
+    """In-memory arrays, their rows gathered in a thread ahead of use; NumPy arrays are not copied as a whole.
+
+    Args:
+        batch: nests of arrays or tensors that share their first axis; `valid` is None.
+        batch_size: rows in a micro-batch.
+        layout: how rows become stacks.
+        seed: shuffles every epoch anew, and the same way for the same seed; None keeps the order.
+
+    Raises:
+        TypeError: something that is no dense array of numbers.
+        ValueError: no rows, or first axes that differ.
+    """
+
+    read_once = False
+
+    def __init__(self, batch: Batch, batch_size: int, layout: Layout, seed: int | None = None):
+        self.arrays = as_arrays(batch)
+        self.rows = common_rows(self.arrays)
+        self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
+        micro_batches = math.ceil(self.rows / self.batch_size)
+        self.layout = layout._replace(accumulation=min(layout.accumulation, micro_batches))
+        self.seed = seed
+        self.rows_per_step = self.layout.accumulation * self.batch_size
+        self.steps_per_epoch: int | None = math.ceil(self.rows / self.rows_per_step)
+
+    @property
+    def sample(self) -> Batch:
+        """Specs of one micro-batch."""
+        return tf.nest.map_structure(lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], _dtype(a)), self.arrays)
+
+    def epochs(self, first: int, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
+        """One iterator of dispatches per epoch, from epoch `first` on, without end."""
+        if steps_per_epoch in (None, self.steps_per_epoch):
+            per_dispatch = self.layout.steps_per_execution
+            stream, count = _ahead(self._stream(first, per_dispatch)), len(self._chunks(per_dispatch))
+            while True:
+                yield itertools.islice(stream, count)
+        stream = _ahead(self._stream(first, 1))
+        while True:
+            yield grouped(itertools.islice(stream, steps_per_epoch), self.layout)
+
+    def _chunks(self, per_dispatch: int) -> list[tuple[int, int]]:
+        """(rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""
+        left, chunks = self.rows, []
+        while left > 0:
+            whole = left >= per_dispatch * self.rows_per_step or not self.layout.exact_rows
+            size = per_dispatch * self.rows_per_step if whole else min(left, self.rows_per_step)
+            taken = min(size, left)
+            chunks.append((size, math.ceil(taken / self.rows_per_step)))
+            left -= taken
+        return chunks
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch, in the order of their use: int64 [rows]."""
+        if self.seed is None:
+            return np.arange(self.rows)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.rows)
+
+    def _stream(self, first: int, per_dispatch: int) -> Iterator[Dispatch]:
+        # NumPy, since tf.data costs several times that for every stack of a small model.
+        chunks = self._chunks(per_dispatch)
+        for epoch in itertools.count(first):
+            order, start = self.order(epoch), 0
+            for size, steps in chunks:
+                # Padded rows repeat the last real one, which belongs to the same step.
+                position = np.arange(start, start + size)
+                rows, valid = order[np.minimum(position, self.rows - 1)], position < self.rows
+                start += size
+                if per_dispatch > 1 and size == per_dispatch * self.rows_per_step:
+                    shape = (per_dispatch, self.layout.accumulation, self.batch_size)
+                    yield Dispatch((self._gathered(rows, valid, shape),), steps, many=True)
+                    continue
+                whole, rest = divmod(size, self.batch_size)
+                parts = [(0, (whole, self.batch_size)), (whole * self.batch_size, (1, rest))]
+                spans = [(slice(at, at + math.prod(shape)), shape) for at, shape in parts if math.prod(shape)]
+                yield Dispatch(tuple(self._gathered(rows[span], valid[span], shape) for span, shape in spans))
+
+    def _gathered(self, rows: np.ndarray, valid: np.ndarray, shape: tuple[int, ...]) -> Batch:
+        indices = rows.reshape(shape)
+        batch = tf.nest.map_structure(lambda a: _taken(a, indices), self.arrays)
+        return batch._replace(valid=tf.constant(valid.reshape(shape)))
+
+
+def _ahead(items: Iterator, depth: int = PREFETCH) -> Iterator:
+    """Endless items, made in a thread up to `depth` ahead of their use; the thread ends with the iterator."""
+    ready: queue.Queue = queue.Queue(depth)
+    ended = threading.Event()
+
+    def produce():
+        try:
+            for item in items:
+                ready.put((item, None))
+                if ended.is_set():
+                    return
+        except Exception as error:  # raised where the items are used
+            ready.put((None, error))
+
+    threading.Thread(target=produce, name="fastaccum-data", daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        ended.set()
+        with contextlib.suppress(queue.Empty):  # makes room, should the thread be waiting for it
+            while True:
+                ready.get_nowait()
+
+
+def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
+    """The first rows of every array, and the last `fraction` of them, as Keras's `validation_split` does."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"validation_split={fraction} must lie between 0 and 1.")
+    if not is_array_nest(arrays[0]):
+        raise ValueError(
+            f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."
+        )
+    batch = as_arrays(arrays)
+    rows = common_rows(batch)
+    at = math.floor(rows * (1 - fraction))
+    if at in (0, rows):
+        raise ValueError(f"validation_split={fraction} of {rows} rows leaves one side empty.")
+    parts = (tf.nest.map_structure(lambda t, s=s: t[s], batch) for s in (slice(at), slice(at, None)))
+    first, last = ((part.x, part.y, part.weights) for part in parts)
+    return first, last
+
+
+def is_array_nest(x: Any) -> bool:
+    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__"):
+        return False
+    leaves = tf.nest.flatten(x)
+    return bool(leaves) and all(
+        hasattr(leaf, "__array__") or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, int, float, str, bytes))
+        for leaf in leaves
+    )
+
+
+def as_tensors(name: str, nest: Any) -> Any:
+    """Arrays as tensors, float64 as Keras's default float, as in Keras."""
+    return tf.nest.map_structure(lambda leaf: _taken(_array(name, leaf), ...), nest)
+
+
+def as_arrays(batch: tuple) -> Batch:
+    """Arrays that hold numbers, as they are: NumPy's are not copied."""
+    return Batch(
+        *(
+            tf.nest.map_structure(lambda leaf, name=name: _array(name, leaf), () if nest is None else nest)
+            for name, nest in zip(Batch._fields, batch, strict=False)
+        )
+    )
+
+
+def _array(name: str, leaf: Any) -> np.ndarray | tf.Tensor:
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        remedy = "to_tensor()" if isinstance(leaf, tf.RaggedTensor) else "tf.sparse.to_dense"
+        raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use {remedy} first.")
+    if not hasattr(leaf, "__array__"):
+        raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
+    if isinstance(leaf, (tf.Tensor, tf.Variable)):
+        leaf = tf.convert_to_tensor(leaf)
+    array = leaf if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
+    dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
+    if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        raise TypeError(f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand.")
+    if len(array.shape) == 0:
+        raise ValueError(f"{name}={leaf!r} is a scalar: the first axis must count examples.")
+    return array
+
+
+def _dtype(array: np.ndarray | tf.Tensor) -> tf.DType:
+    """The dtype in which an array reaches the model: float64 as Keras's default float, as in Keras."""
+    dtype = tf.as_dtype(array.dtype)
+    return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
+
+
+def _taken(array: np.ndarray | tf.Tensor, rows: Any) -> tf.Tensor:
+    """Rows of an array as a tensor; all of them for `...`."""
+    if isinstance(array, tf.Tensor):
+        return tf.cast(array if rows is ... else tf.gather(array, rows), _dtype(array))
+    taken = array if rows is ... else array.take(rows, axis=0)
+    return tf.convert_to_tensor(taken.astype(_dtype(array).as_numpy_dtype, copy=False))
+
+
+def common_rows(batch: Batch) -> int:
+    sizes = {n: [int(t.shape[0]) for t in tf.nest.flatten(v)] for n, v in batch._asdict().items()}
+    sizes = {name: rows for name, rows in sizes.items() if rows}
+    rows = set(itertools.chain.from_iterable(sizes.values()))
+    if len(rows) != 1:
+        raise ValueError(
+            f"x, y and sample_weight have different numbers of rows: {sizes}. Pass one of each per example."
+        )
+    (count,) = rows
+    if not count:
+        raise ValueError("x is empty: it has 0 rows.")
+    return count

@@ -1,0 +1,108 @@
+"""Stacks of micro-batches: what the compiled program takes, and how rows are cut, joined and padded into them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Batch(NamedTuple):
+    """Inputs, targets, weights and validity: of one micro-batch [rows, ...], or of a stack of them.
+
+    `valid` is False for rows that only pad the stack. A padded row repeats a real one, so that it cannot bring in a
+    NaN of its own. An empty tuple, a nest without leaves, stands for "no weights" and "every row is valid".
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any = ()
+    valid: Any = ()
+
+    @property
+    def weights(self) -> Any | None:
+        """`sample_weight`, or None."""
+        return self.sample_weight if tf.nest.flatten(self.sample_weight) else None
+
+    @property
+    def mask(self) -> tf.Tensor | None:
+        """`valid`, or None."""
+        return None if isinstance(self.valid, tuple) else self.valid
+
+
+class Dispatch(NamedTuple):
+    """What one call of the compiled program takes.
+
+    Attributes:
+        stacks: one stack with a leading axis for steps if `many`; else stacks that together make one step.
+        steps: train steps in it; stacks beyond them hold no valid row.
+        many: whether the program loops over steps too.
+    """
+
+    stacks: tuple[Batch, ...]
+    steps: int = 1
+    many: bool = False
+
+
+class Layout(NamedTuple):
+    """How rows become stacks.
+
+    Attributes:
+        accumulation: micro-batches in a step.
+        steps_per_execution: steps in a dispatch.
+        exact_rows: never pad, where a padded row would be felt (batch statistics); shapes then vary.
+    """
+
+    accumulation: int
+    steps_per_execution: int = 1
+    exact_rows: bool = False
+
+
+def grouped(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
+    """Dispatches of `steps_per_execution` steps each; what is left at the end is padded, or stays single."""
+    size = layout.steps_per_execution
+    if size == 1:
+        yield from steps
+        return
+    pending: list[Dispatch] = []
+    for step in steps:
+        if pending and _shapes(step) != _shapes(pending[0]):
+            yield from pending
+            pending = []
+        pending.append(step)
+        if len(pending) == size and len(step.stacks) == 1:
+            yield _joined(pending, size)
+            pending = []
+    if layout.exact_rows or not pending:
+        yield from pending
+        return
+    nothing = tf.nest.map_structure(tf.identity, pending[-1].stacks[0])
+    nothing = Dispatch((nothing._replace(valid=tf.zeros_like(nothing.valid)),))
+    yield _joined([*pending, *[nothing] * (size - len(pending))], len(pending))
+
+
+def _joined(dispatches: list[Dispatch], steps: int) -> Dispatch:
+    stack = tf.nest.map_structure(lambda *parts: tf.stack(parts), *(d.stacks[0] for d in dispatches))
+    return Dispatch((stack,), steps, many=True)
+
+
+def _shapes(dispatch: Dispatch) -> list:
+    return [tuple(t.shape) for t in tf.nest.flatten(dispatch.stacks)]
+
+
+def reshaped(batch: Batch, shape: list[int]) -> Batch:
+    return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
+
+
+def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
+    """Stacks of equal micro-batches: one per run of equal lengths."""
+    stacks, start = [], 0
+    for length, run in itertools.groupby(filter(None, lengths)):
+        count = len(list(run))
+        end = start + count * length
+        part = tf.nest.map_structure(lambda t, s=start, e=end: t[s:e], batch)
+        stacks.append(reshaped(part, [count, length]))
+        start = end
+    return tuple(stacks)
