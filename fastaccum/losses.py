@@ -254,13 +254,15 @@ def _reduction(loss: Any) -> str | None:
     return None if reduction == "none" else reduction
 
 
-def _sparse(loss: Any) -> bool:
-    fn = getattr(loss, "fn", None)
-    return getattr(fn, "__name__", "") == "sparse_categorical_crossentropy"
+def takes_class_indices(loss: Any) -> bool:
+    """Whether a Keras loss, its function or its name takes class indices as labels."""
+    if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce"):
+        loss = keras.losses.get(loss)
+    return getattr(getattr(loss, "fn", loss), "__name__", "") == "sparse_categorical_crossentropy"
 
 
 def _classes(loss: Any, prediction: Any) -> int | None:
-    if not _sparse(loss):
+    if not takes_class_indices(loss):
         return None
     return prediction.shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
 

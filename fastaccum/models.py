@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -248,11 +248,3 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
     """The Keras mask that layers attached to a tensor, if any."""
     mask = keras.src.backend.get_keras_mask(tensor)
     return getattr(tensor, "_keras_mask", None) if mask is None else mask
-
-
-def specs(nest: Any, rows: int | None = None) -> Any:
-    """`tf.TensorSpec`s of a nest of batches, the leading axis replaced by `rows`."""
-    return tf.nest.map_structure(lambda t: tf.TensorSpec([rows, *t.shape[1:]], t.dtype), nest)
-
-
-__all__: Sequence[str] = ["LegacyModel", "Model", "get", "mask_of", "specs"]

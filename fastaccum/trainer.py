@@ -14,7 +14,7 @@ from fastaccum import arrays, checks, compilable, compiled, data, models, optimi
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.kernels.device import has_gpu
-from fastaccum.losses import Losses, by_output
+from fastaccum.losses import Losses, by_output, takes_class_indices
 from fastaccum.metrics import Metrics
 from fastaccum.model_step import Executed, ModelStep
 from fastaccum.stacks import Batch, Dispatch, Layout
@@ -376,7 +376,7 @@ class Trainer:
 
     def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
         layout = Layout(accumulation or self.gradient_accumulation_steps, steps_per_execution)
-        sparse = _has_sparse_labels(self._compile_arguments["loss"])
+        sparse = takes_class_indices(self._compile_arguments["loss"])
         return data.source(x, y, sample_weight, layout=layout, sparse_labels=sparse, **options)
 
     def _step_for(self, batch: Batch) -> ModelStep:
@@ -425,13 +425,6 @@ class Trainer:
     def _run(self, program, *args):
         with compilable.explained(self._model):
             return program(*args)
-
-
-def _has_sparse_labels(loss: Any) -> bool:
-    # Asked before the first data, hence before `Losses` is built.
-    if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce"):
-        loss = keras.losses.get(loss)
-    return getattr(getattr(loss, "fn", loss), "__name__", "") == "sparse_categorical_crossentropy"
 
 
 def _schedule(validation_freq: Any):
