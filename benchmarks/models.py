@@ -132,7 +132,7 @@ def _momentum(**kwargs):
     return keras.optimizers.SGD(0.05, momentum=0.9, **kwargs)
 
 
-MLP_128 = Workload("MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, fit_updates=100, step_updates=30, rounds=7)
+MLP_128 = Workload("MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, fit_updates=100, step_updates=30, rounds=15)
 MLP_2048 = Workload(
     "MLP 2048", 8, 64, lambda: _mlp([2048, 2048]), _vectors, _adam, fit_updates=5, step_updates=2, rounds=5
 )
@@ -157,7 +157,7 @@ GPT = Workload(
     _adamw,
     fit_updates=3,
     step_updates=1,
-    rounds=4,
+    rounds=10,
     steps_per_execution=(1, 10),
 )
 
