@@ -237,7 +237,9 @@ def _replaced(methods: list[tuple[Any, str, Callable]]):
 
 
 def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable:
-    def wrapped(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(inputs: Any, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
+        if reverse:  # ReversibleEmbedding, from vectors to logits
+            return call(inputs, *args, reverse=True, **kwargs)
         observe(inputs)
         return call(inputs, *args, **kwargs)
 

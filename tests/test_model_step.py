@@ -160,3 +160,16 @@ def test_the_result_is_five_scalars_on_the_device(language_model):
     result = language_model.train_step(tokens())
     assert isinstance(result, fa.StepResult)
     assert [t.dtype for t in result] == [tf.float32, tf.float32, tf.float32, tf.bool, tf.float32]
+
+
+def test_an_embedding_called_in_reverse_takes_no_ids_there():
+    embedding = keras.layers.ReversibleEmbedding(7, D)
+    inputs = keras.Input((2,), dtype="int32")
+    model = keras.Model(inputs, embedding(embedding(inputs), reverse=True))
+    trainer = fa.Trainer(model, "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ids = np.random.default_rng(0).integers(0, 7, (4, 2))
+    # Vectors far outside [0, 7), which are no ids.
+    embedding.embeddings.assign(100 * np.ones((7, D)))
+    trainer.fit(ids, ids, batch_size=2, verbose=0)
+    with pytest.raises(ValueError, match="embedding 'reversible_embedding"):
+        trainer.fit(ids + 5, ids, batch_size=2, verbose=0)
