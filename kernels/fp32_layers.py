@@ -1,0 +1,198 @@
+"""Keras layers with float32 weight gradients under mixed precision, and switching a whole model to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.variables import AutocastScope
+
+from fastaccum.kernels.matmul import add_fp32_wgrad, convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
+from fastaccum.kernels.xla_ops import HALF
+
+_register = keras.saving.register_keras_serializable("fastaccum")
+
+
+def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Switches a Keras 3 model, in place, to weight gradients computed in float32.
+
+    The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32 variables) the
+    gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite past 65504.
+    Switched is every `Dense`, `EinsumDense`, `Conv1D` and `Conv2D`, however deep in the model, those inside a
+    `MultiHeadAttention` or a `GroupQueryAttention` (and these themselves) included. Left alone is what needs no
+    switch (layers that compute in float32; `Embedding`, whose gradient Keras casts to float32 before it scatters),
+    and what this does not know: subclasses of these layers, and layers with LoRA or quantization.
+
+    Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum.kernels`
+    is imported) and clones as a switched one. The exception is a layer of your own that makes such layers inside:
+    once loaded, it has made plain ones, so switch again. Keras quantizes only its own classes, so switch back first.
+    `fastaccum.Trainer` needs none of this: it switches by itself, for as long as it traces a step.
+
+    Args:
+        model: a Keras 3 model, or a layer of one.
+
+    Returns:
+        The layers switched by this call: what `plain_weight_gradients` takes to undo it.
+
+    Raises:
+        TypeError: no Keras 3 model or layer.
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16", name="head")])
+    >>> [layer.name for layer in fp32_weight_gradients(model)]
+    ['head']
+    >>> [layer.name for layer in plain_weight_gradients(model)]
+    ['head']
+    >>> type(model.layers[0]) is keras.layers.Dense
+    True
+    """
+    layers = [layer for layer in _all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer)]
+    return _change_class(layers, _SWITCHED)
+
+
+def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.Layer]) -> list[keras.layers.Layer]:
+    """Undoes `fp32_weight_gradients`.
+
+    Args:
+        layers: the layers that it returned; or a model, for all of its layers.
+
+    Returns:
+        The layers switched back.
+    """
+    if isinstance(layers, keras.layers.Layer):
+        layers = _all_layers(layers)
+    return _change_class([layer for layer in layers if type(layer) in _PLAIN], _PLAIN)
+
+
+def _change_class(layers: list[Any], to: dict[type, type]) -> list[Any]:
+    layers = list({id(layer): layer for layer in layers}.values())
+    for layer in layers:
+        # Past Keras's own __setattr__, which tracks what is assigned.
+        object.__setattr__(layer, "__class__", to[type(layer)])
+    return layers
+
+
+def _all_layers(model: Any) -> Iterator[Any]:
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(f"model={model!r} is not a Keras 3 model or layer.")
+    for layer in model._flatten_layers():
+        yield layer
+        # A LayerStack calls one layer for all of its depth, and does not track it.
+        template = getattr(layer, "template", None)
+        if isinstance(template, keras.layers.Layer):
+            yield from _all_layers(template)
+
+
+def _in_scope(layer: Any) -> bool:
+    return (
+        layer.compute_dtype in [d.name for d in HALF]
+        and layer.variable_dtype == "float32"
+        and layer.quantization_mode is None
+        and not getattr(layer, "lora_enabled", False)
+    )
+
+
+def _switches(layer: Any, inputs: Any) -> bool:
+    """Whether a switched layer may leave Keras's own call: it may have been given LoRA since, or sparse inputs."""
+    return _in_scope(layer) and isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype
+
+
+def _float32(variable: Any) -> tf.Tensor:
+    """The variable itself, where Keras would cast it to the layer's compute dtype."""
+    with AutocastScope(None):
+        return tf.convert_to_tensor(variable)
+
+
+def _finish(layer: Any, y: tf.Tensor, bias_shape: tuple[int, ...] | None = None) -> tf.Tensor:
+    if layer.bias is not None:
+        bias = _float32(layer.bias)
+        y = add_fp32_wgrad(y, bias if bias_shape is None else tf.reshape(bias, bias_shape))
+    return y if layer.activation is None else layer.activation(y)
+
+
+def _convolution(layer: Any, convolution: Any, inputs: tf.Tensor) -> tf.Tensor:
+    y = convolution_fp32_wgrad(convolution, inputs, _float32(layer._kernel))
+    channels_first = layer.data_format == "channels_first"
+    return _finish(layer, y, (-1, *[1] * layer.rank) if channels_first else (-1,))
+
+
+@_register
+class Fp32Dense(keras.layers.Dense):
+    """`keras.layers.Dense` with float32 weight gradients."""
+
+    def call(self, inputs, training=None):
+        if not _switches(self, inputs):
+            return super().call(inputs, training=training)
+        return _finish(self, matmul_fp32_wgrad(inputs, _float32(self._kernel)))
+
+
+@_register
+class Fp32EinsumDense(keras.layers.EinsumDense):
+    """`keras.layers.EinsumDense` with float32 weight gradients."""
+
+    def call(self, inputs, training=None):
+        if not _switches(self, inputs):
+            return super().call(inputs, training=training)
+        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, _float32(self._kernel)))
+
+
+@_register
+class Fp32Conv1D(keras.layers.Conv1D):
+    """`keras.layers.Conv1D` with float32 weight gradients."""
+
+    def call(self, inputs):
+        if not _switches(self, inputs):
+            return super().call(inputs)
+        causal = self.padding == "causal"
+
+        def convolution(x, kernel):
+            return keras.ops.conv(
+                keras.ops.pad(x, self._compute_causal_padding()) if causal else x,
+                kernel,
+                strides=list(self.strides),
+                padding="valid" if causal else self.padding,
+                dilation_rate=self.dilation_rate,
+                data_format=self.data_format,
+            )
+
+        return _convolution(self, convolution, inputs)
+
+
+@_register
+class Fp32Conv2D(keras.layers.Conv2D):
+    """`keras.layers.Conv2D` with float32 weight gradients."""
+
+    def call(self, inputs):
+        if not _switches(self, inputs):
+            return super().call(inputs)
+        return _convolution(self, self.convolution_op, inputs)
+
+
+@_register
+class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight gradients."""
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        fp32_weight_gradients(self)
+
+
+@_register
+class Fp32GroupQueryAttention(keras.layers.GroupQueryAttention):
+    """`keras.layers.GroupQueryAttention` that makes its projections with float32 weight gradients."""
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        fp32_weight_gradients(self)
+
+
+_SWITCHED = {
+    keras.layers.Dense: Fp32Dense,
+    keras.layers.EinsumDense: Fp32EinsumDense,
+    keras.layers.Conv1D: Fp32Conv1D,
+    keras.layers.Conv2D: Fp32Conv2D,
+    keras.layers.MultiHeadAttention: Fp32MultiHeadAttention,
+    keras.layers.GroupQueryAttention: Fp32GroupQueryAttention,
+}
+_PLAIN = {switched: plain for plain, switched in _SWITCHED.items()}

@@ -1,0 +1,229 @@
+"""Linear maps whose weight gradient is accumulated and returned in float32, whatever the inputs' dtype.
+
+Shape suffixes: T rows (tokens) of the input, I and O its width and the output's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from fastaccum.kernels.xla_ops import HALF, dot
+
+
+def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, *, implementation: str = "auto") -> tf.Tensor:
+    """`x @ tf.cast(kernel, x.dtype)`, with the kernel's gradient computed as one dot with a float32 result.
+
+    Plain autodiff under mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) gives
+    `cast(x^T @ dy, float32)`: rounded to x's dtype, and in float16 infinite past 65504. Here, with x's dtype being
+    float16 or bfloat16:
+
+        dx = dy @ cast(kernel, x.dtype)^T                # in x.dtype, as autodiff gives it
+        dkernel = x^T @ dy                               # half x half -> float32, rounded nowhere
+
+    Nothing stands between that dot and a float32 accumulator, so a GPU can add in the matmul's own epilogue. It
+    takes as much memory as autodiff. For float32 and float64, this is the plain matmul.
+
+    Args:
+        x: [..., in], float16, bfloat16, float32 or float64.
+        kernel: [in, out], float32 (float64 for x in float64): the variable itself, before any autocast.
+        implementation: "auto"; or "reference", autodiff on float32 copies of x and of the rounded kernel.
+
+    Returns:
+        [..., out], x's dtype.
+
+    Raises:
+        TypeError: a dtype that is none of these, or a kernel that is not float32.
+        ValueError: shapes that do not fit, or an unknown implementation.
+
+    >>> x, kernel = tf.fill([300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1])
+    >>> with tf.GradientTape() as tape:
+    ...     tape.watch(kernel)
+    ...     y = matmul_fp32_wgrad(x, kernel)
+    >>> y.dtype.name, tape.gradient(y, kernel).numpy().item()  # float16 ends at 65504
+    ('float16', 90000.0)
+    """
+    x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
+    _require_dtypes(x, kernel)
+    if x.shape.rank == 0 or kernel.shape.rank != 2 or not x.shape[-1:].is_compatible_with(kernel.shape[:1]):
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not fit kernel of shape {tuple(kernel.shape)}: "
+            "they must be [..., in] and [in, out]."
+        )
+    if implementation not in ("auto", "reference"):
+        raise ValueError(f'implementation={implementation!r} is unknown: choose "auto" or "reference".')
+    product = _product if implementation == "auto" else _reference
+    y_TO = product(tf.reshape(x, [-1, kernel.shape[0]]), kernel)
+    return tf.reshape(y_TO, [*_sizes(x)[:-1], kernel.shape[1]])
+
+
+def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+    """`tf.einsum(equation, x, tf.cast(kernel, x.dtype))`, with gradients as in `matmul_fp32_wgrad`.
+
+    Both operands are turned and flattened to one matmul, batched over the axes that all three terms share.
+
+    Args:
+        equation: two operands and the output, such as "abc,cde->abde"; "..." may stand for axes of x and the output.
+            Each axis of an operand must be in another term too.
+        x: float16, bfloat16, float32 or float64.
+        kernel: float32 (float64 for x in float64), of known shape.
+
+    Returns:
+        What the equation says, in x's dtype.
+
+    Raises:
+        TypeError: as `matmul_fp32_wgrad`.
+        ValueError: an equation of another form, or shapes that do not fit it.
+
+    >>> einsum_fp32_wgrad("abc,cde->abde", tf.ones([2, 3, 4], tf.float16), tf.ones([4, 5, 6])).shape
+    TensorShape([2, 3, 5, 6])
+    """
+    x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
+    _require_dtypes(x, kernel)
+    of_x, of_kernel, of_y = _axes(equation, x, kernel)
+    batch = [a for a in of_kernel if a in of_x and a in of_y]
+    inner = [a for a in of_kernel if a in of_x and a not in of_y]
+    outer = [a for a in of_kernel if a not in of_x]
+    rows = [a for a in of_x if a not in of_kernel]
+    size = {**dict(zip(of_x, _sizes(x), strict=True)), **dict(zip(of_kernel, kernel.shape, strict=True))}
+    lead = [size[a] for a in batch]
+    width, width_out = (math.prod(size[a] for a in axes) for axes in (inner, outer))
+
+    x_TI = tf.reshape(_turned(x, of_x, batch + rows + inner), [*lead, -1, width])
+    kernel_IO = tf.reshape(_turned(kernel, of_kernel, batch + inner + outer), [*lead, width, width_out])
+    y = tf.reshape(_product(x_TI, kernel_IO), [size[a] for a in batch + rows + outer])
+    return _turned(y, batch + rows + outer, of_y)
+
+
+def convolution_fp32_wgrad(
+    convolution: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], x: tf.Tensor, kernel: tf.Tensor
+) -> tf.Tensor:
+    """`convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient computed in float32.
+
+    `dx` is that of autodiff; `dkernel` is that of `convolution` on float32 copies of x and dy.
+
+    Args:
+        convolution: of x and a kernel, linear in each, for x's dtype and for float32.
+        x: float16, bfloat16, float32 or float64.
+        kernel: float32 (float64 for x in float64).
+
+    Returns:
+        What `convolution` returns, in x's dtype.
+
+    Raises:
+        TypeError: as `matmul_fp32_wgrad`.
+
+    >>> x, kernel = tf.fill([1, 300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1, 1])
+    >>> with tf.GradientTape() as tape:
+    ...     tape.watch(kernel)
+    ...     y = convolution_fp32_wgrad(lambda x, kernel: tf.nn.conv1d(x, kernel, 1, "SAME"), x, kernel)
+    >>> y.dtype.name, tape.gradient(y, kernel).numpy().item()  # float16 ends at 65504
+    ('float16', 90000.0)
+    """
+    x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
+    _require_dtypes(x, kernel)
+
+    def gradients(x, kernel, dy):
+        # What a tape computes on the way forward is used by no gradient of a linear map: XLA drops it.
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch((x, kernel))
+            y = convolution(x, kernel)
+        return tape.gradient(y, (x, kernel), dy)
+
+    @tf.custom_gradient
+    def convolve(x, kernel):
+        rounded = tf.cast(kernel, x.dtype)
+
+        def gradient(dy):
+            dx, _ = gradients(x, rounded, dy)
+            _, dkernel = gradients(tf.cast(x, tf.float32), kernel, tf.cast(dy, tf.float32))
+            return dx, dkernel
+
+        return convolution(x, rounded), gradient
+
+    return convolve(x, kernel) if x.dtype in HALF else convolution(x, kernel)
+
+
+def add_fp32_wgrad(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
+    """`x + tf.cast(bias, x.dtype)`, broadcast to x's shape, with the bias's gradient summed in float32.
+
+    >>> x, bias = tf.zeros([70_000, 1], tf.float16), tf.ones([1])
+    >>> with tf.GradientTape() as tape:
+    ...     tape.watch(bias)
+    ...     y = add_fp32_wgrad(x, bias)
+    >>> y.dtype.name, tape.gradient(y, bias).numpy().item()
+    ('float16', 70000.0)
+    """
+    # Broadcast before the cast, so that autodiff sums after its own cast, in float32.
+    return x + tf.cast(tf.broadcast_to(bias, tf.shape(x)), x.dtype)
+
+
+def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor) -> tf.Tensor:
+    """The matmul, of any number of leading axes that both share."""
+    if x_TI.dtype not in HALF:
+        return tf.matmul(x_TI, kernel_IO)
+
+    @tf.custom_gradient
+    def multiply(x_TI, kernel_IO):
+        rounded_IO = tf.cast(kernel_IO, x_TI.dtype)
+
+        def gradient(dy_TO):
+            return tf.matmul(dy_TO, rounded_IO, transpose_b=True), dot(x_TI, dy_TO, transpose_a=True)
+
+        return tf.matmul(x_TI, rounded_IO), gradient
+
+    return multiply(x_TI, kernel_IO)
+
+
+def _reference(x_TI: tf.Tensor, kernel_IO: tf.Tensor) -> tf.Tensor:
+    rounded_IO = tf.grad_pass_through(lambda kernel: tf.cast(tf.cast(kernel, x_TI.dtype), kernel.dtype))(kernel_IO)
+    return tf.cast(tf.matmul(tf.cast(x_TI, kernel_IO.dtype), rounded_IO), x_TI.dtype)
+
+
+def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:
+    if x.dtype not in (*HALF, tf.float32, tf.float64):
+        raise TypeError(f"x has dtype {x.dtype.name}: it must be float16, bfloat16, float32 or float64.")
+    wanted = tf.float64 if x.dtype == tf.float64 else tf.float32
+    if kernel.dtype != wanted:
+        raise TypeError(
+            f"kernel has dtype {kernel.dtype.name}, with x in {x.dtype.name}: pass the {wanted.name} variable itself. "
+            "Inside a Keras layer, read it in a scope without autocast."
+        )
+
+
+def _axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str]:
+    """The letters of x's axes, of the kernel's and of the output's, with other signs for those under "..."."""
+    operands, _, of_y = equation.replace(" ", "").partition("->")
+    of_x, _, of_kernel = operands.partition(",")
+    elided = "".join(chr(ord("0") + i) for i in range(x.shape.rank - len(of_x.replace("...", ""))))
+    of_x, of_y = (axes.replace("...", elided) for axes in (of_x, of_y))
+    terms = (of_x, of_kernel, of_y)
+    if any(len(set(axes)) < len(axes) for axes in terms) or any(
+        sum(axis in axes for axes in terms) < 2 for axis in "".join(terms)
+    ):
+        raise ValueError(
+            f"equation={equation!r} must have two operands and an output, such as 'abc,cd->abd', each axis at most "
+            "once in a term and in at least two of them."
+        )
+    if (len(of_x), len(of_kernel)) != (x.shape.rank, kernel.shape.rank) or any(
+        None not in (size, other) and size != other
+        for axis, size in zip(of_x, x.shape, strict=True)
+        for other_axis, other in zip(of_kernel, kernel.shape, strict=True)
+        if axis == other_axis
+    ):
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} and kernel of shape {tuple(kernel.shape)} do not fit equation={equation!r}."
+        )
+    return terms
+
+
+def _turned(x: tf.Tensor, axes: str | list[str], to: str | list[str]) -> tf.Tensor:
+    order = [axes.index(axis) for axis in to]
+    return x if order == sorted(order) else tf.transpose(x, order)
+
+
+def _sizes(x: tf.Tensor) -> list[int | tf.Tensor]:
+    """The shape, with tensors only where a size is not known."""
+    return [tf.shape(x)[i] if size is None else size for i, size in enumerate(x.shape)]

@@ -1,0 +1,68 @@
+"""What every kernel is made of: loops of known length, parts written in place, products summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.python.ops import control_flow_util
+
+HALF = (tf.float16, tf.bfloat16)
+
+
+def in_xla() -> bool:
+    """Whether XLA compiles what is being traced: some ops it alone has, others it lacks."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def loop(steps: int, body: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
+    """`for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip count XLA knows.
+
+    >>> loop(3, lambda i, total: [total + i], [tf.constant(0)])[0].numpy().item()
+    3
+    """
+    # A Python int as trip count, and no `maximum_iterations`, whose second counter hides it.
+    _, *values = tf.while_loop(
+        lambda i, *_: i < steps,
+        lambda i, *values: [i + 1, *body(i, *values)],
+        [tf.constant(0), *values],
+        parallel_iterations=1,
+    )
+    return values
+
+
+def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:
+    """`a @ b` of one dtype, summed and returned in float32: half x half -> float32, rounded nowhere. No gradient.
+
+    >>> dot(tf.fill([1, 300], tf.constant(300.0, tf.float16)), tf.ones([300, 1], tf.float16)).numpy().item()
+    90000.0
+    """
+    if a.dtype in HALF and in_xla():
+        # Only XLA has a kernel for a float32 product of halves.
+        return tf.raw_ops.BatchMatMulV3(x=a, y=b, Tout=tf.float32, adj_x=transpose_a, adj_y=transpose_b)
+    return tf.matmul(tf.cast(a, tf.float32), tf.cast(b, tf.float32), transpose_a, transpose_b)
+
+
+def update(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
+    """`whole` with `part` written at `start`: in place, once compiled.
+
+    >>> update(tf.zeros([4]), tf.ones([2]), [1]).numpy().tolist()
+    [0.0, 1.0, 1.0, 0.0]
+    """
+    begin = tf.stack(start)
+    if in_xla():
+        return xla.dynamic_update_slice(whole, part, begin)
+    return tf.raw_ops.TensorStridedSliceUpdate(
+        input=whole, begin=begin, end=begin + tf.shape(part), strides=tf.ones_like(begin), value=part
+    )
+
+
+def add(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
+    """`whole` with `part` added at `start`: in place, once compiled.
+
+    >>> add(tf.ones([4]), tf.ones([2]), [1]).numpy().tolist()
+    [1.0, 2.0, 2.0, 1.0]
+    """
+    return update(whole, tf.slice(whole, start, tf.shape(part)) + part, start)

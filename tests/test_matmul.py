@@ -1,0 +1,451 @@
+"""Weight gradients against float64 and against autodiff in the same precision, layer by layer and in a whole step."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras.src.utils.tracking import DotNotTrackScope
+
+import fastaccum as fa
+from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad
+
+ALLOWED = {"float64": 1e-12, "float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
+HALVES = ["float16", "bfloat16"]
+KERNEL_DTYPE = {"float64": "float64"}
+
+
+def plain(x, kernel):
+    return x @ tf.cast(kernel, x.dtype)
+
+
+def reference(x, kernel):
+    return fa.kernels.matmul_fp32_wgrad(x, kernel, implementation="reference")
+
+
+def draw(shape, dtype, seed=0):
+    return tf.cast(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def vjp(function, x, kernel, dy):
+    with tf.GradientTape() as tape:
+        tape.watch((x, kernel))
+        y = function(x, kernel)
+    return y, *tape.gradient(y, (x, kernel), dy)
+
+
+def jit(function):
+    return tf.function(lambda *args: vjp(function, *args), jit_compile=True, autograph=False)
+
+
+def exact_weight_gradient(x, dy):
+    x, dy = (t.numpy().astype("float64") for t in (x, dy))
+    return x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
+
+
+def worst(got, exact):
+    """The largest error, against the largest value."""
+    return np.abs(np.asarray(got, "float64") - exact).max() / np.abs(exact).max()
+
+
+@pytest.mark.parametrize("shape, width", [((507, 123), 252), ((3, 5, 7), 2), ((1, 1), 1)])
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_a_compiled_matmul_is_that_of_autodiff_with_an_exact_weight_gradient(shape, width, dtype):
+    x, dy = draw(shape, dtype), draw((*shape[:-1], width), dtype, seed=1)
+    kernel = draw((shape[-1], width), KERNEL_DTYPE.get(dtype, "float32"), seed=2)
+    y, dx, dkernel = jit(fa.kernels.matmul_fp32_wgrad)(x, kernel, dy)
+    plain_y, plain_dx, plain_dkernel = jit(plain)(x, kernel, dy)
+    assert (y.dtype, dx.dtype, dkernel.dtype) == (x.dtype, x.dtype, kernel.dtype)
+    # Without hardware for halves both round once from float32; wider sums may be added in another order.
+    same = np.testing.assert_array_equal if dtype in HALVES else np.testing.assert_allclose
+    options = {} if dtype in HALVES else {"rtol": ALLOWED[dtype], "atol": ALLOWED[dtype]}
+    same(y, plain_y, **options)
+    same(dx, plain_dx, **options)
+
+    exact = exact_weight_gradient(x, dy)
+    error = worst(dkernel, exact)
+    assert error <= (1e-12 if dtype == "float64" else 2e-6)
+    if dtype in HALVES and x.shape[0] > 1:
+        # The control: rounding, as autodiff does it, is what the bound above would find.
+        assert error <= 0.2 * worst(plain_dkernel, exact)
+        assert worst(plain_dkernel, exact) > 2e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 5), max_size=3),
+    width_in=st.integers(1, 9),
+    width_out=st.integers(1, 9),
+    dtype=st.sampled_from(list(ALLOWED)),
+)
+def test_eager_agrees_with_the_reference(lead, width_in, width_out, dtype):
+    x, dy = draw((*lead, width_in), dtype), draw((*lead, width_out), dtype, seed=1)
+    kernel = draw((width_in, width_out), KERNEL_DTYPE.get(dtype, "float32"), seed=2)
+    results = (vjp(f, x, kernel, dy) for f in (fa.kernels.matmul_fp32_wgrad, reference))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        ours, theirs = (np.asarray(t, "float64") for t in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=4 * ALLOWED[dtype], atol=4 * ALLOWED[dtype])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_weight_gradient_past_the_range_of_float16_is_finite(compiled):
+    x, kernel, dy = tf.fill([40, 3], tf.cast(300, "float16")), tf.zeros([3, 2]), tf.fill([40, 2], tf.cast(9, "float16"))
+
+    def weight_gradient(function):
+        return (jit(function)(x, kernel, dy) if compiled else vjp(function, x, kernel, dy))[2]
+
+    assert np.isinf(weight_gradient(plain)).all()
+    np.testing.assert_array_equal(weight_gradient(fa.kernels.matmul_fp32_wgrad), np.full([3, 2], 40 * 300 * 9.0))
+
+
+def test_an_unknown_number_of_rows_is_taken():
+    @tf.function(input_signature=[tf.TensorSpec([None, 3, None], tf.float16), tf.TensorSpec([4, 2], tf.float32)])
+    def multiply(x, kernel):
+        return fa.kernels.matmul_fp32_wgrad(x, kernel), einsum_fp32_wgrad("abc,cd->adb", x, kernel)
+
+    matmul, einsum = multiply(tf.ones([5, 3, 4], tf.float16), tf.ones([4, 2]))
+    assert matmul.shape == (5, 3, 2) and einsum.shape == (5, 2, 3)
+
+
+EQUATIONS = {
+    "abc,cde->abde": ((2, 3, 4), (4, 5, 6)),
+    "abcd,cde->abe": ((2, 3, 4, 5), (4, 5, 6)),
+    "...x,xy->...y": ((2, 3, 4), (4, 5)),
+    "abc,bd->adc": ((2, 3, 4), (3, 5)),
+    "ebd,edf->ebf": ((2, 3, 4), (2, 4, 5)),
+    "bde,fed->fb": ((3, 4, 2), (5, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_einsum_agrees_with_tensorflows(equation, dtype):
+    shapes = EQUATIONS[equation]
+    kernel_dtype = KERNEL_DTYPE.get(dtype, "float32")
+    x, kernel = draw(shapes[0], dtype), draw(shapes[1], kernel_dtype, seed=2)
+
+    def ours(x, kernel):
+        return einsum_fp32_wgrad(equation, x, kernel)
+
+    def wide(x, kernel):
+        return tf.einsum(equation, x, kernel)
+
+    dy = draw(ours(x, kernel).shape, dtype, seed=1)
+    got = vjp(ours, x, kernel, dy)
+    rounded = tf.cast(tf.cast(kernel, dtype), "float64")
+    expected = vjp(wide, tf.cast(x, "float64"), rounded, tf.cast(dy, "float64"))
+    assert [t.dtype.name for t in got] == [dtype, dtype, kernel_dtype]
+    for result, exact in zip(got[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(tf.cast(result, "float64"), exact, rtol=4 * ALLOWED[dtype], atol=4 * ALLOWED[dtype])
+    assert worst(got[2], expected[2]) <= (1e-12 if dtype == "float64" else 1e-6)
+
+
+X = tf.ones([2, 3], tf.float16)
+
+
+@pytest.mark.parametrize(
+    "call, error, match",
+    [
+        (lambda f: f(X, tf.ones([3, 4], tf.float16)), TypeError, "kernel has dtype float16, with x in float16"),
+        (lambda f: f(tf.cast(X, "float32"), tf.ones([3, 4], "float64")), TypeError, "pass the float32 variable"),
+        (lambda f: f(tf.cast(X, "float64"), tf.ones([3, 4])), TypeError, "pass the float64 variable"),
+        (lambda f: f(tf.cast(X, "int32"), tf.ones([3, 4])), TypeError, "x has dtype int32"),
+        (lambda f: f(X, tf.ones([4, 3])), ValueError, r"\(2, 3\) does not fit kernel of shape \(4, 3\)"),
+        (lambda f: f(X, tf.ones([3])), ValueError, r"must be \[\.\.\., in\] and \[in, out\]"),
+        (lambda f: f(X[0, 0], tf.ones([3, 3])), ValueError, r"x of shape \(\) does not fit"),
+        (lambda f: f(X, tf.ones([3, 4]), implementation="cublas"), ValueError, "'cublas' is unknown"),
+        (lambda _: einsum_fp32_wgrad("ab,bc", X, tf.ones([3, 4])), ValueError, "two operands and an output"),
+        (lambda _: einsum_fp32_wgrad("ab,cd->ad", X, tf.ones([3, 4])), ValueError, "at least two of them"),
+        (lambda _: einsum_fp32_wgrad("ab,bc->ac", X, tf.ones([4, 3])), ValueError, "do not fit equation='ab,bc->ac'"),
+        (lambda _: einsum_fp32_wgrad("ab,bcd->acd", X, tf.ones([3, 4])), ValueError, "do not fit equation"),
+        (lambda _: convolution_fp32_wgrad(None, X, X), TypeError, "kernel has dtype float16"),
+        (lambda _: fa.kernels.fp32_weight_gradients("model"), TypeError, "model='model' is not a Keras 3 model"),
+    ],
+)
+def test_bad_input_is_named(call, error, match):
+    with pytest.raises(error, match=match):
+        call(fa.kernels.matmul_fp32_wgrad)
+
+
+class OfOnesOwn(keras.layers.Layer):
+    """Makes a layer inside, as any user's may."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = keras.layers.Dense(3, dtype=self.dtype_policy)
+
+    def build(self, x_shape):
+        self.inner.build(x_shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class SelfAttention(keras.layers.MultiHeadAttention):
+    """One input instead of three, for the tests of single layers."""
+
+    def build(self, x_shape):
+        super().build(x_shape, x_shape)
+
+    def call(self, x):
+        return super().call(x, x)
+
+
+LAYERS = {
+    "dense": (lambda: keras.layers.Dense(5), (6, 7)),
+    "dense, activation": (lambda: keras.layers.Dense(5, activation="tanh"), (6, 7)),
+    "einsum": (lambda: keras.layers.EinsumDense("abc,cde->abde", (None, 3, 5), bias_axes="de"), (6, 7)),
+    "einsum, inner axis": (lambda: keras.layers.EinsumDense("abc,bd->adc", (5, 7), bias_axes="d"), (6, 7)),
+    "conv1d": (lambda: keras.layers.Conv1D(5, 3, strides=2, padding="same"), (12, 3)),
+    "conv1d, causal": (lambda: keras.layers.Conv1D(5, 3, dilation_rate=2, padding="causal"), (12, 3)),
+    "conv1d, channels first": (lambda: keras.layers.Conv1D(5, 3, data_format="channels_first"), (3, 12)),
+    "conv2d": (lambda: keras.layers.Conv2D(5, 3, strides=2, padding="same"), (7, 6, 3)),
+    "conv2d, dilated": (lambda: keras.layers.Conv2D(5, 2, dilation_rate=2, use_bias=False), (7, 6, 3)),
+    "conv2d, grouped": (lambda: keras.layers.Conv2D(4, (3, 2), groups=2), (7, 6, 4)),
+    "inside another layer": (OfOnesOwn, (6, 7)),
+    "attention": (lambda: SelfAttention(2, 4), (6, 7)),
+}
+
+
+def build(make, shape, policy):
+    """A layer with the same weights under every policy."""
+    keras.utils.set_random_seed(3)
+    keras.config.set_dtype_policy(policy)
+    layer = make()
+    keras.config.set_dtype_policy("float32")
+    layer.build((16, *shape))
+    rng = np.random.default_rng(4)
+    # Values that float16 holds, so that only the arithmetic differs.
+    layer.set_weights([(0.3 * rng.normal(size=w.shape)).astype("float16") for w in layer.get_weights()])
+    return layer
+
+
+def weight_gradients(layer, x):
+    """The layer's outputs and its weights' gradients, compiled."""
+    variables = [v.value for v in layer.trainable_variables]
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            y = layer(x)
+        dy = tf.cast(draw(y.shape, "float16", seed=1), y.dtype)
+        return y, tape.gradient(y, variables, dy)
+
+    return run(x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_switched_layer_has_the_same_outputs_and_exact_gradients(name):
+    make, shape = LAYERS[name]
+    x = draw((16, *shape), "float16")
+    layer = build(make, shape, "mixed_float16")
+    _, exact = weight_gradients(build(make, shape, "float32"), tf.cast(x, "float32"))
+    before, rounded = weight_gradients(layer, x)
+    switched = fa.kernels.fp32_weight_gradients(layer)
+    after, ours = weight_gradients(layer, x)
+    assert len(switched) == (4 if name == "attention" else 1)
+    np.testing.assert_array_equal(before, after)
+    errors, plain_errors = ([worst(g, e.numpy()) for g, e in zip(gs, exact, strict=True)] for gs in (ours, rounded))
+    if name in ("dense, activation", "attention"):
+        # What reaches these weights was rounded on its way back, which is not theirs to mend.
+        assert np.mean(errors) < np.mean(plain_errors)
+    else:
+        assert max(errors) <= min(3e-6, 0.2 * max(plain_errors)), (errors, plain_errors)
+
+
+def test_an_embedding_needs_no_switch():
+    """Keras reads its table in float32, so that repeated ids add up in float32."""
+    keras.config.set_dtype_policy("mixed_float16")
+    embedding = keras.layers.Embedding(3, 2)
+    outer = keras.Sequential([keras.Input((None,), dtype="int32"), embedding], name="outer")
+    table = embedding.embeddings.value
+    with tf.GradientTape() as tape:
+        y = outer(tf.constant([[1] * 3000 + [2]]))
+    gradient = tape.gradient(y, table, tf.fill(y.shape, tf.constant(33.0, tf.float16)))
+    assert y.dtype == tf.float16 and gradient.values.dtype == tf.float32
+    np.testing.assert_array_equal(tf.convert_to_tensor(gradient), [[0, 0], [99000, 99000], [33, 33]])
+    assert fa.kernels.fp32_weight_gradients(outer) == []
+
+
+def mixed_model():
+    inputs = keras.Input((8, 6))
+    x = keras.layers.Conv1D(6, 3, padding="same", dtype="mixed_float16")(inputs)
+    x = keras.layers.MultiHeadAttention(2, 3, dtype="mixed_float16")(x, x)
+    x = keras.Sequential([keras.layers.Dense(5, activation="relu", dtype="mixed_float16")])(x)
+    return keras.Model(inputs, keras.layers.Dense(2, dtype="float32")(x))
+
+
+def types(model):
+    return [type(layer).__name__ for layer in model._flatten_layers() if layer.count_params() and not layer._layers]
+
+
+PLAIN = ["Conv1D", "EinsumDense", "EinsumDense", "EinsumDense", "EinsumDense", "Dense", "Dense"]
+SWITCHED = [f"Fp32{name}" for name in PLAIN[:-1]] + ["Dense"]
+
+
+def test_a_model_is_switched_and_switched_back():
+    model = mixed_model()
+    switched = fa.kernels.fp32_weight_gradients(model)
+    assert types(model) == SWITCHED and fa.kernels.fp32_weight_gradients(model) == []
+    assert [type(layer).__name__ for layer in fa.kernels.plain_weight_gradients(switched)] == [
+        name.removeprefix("Fp32") for name in (type(layer).__name__ for layer in switched)
+    ]
+    assert types(model) == PLAIN
+    fa.kernels.fp32_weight_gradients(model)
+    fa.kernels.plain_weight_gradients(model)
+    assert types(model) == PLAIN and fa.kernels.plain_weight_gradients(model) == []
+
+
+def test_a_switched_model_saves_loads_and_clones(tmp_path):
+    model = mixed_model()
+    fa.kernels.fp32_weight_gradients(model)
+    model.save(tmp_path / "model.keras")
+    x = draw((2, 8, 6), "float32")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(x), model(x))
+    clone = keras.models.clone_model(model)
+    assert types(loaded) == SWITCHED and types(clone) == SWITCHED
+    fa.kernels.plain_weight_gradients(clone)
+    assert types(clone) == PLAIN
+
+
+class WithACall(keras.layers.Dense):
+    def call(self, inputs, training=None):
+        return 2.0 * super().call(inputs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.layers.Dense(3),
+        lambda: keras.layers.Dense(3, dtype="float16"),
+        lambda: WithACall(3, dtype="mixed_float16"),
+        lambda: keras.layers.Dense(3, dtype="mixed_float16", lora_rank=1),
+        lambda: keras.layers.BatchNormalization(dtype="mixed_float16"),
+    ],
+    ids=["float32", "pure float16", "a call of its own", "LoRA", "another layer"],
+)
+def test_other_layers_are_left_alone(make):
+    layer = make()
+    layer.build((None, 4))
+    before = type(layer)
+    assert fa.kernels.fp32_weight_gradients(layer) == [] and type(layer) is before
+
+
+def test_a_switched_layer_still_takes_lora_and_sparse_inputs():
+    layer = keras.layers.Dense(3, dtype="mixed_float16")
+    layer.build((None, 4))
+    fa.kernels.fp32_weight_gradients(layer)
+    x = tf.constant([[0.0, 1.0, 0.0, 2.0]], tf.float16)
+    before = layer(x)
+    np.testing.assert_array_equal(layer(tf.sparse.from_dense(x)), before)
+    layer.enable_lora(1, b_initializer="ones")
+    assert np.abs(layer(x) - before).max() > 0.01
+
+
+class Recomputed(keras.layers.Layer):
+    """Calls a layer that it does not track, as a LayerStack does, and calls it again on the way back."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with DotNotTrackScope():
+            self.template = keras.layers.Dense(5, use_bias=False, dtype=self.dtype_policy)
+
+    def build(self, x_shape):
+        self.template.build(x_shape)
+        self.kernel = self.template._kernel
+
+    def call(self, x):
+        return tf.recompute_grad(self.template)(x)
+
+
+RNG = np.random.default_rng(0)
+STACK = RNG.normal(size=(2, 3, 7, 6)).astype("float32"), RNG.normal(size=(2, 3, 7, 2)).astype("float32")
+IMAGES = RNG.normal(size=(2, 3, 8, 7, 3)).astype("float32"), RNG.normal(size=(2, 3, 2)).astype("float32")
+
+
+def make_trainer(policy, *layers, shape=(7, 6), **options):
+    """A trainer of these layers and a float32 head; the SGD step shows the gradient itself."""
+    keras.utils.set_random_seed(3)
+    keras.config.set_dtype_policy(policy)
+    model = keras.Sequential([keras.Input(shape), *(make() for make in layers), keras.layers.Dense(2, dtype="float32")])
+    keras.config.set_dtype_policy("float32")
+    options = {"loss_scale": fa.StaticLossScale(1024.0), **options}
+    return fa.Trainer(model, keras.optimizers.SGD(1.0), "mse", **options)
+
+
+def two_hidden(policy, **options):
+    return make_trainer(policy, lambda: keras.layers.Dense(5), lambda: keras.layers.Dense(11), **options)
+
+
+def weight_gradient_dots(trainer, shapes=("6,5", "5,11")):
+    """The result dtypes of the dots that give the gradient of a hidden kernel."""
+    dots = re.findall(r"= (\w+)\[(\d+,\d+)\]\S* dot\(", trainer.compiler_ir(STACK, stage="hlo"))
+    return [dtype for dtype, shape in dots if shape in shapes]
+
+
+@pytest.mark.parametrize("policy, half", [("mixed_float16", "f16"), ("mixed_bfloat16", "bf16")])
+def test_a_train_step_computes_weight_gradients_in_float32(policy, half):
+    trainer = two_hidden(policy)
+    assert weight_gradient_dots(trainer) == ["f32", "f32"]
+    assert types(trainer.model) == ["Dense"] * 3
+    assert weight_gradient_dots(two_hidden(policy, fp32_weight_gradients=False)) == [half, half]
+
+
+def test_a_layer_that_is_called_again_on_the_way_back_is_switched_there_too():
+    trainer = make_trainer("mixed_float16", Recomputed)
+    assert weight_gradient_dots(trainer) == ["f32"]
+    assert type(trainer.model.layers[0].template) is keras.layers.Dense
+
+
+def test_nothing_changes_in_float32():
+    programs = [
+        two_hidden("float32", fp32_weight_gradients=switch).compiler_ir(STACK, stage="hlo") for switch in (True, False)
+    ]
+    operations, plain_operations = (re.findall(r"= (\S+ [\w-]+)\(", program) for program in programs)
+    assert len(operations) > 100 and operations == plain_operations
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
+    options = {"jit_compile": jit_compile, "loss_scale": fa.StaticLossScale(2.0**18)}
+    stack = tuple(np.full_like(each, 8.0) for each in STACK)
+    ours = two_hidden("mixed_float16", **options)
+    assert ours.train_step(stack).grads_finite
+    assert not two_hidden("mixed_float16", fp32_weight_gradients=False, **options).train_step(stack).grads_finite
+    exact = two_hidden("float32", **options)
+    exact.train_step(stack)
+    for a, b in zip(ours.model.get_weights(), exact.model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("switched_before", [True, False])
+def test_convolutions_keep_the_gradients_that_a_cpu_runs_fast(switched_before):
+    trainer = make_trainer(
+        "mixed_float16",
+        lambda: keras.layers.Conv2D(4, 3, padding="same"),
+        lambda: keras.layers.Conv2D(5, 2, strides=2),
+        keras.layers.Flatten,
+        shape=(8, 7, 3),
+    )
+    if switched_before:
+        fa.kernels.fp32_weight_gradients(trainer.model)
+    convolutions = r"= (\w+)\[(\S+?)\]\S* convolution\(.*dim_labels=(\S+?)[,\s]"
+    found = re.findall(convolutions, trainer.compiler_ir(IMAGES, stage="hlo"))
+    assert {labels for *_, labels in found} == {"b01f_01io->b01f"}
+    weight_gradients = {(dtype, shape) for dtype, shape, _ in found if shape in ("3,3,3,4", "4,2,2,5")}
+    assert {("f32", "3,3,3,4"), ("f32", "4,2,2,5")} <= weight_gradients
+    # What the two tapes of a gradient compute in vain is gone: outputs, the second layer's input gradient, and both
+    # weight gradients are left.
+    assert len(re.findall(convolutions, trainer.compiler_ir(IMAGES))) == 5
+    assert trainer.train_step(IMAGES).grads_finite
+    assert types(trainer.model) == (["Fp32Conv2D"] if switched_before else ["Conv2D"]) * 2 + ["Dense"]
+
+
+def test_the_switch_must_be_true_or_false():
+    with pytest.raises(TypeError, match="fp32_weight_gradients='on'"):
+        two_hidden("float32", fp32_weight_gradients="on")
