@@ -1,0 +1,225 @@
+"""A loss that takes over a model's output layer, so that the logits of a large vocabulary never exist at once."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from fastaccum import checks, models
+from fastaccum.index_checks import whole
+from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
+
+if TYPE_CHECKING:
+    from fastaccum.metrics import Metrics
+
+
+@keras.saving.register_keras_serializable("fastaccum")
+class LinearCrossEntropy(keras.losses.Loss):
+    """Softmax cross-entropy with integer labels, for a model that ends in a linear layer with many outputs.
+
+    The same loss, denominators and gradients as `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`.
+    In a `Trainer`'s train step and evaluation, the output layer (the head) is left out of the model's forward pass,
+    and `fastaccum.kernels.linear_cross_entropy` computes the losses from what the head was given and from its weights:
+
+        losses = linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
+
+    The model itself stays as it is: `predict`, `save` and a call of it compute the logits as ever.
+
+    The products are taken in the dtype in which the hidden states arrive at the head, summed in float32: under
+    mixed_float16 that is float16 x float16 -> float32, even for a head whose own dtype is float32. The kernel's
+    gradient is float32.
+
+    Args:
+        head: the name of the layer that makes the logits. It has a `kernel` [D, V] and maybe a `bias` [V], a weight or
+            any property that computes one (a head tied to an embedding), and its output is the model's. None: the
+            layer with the output's name, or else the last Dense layer.
+        ignore_index: the label of tokens that do not count, neither above nor below the line: Keras's `ignore_class`.
+        label_smoothing: as in `linear_cross_entropy`.
+        z_loss: as in `linear_cross_entropy`.
+        chunk_size: as in `linear_cross_entropy`.
+        reduction: as in Keras's losses.
+        name: as in Keras's losses.
+
+    Raises:
+        TypeError, ValueError: a number out of its range; once the model is known, a head that is none, or metrics of
+            the same output, which would need the logits.
+
+    >>> import numpy as np, fastaccum as fa
+    >>> ids = keras.Input((4,), dtype="int32")
+    >>> model = keras.Sequential([ids, keras.layers.Embedding(9, 8), keras.layers.Dense(9)])
+    >>> trainer = fa.Trainer(model, keras.optimizers.Adam(0.1), LinearCrossEntropy())
+    >>> x = np.arange(36).reshape(9, 4) % 9
+    >>> history = trainer.fit(x, (x + 1) % 9, batch_size=3, epochs=20, verbose=0)
+    >>> history.history["loss"][-1] < 0.1
+    True
+    """
+
+    def __init__(
+        self,
+        head: str | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        chunk_size: int | None = None,
+        reduction: str = "sum_over_batch_size",
+        name: str = "linear_cross_entropy",
+    ):
+        super().__init__(name=name, reduction=reduction)
+        if head is not None and not isinstance(head, str):
+            raise TypeError(f"head={head!r} must be a layer's name: pass head.name.")
+        self.head = head
+        require_options(ignore_index, label_smoothing, z_loss)
+        self.options = {
+            "ignore_index": int(ignore_index),
+            "label_smoothing": float(label_smoothing),
+            "z_loss": float(z_loss),
+        }
+        self.chunk_size = None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
+
+    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+        """The losses from logits [..., V]: for Keras's own `evaluate`, where the head is not left out."""
+        labels = _labels(y_true, y_pred)
+        return self._masked(cross_entropy_from_logits(y_pred, labels, **self.options), labels)
+
+    def from_hidden(self, y_true: Any, hidden: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None) -> tf.Tensor:
+        """The same losses from what the head is given, without the logits."""
+        labels = _labels(y_true, hidden)
+        losses = linear_cross_entropy(hidden, kernel, labels, bias, chunk_size=self.chunk_size, **self.options)
+        return self._masked(losses, labels)
+
+    def _masked(self, losses: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        # As Keras's own losses tell what is not to be counted.
+        keras.src.backend.set_keras_mask(losses, labels != self.options["ignore_index"])
+        return losses
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "head": self.head, **self.options, "chunk_size": self.chunk_size}
+
+
+class HeadLoss:
+    """A `LinearCrossEntropy` with the layer that it takes over: what the train step calls instead of it.
+
+    Args:
+        loss: the loss.
+        model: the model's adapter.
+        output: the name of the output that the loss is for.
+        classes: that output's last axis.
+
+    Raises:
+        ValueError: no such layer, or one that is no linear layer with so many outputs.
+    """
+
+    def __init__(self, loss: LinearCrossEntropy, model: models.Model, output: str, classes: int):
+        self._loss, self._output = loss, output
+        self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
+        self.head = _find(model, loss.head, output)
+        _require_linear(self.head, classes)
+        self._hidden: tf.Tensor | None = None
+
+    def require_no_metrics(self, metrics: Metrics) -> None:
+        """Raises ValueError if the output has metrics."""
+        compiled = metrics.compiled
+        names = [
+            metric.name
+            for metrics_by_output in (compiled._flat_metrics, compiled._flat_weighted_metrics)
+            for output, metrics in zip(compiled.output_names, metrics_by_output, strict=True)
+            for metric in (metrics.metrics if metrics and output == self._output else ())
+        ]
+        if names:
+            raise ValueError(
+                f"The metrics {names} of output {self._output!r} need the logits, which LinearCrossEntropy never "
+                "computes. Leave them out, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            )
+
+    @contextmanager
+    def head_left_out(self):
+        """Within the scope, the head returns its input, in the dtype in which it comes."""
+
+        call = self.head.call
+
+        def passed_on(inputs, *args, **kwargs):
+            if _embeds(self.head, kwargs):
+                return call(inputs, *args, **kwargs)
+            self._hidden = inputs
+            return inputs
+
+        attributes = vars(self.head)
+        autocast = "autocast" if hasattr(self.head, "autocast") else "_autocast"  # tf_keras
+        before = {name: attributes[name] for name in ("call", autocast) if name in attributes}
+        attributes.update({"call": passed_on, autocast: False})
+        try:
+            yield
+        finally:
+            for name in ("call", autocast):
+                attributes.pop(name)
+            attributes.update(before)
+
+    def call(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
+        """The losses of the model's output when it was called with the head left out."""
+        if hidden is not self._hidden:
+            raise ValueError(
+                f"The output {self._output!r} is not what layer {self.head.name!r} returns, so LinearCrossEntropy "
+                "cannot take that layer's place. Pass head=..., the name of the linear layer that the model ends "
+                "in, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            )
+        self._hidden = None
+        kernel, bias = _kernel(self.head), getattr(self.head, "bias", None)
+        bias = None if bias is None else tf.convert_to_tensor(bias)
+        return self._loss.from_hidden(y_true, hidden, tf.convert_to_tensor(kernel), bias)
+
+
+def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
+    y_true = tf.convert_to_tensor(y_true)
+    if y_true.shape.rank == y_pred.shape.rank and y_true.shape[-1] == 1:
+        y_true = tf.squeeze(y_true, -1)
+    return whole(y_true)
+
+
+def _find(model: models.Model, name: str | None, output: str) -> Any:
+    layers = model.layers
+    if name is not None:
+        named = [layer for layer in layers if layer.name == name]
+        if not named:
+            raise ValueError(f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}.")
+        return named[-1]
+    of_output = [layer for layer in layers if layer.name == output and _kernel(layer) is not None]
+    dense = [layer for layer in layers if any(c.__name__ == "Dense" for c in type(layer).__mro__)]
+    if not of_output and not dense:
+        raise ValueError(
+            "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of the layer that makes the "
+            "logits; it needs a `kernel` [width, classes]."
+        )
+    return (of_output or dense)[-1]
+
+
+def _embeds(layer: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a head that is also the embedding looks up ids."""
+    return isinstance(layer, keras.layers.ReversibleEmbedding) and not kwargs.get("reverse")
+
+
+def _kernel(layer: Any) -> Any:
+    """[D, V], the variable itself where there is one; None for a layer without."""
+    if isinstance(layer, keras.layers.ReversibleEmbedding):
+        return tf.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
+    return getattr(layer, "kernel", None)
+
+
+def _require_linear(layer: Any, classes: int) -> None:
+    kernel = _kernel(layer)
+    what = f"The head {layer.name!r} ({type(layer).__name__})"
+    if kernel is None or len(kernel.shape) != 2 or kernel.shape[1] != classes:
+        shape = None if kernel is None else tuple(kernel.shape)
+        raise ValueError(
+            f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
+            f"output of {classes} classes."
+        )
+    activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
+    if activation != "linear" or getattr(layer, "activity_regularizer", None) is not None:
+        raise ValueError(
+            f"{what} has activation={activation!r} or an activity regulariser; LinearCrossEntropy needs the plain "
+            "logits. Leave both out."
+        )

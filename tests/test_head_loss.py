@@ -1,0 +1,259 @@
+"""Training with `LinearCrossEntropy`: the steps of Keras's own loss, without the logits."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import fastaccum as fa
+
+K, B, T, V, D = 3, 4, 6, 50, 8
+IGNORED = -100
+CHUNK = 16  # 24 tokens x 50 classes: 8 chunks, with an overlap each way
+
+
+def make_model(dtype="float32", bias=True):
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((T,), dtype="int32")
+    x = keras.layers.Embedding(V, D, mask_zero=True, dtype=dtype, name="tokens")(ids)
+    x = keras.layers.Dense(D, activation="tanh", dtype=dtype)(x)
+    # As the reference GPT's: float32 whatever the rest computes in.
+    return keras.Model(ids, keras.layers.Dense(V, use_bias=bias, dtype="float32", name="head")(x))
+
+
+def theirs(**options):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=IGNORED, **options)
+
+
+def ours(**options):
+    return fa.LinearCrossEntropy(chunk_size=CHUNK, **options)
+
+
+def make_trainer(loss, dtype="float32", **options):
+    model = make_model(dtype, bias=dtype == "float32")
+    return fa.Trainer(model, keras.optimizers.SGD(1.0), loss, gradient_accumulation_steps=K, **options)
+
+
+def make_data(rows, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, V, (rows, T)).astype("int32")
+    return x, np.where(rng.random((rows, T)) < 0.2, IGNORED, rng.integers(0, V, (rows, T))).astype("int32")
+
+
+def make_weights(kind, rows):
+    rng = np.random.default_rng(5)
+    return {"none": None, "rows": rng.random(rows), "tokens": rng.random((rows, T))}[kind]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "weights"),
+    [
+        ("float32", "sum_over_batch_size", "none"),
+        ("float32", "sum", "rows"),
+        ("float32", "mean_with_sample_weight", "tokens"),
+        ("mixed_float16", "sum_over_batch_size", "tokens"),
+    ],
+)
+def test_fit_and_evaluate_are_those_of_keras_own_loss(dtype, reduction, weights):
+    """With ignored labels, masked ids, sample weights, and a last stack and in it a last micro-batch that are short."""
+    rows = 2 * K * B + B + 1
+    x, y = make_data(rows)
+    sample_weight = make_weights(weights, rows)
+    outcomes = []
+    for loss in (ours(reduction=reduction), theirs(reduction=reduction)):
+        trainer = make_trainer(loss, dtype, clip_norm=1.0)
+        history = trainer.fit(x, y, sample_weight=sample_weight, batch_size=B, shuffle=False, verbose=0).history
+        evaluated = trainer.evaluate(x, y, sample_weight=sample_weight, batch_size=B, verbose=0)
+        outcomes.append((history["loss"][0], evaluated, trainer.model.get_weights()))
+    (loss, evaluated, got), (their_loss, their_evaluated, expected) = outcomes
+    # The head's kernel is rounded to float16 in ours, not in theirs.
+    tolerance = 1e-5 if dtype == "float32" else 5e-3
+    np.testing.assert_allclose([loss, evaluated], [their_loss, their_evaluated], rtol=tolerance)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def as_stack(rows):
+    return [each.reshape(K, B, T) for each in make_data(rows)]
+
+
+def test_options_reach_the_loss():
+    """Smoothing as Keras's loss of one-hot labels has it, and a z-loss that is felt."""
+    x, y = as_stack(K * B)
+    y = np.maximum(y, 0)
+    one_hot = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    expected = float(make_trainer(one_hot).train_step((x, np.eye(V, dtype="float32")[y])).loss)
+    smoothed = float(make_trainer(ours(label_smoothing=0.1)).train_step((x, y)).loss)
+    np.testing.assert_allclose(smoothed, expected, rtol=1e-5)
+    assert float(make_trainer(ours(label_smoothing=0.1, z_loss=0.1)).train_step((x, y)).loss) > expected + 1
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return make_trainer(ours(), "mixed_float16")
+
+
+def test_the_program_has_no_logits_and_multiplies_in_float16(trainer):
+    stack = as_stack(K * B)
+    hlo = trainer.compiler_ir(stack, stage="hlo")
+    logits = rf"f(16|32)\[({B},{T}|{B * T}),{V}\]"
+    assert not re.search(logits, hlo)
+    dots = re.findall(r"= (\w+\[[\d,]+\])\S* dot\((\w+)\[\S* \S+ (\w+)\[", hlo)
+    for shape in ((CHUNK, CHUNK), (CHUNK, D), (D, CHUNK)):  # logits, the gradients of hidden and kernel
+        assert ("f32[{},{}]".format(*shape), "f16", "f16") in dots
+    control = make_trainer(theirs(), "mixed_float16").compiler_ir(stack, stage="hlo")
+    assert re.search(logits, control)
+
+
+def test_without_xla_and_with_labels_of_a_last_axis_of_one():
+    x, y = as_stack(K * B)
+    expected = make_trainer(ours()).train_step((x, y))
+    got = make_trainer(ours(), jit_compile=False).train_step((x, y[..., np.newaxis]))
+    np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-5)
+
+
+def test_the_model_stays_an_ordinary_one(trainer, tmp_path):
+    x, y = make_data(8)
+    trainer.fit(x, y, batch_size=B, verbose=0)
+    head = trainer.model.get_layer("head")
+    assert "call" not in vars(head) and head.autocast
+    logits = trainer.predict(x, verbose=0)
+    assert logits.shape == (8, T, V)
+    trainer.model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), logits)
+    # Keras's own evaluate, with the loss that was saved with the model.
+    np.testing.assert_allclose(
+        loaded.evaluate(x, y, verbose=0), trainer.evaluate(x, y, batch_size=8, verbose=0), rtol=1e-3
+    )
+
+
+def test_labels_out_of_range_are_named_and_nothing_moves():
+    trainer = make_trainer(ours())
+    x, y = as_stack(K * B)
+    y[1, 2, 3] = V
+    before = [w.tobytes() for w in trainer.model.get_weights()]
+    with pytest.raises(ValueError, match=rf"labels of output 'head': values from 0 to {V} were seen"):
+        trainer.train_step((x, y))
+    with pytest.raises(ValueError, match="labels of output 'head'"):
+        trainer.evaluate(x[0], y[1], verbose=0)
+    assert [w.tobytes() for w in trainer.model.get_weights()] == before
+
+
+@keras.saving.register_keras_serializable("tests")
+class Tied(keras.layers.Layer):
+    """Logits from the transposed table of an embedding."""
+
+    def __init__(self, embedding, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = embedding
+
+    @property
+    def kernel(self):
+        return keras.ops.transpose(self.embedding.embeddings)
+
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel)
+
+
+class Subclassed(keras.Model):
+    """Two linear outputs of which one has the loss, from a model without a graph, its head tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(V, D)
+        self.tied = Tied(self.table, name="tied")
+        self.score = keras.layers.Dense(1, name="score")
+
+    def call(self, ids):
+        x = self.table(ids)
+        return {"score": self.score(x), "next": self.tied(x)}
+
+
+def test_a_tied_head_of_one_of_several_outputs():
+    x, y = as_stack(K * B)
+    targets = {"next": y, "score": np.ones((K, B, T, 1), "float32")}
+    weights = []
+    for loss in (ours(head="tied"), theirs()):
+        keras.utils.set_random_seed(2)
+        trainer = fa.Trainer(Subclassed(), keras.optimizers.SGD(1.0), {"next": loss, "score": "mse"})
+        trainer.train_step((x, targets))
+        weights.append(trainer.model.get_weights())
+    for got, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_trains_a_tf_keras_model():
+    tf_keras = pytest.importorskip("tf_keras")
+    x, y = as_stack(K * B)
+    losses = []
+    for loss in (ours(), theirs()):
+        tf_keras.utils.set_random_seed(3)
+        layers = [tf_keras.layers.Embedding(V, D, input_length=T), tf_keras.layers.Dense(V, name="head")]
+        trainer = fa.Trainer(tf_keras.Sequential(layers), tf_keras.optimizers.SGD(1.0), loss)
+        losses.append([float(trainer.train_step((x, y)).loss) for _ in range(2)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_it_is_rebuilt_from_its_configuration():
+    loss = fa.LinearCrossEntropy(
+        "head", ignore_index=3, label_smoothing=0.2, z_loss=1e-4, chunk_size=7, reduction="sum", name="other"
+    )
+    config = keras.losses.serialize(loss)
+    again = keras.losses.deserialize(config)
+    assert isinstance(again, fa.LinearCrossEntropy)
+    assert keras.losses.serialize(again) == config
+    assert (again.head, again.options["z_loss"], again.chunk_size, again.reduction) == ("head", 1e-4, 7, "sum")
+
+
+def ends_in(*layers):
+    return keras.Sequential([keras.Input((T,), dtype="int32"), keras.layers.Embedding(V, D), *layers])
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "metrics", "message"),
+    [
+        (lambda: make_model(), {}, ["accuracy"], r"metrics \['accuracy'\] of output 'head' need the logits"),
+        (lambda: make_model(), {"head": "haed"}, (), "head='haed' names no layer"),
+        (lambda: make_model(), {"head": "tokens"}, (), r"head 'tokens' \(Embedding\) has kernel shape None"),
+        (lambda: ends_in(), {}, (), "finds no Dense layer"),
+        (
+            lambda: ends_in(keras.layers.Dense(V, activation="softmax", name="p")),
+            {},
+            (),
+            r"head 'p' \(Dense\) has activation='softmax'",
+        ),
+        (
+            lambda: ends_in(keras.layers.Dense(V, name="inner"), keras.layers.ReLU()),
+            {},
+            (),
+            "not what layer 'inner' returns",
+        ),
+        (
+            lambda: ends_in(keras.layers.Dense(D, name="inner"), keras.layers.UpSampling1D(1)),
+            {"head": "inner"},
+            (),
+            "not what layer 'inner' returns",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named(model, loss, metrics, message):
+    trainer = fa.Trainer(model(), "sgd", fa.LinearCrossEntropy(**loss), metrics)
+    with pytest.raises(ValueError, match=message):
+        trainer.train_step(as_stack(K * B))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"head": 3}, TypeError),
+        ({"ignore_index": None}, TypeError),
+        ({"label_smoothing": 1.0}, ValueError),
+        ({"z_loss": -1.0}, ValueError),
+        ({"chunk_size": 0}, ValueError),
+    ],
+)
+def test_bad_options_are_named(options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        fa.LinearCrossEntropy(**options)
