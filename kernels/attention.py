@@ -1,0 +1,357 @@
+"""Attention a block of queries and keys at a time: scores never exist as a whole.
+
+Shape suffixes: B batch, T queries, S keys, H heads, G heads of keys and values, K width of a head; N = B G;
+n and s blocks of queries and of keys; q and k rows in a block of queries (times the H / G heads of a group) and of
+keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from fastaccum.checks import whole_number
+from fastaccum.kernels.device import has_gpu
+from fastaccum.kernels.xla_ops import HALF, add, dot, loop, update
+
+IMPLEMENTATIONS = ("auto", "blockwise", "reference")
+# Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
+_LOW = -1e30
+
+
+def attention(
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    segment_ids: Any = None,
+    block_size: int | None = None,
+    implementation: str = "auto",
+) -> tf.Tensor:
+    """Softmax attention, forward and backward in blocks, in memory linear in the number of tokens.
+
+    Equal, to rounding, to this unfused expression (for a group's heads of queries, key and value are repeated), in
+    which products of float16 and bfloat16 are summed in float32, and the softmax is float32:
+
+        scores = einsum("bthk,bshk->bhts", query, key) * scale
+        seen = all of: s <= t + S - T (causal), query_segments[b, t] == key_segments[b, s] (segment_ids)
+        weights = where(seen, softmax(where(seen, scores, -inf)), 0)      # 0 for a query that sees nothing
+        output = einsum("bhts,bshk->bthk", cast(weights, query.dtype), value)
+
+    The blocks run in one loop each way with an online softmax, and the backward one computes their scores again from
+    the output and each row's log-sum-exp (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691). Blocks of
+    which `causal` hides every pair are not computed. Several heads of queries may share one of keys and values
+    (grouped-query attention, Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
+
+    Memory beyond arguments, output and gradients: float32 sums of their sizes, and a few blocks of scores
+    `[B, H, block_size, block_size]`. The reference holds `[B, H, T, S]` several times.
+
+    Args:
+        query: [B, T, H, K], float32, float16 or bfloat16.
+        key: [B, S, G, K], query's dtype; H a multiple of G.
+        value: [B, S, G, K], query's dtype.
+        causal: query t sees keys up to t + S - T only: the ends are aligned.
+        scale: factor of the scores; `1 / sqrt(K)` by default.
+        segment_ids: integers [B, T] of packed sequences, each of which sees itself alone; where T and S differ, a
+            pair of [B, T] and [B, S]. None for one sequence.
+        block_size: the most queries, and the most keys, in one block; by default what runs fast.
+        implementation: "blockwise"; "reference", the unfused expression with plain autodiff; or "auto", see
+            `attention_implementation`.
+
+    Returns:
+        [B, T, H, K], query's dtype.
+
+    Raises:
+        TypeError: a dtype that is none of these, or not the same in all.
+        ValueError: shapes that do not fit, or an unknown implementation.
+
+    >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
+    >>> whole = attention(query, key, value, causal=True, implementation="reference")
+    >>> blocks = attention(query, key, value, causal=True, block_size=2, implementation="blockwise")
+    >>> bool(tf.reduce_all(tf.abs(whole - blocks) < 1e-6))
+    True
+    """
+    query, key, value = (tf.convert_to_tensor(t) for t in (query, key, value))
+    _require_tensors(query, key, value)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}.")
+    if implementation == "auto":
+        implementation = attention_implementation(query.shape, key.shape, block_size=block_size)
+    masking = _Masking(bool(causal), *_segments(segment_ids, query, key))
+    if not (scale is None or isinstance(scale, numbers.Real)):
+        raise TypeError(f"scale={scale!r} must be a number, or None for 1 / sqrt(width).")
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    with tf.name_scope("attention"):
+        if implementation == "reference":
+            return _reference(query, key, value, scale, masking)
+        return _blockwise(query, key, value, scale, masking, _block_size(block_size))
+
+
+def attention_implementation(query_shape: Any, key_shape: Any, *, block_size: int | None = None) -> str:
+    """What `implementation="auto"` stands for: "reference" up to one block of scores, "blockwise" beyond.
+
+    Args:
+        query_shape: [B, T, H, K].
+        key_shape: [B, S, G, K]. Where T or S is not known, as in a symbolic call, it is "reference".
+        block_size: as in `attention`.
+
+    >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])
+    'reference'
+    >>> attention_implementation([1, 8192, 8, 64], [1, 8192, 8, 64])
+    'blockwise'
+    """
+    times = query_shape[1], key_shape[1]
+    if None in times:
+        return "reference"
+    return "reference" if math.prod(times) <= _block_size(block_size) ** 2 else "blockwise"
+
+
+def _block_size(block_size: int | None) -> int:
+    if block_size is not None:
+        return whole_number("block_size", block_size)
+    # On a CPU, a block of each head's scores stays in a core's cache; a GPU wants larger matmuls.
+    return 512 if has_gpu() else 128
+
+
+class _Blocks(NamedTuple):
+    """An axis of `size` in `pieces` of `length`, the last one padded."""
+
+    size: Any
+    pieces: int
+    length: Any
+
+    @property
+    def padding(self) -> Any:
+        return 0 if self.length is self.size else self.pieces * self.length - self.size
+
+
+def _cut(size: int, block_size: int) -> _Blocks:
+    """Even pieces of at most `block_size`, of a multiple of 8 where that is to be had."""
+    pieces = math.ceil(size / block_size)
+    length = min(block_size, 8 * math.ceil(size / pieces / 8))
+    return _Blocks(size, math.ceil(size / length), length)
+
+
+class _Masking(NamedTuple):
+    """Which keys a query sees.
+
+    Attributes:
+        causal: query t sees keys up to t + S - T.
+        query_segments: integers [B, T], or None for one segment.
+        key_segments: integers [B, S], or None.
+    """
+
+    causal: bool
+    query_segments: tf.Tensor | None
+    key_segments: tf.Tensor | None
+
+    def pairs(self, queries: _Blocks, keys: _Blocks) -> np.ndarray:
+        """Numbers of the blocks of queries and of keys that see each other, row by row: int32 [2, pairs]."""
+        last = (np.arange(queries.pieces) + 1) * queries.length - 1
+        first = np.arange(keys.pieces) * keys.length
+        seen = first[None, :] <= np.minimum(last, queries.size - 1)[:, None] + keys.size - queries.size
+        return np.stack(np.nonzero(seen | (not self.causal))).astype("int32")
+
+    def of_blocks(self, queries: _Blocks, keys: _Blocks, groups: int, per_group: int):
+        """A function of the numbers of two blocks: what they see of each other, bool, to be broadcast to [N, q, k]; or
+        None where that is all.
+        """
+        segments = None
+        if self.query_segments is not None:
+            segments = (
+                _split(tf.repeat(self.query_segments[:, :, None, None], groups * per_group, 2), groups, queries)[
+                    ..., 0
+                ],
+                _split(tf.repeat(self.key_segments[:, :, None, None], groups, 2), groups, keys)[..., 0],
+            )
+
+        def seen(i, j):
+            t_q1 = (i * queries.length + tf.tile(tf.range(queries.length), [per_group]))[:, None]
+            s_1k = (j * keys.length + tf.range(keys.length))[None, :]
+            conditions = []
+            if keys.padding:
+                conditions.append(s_1k < keys.size)
+            if self.causal:
+                conditions.append(s_1k <= t_q1 + (keys.size - queries.size))
+            if segments is not None:
+                query_Nq, key_Nk = tf.gather(segments[0], i), tf.gather(segments[1], j)
+                conditions.append(query_Nq[:, :, None] == key_Nk[:, None, :])
+            return functools.reduce(tf.logical_and, conditions) if conditions else None
+
+        return seen
+
+
+def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
+    """[B, T, H, K] as blocks [n, N, q, K], padded with zeros; the heads of a group become rows, head after head."""
+    batch, _, heads, width = _sizes(t)
+    per_group = heads // groups
+    t = tf.pad(t, [[0, 0], [0, blocks.padding], [0, 0], [0, 0]])
+    t = tf.reshape(t, [batch, blocks.pieces, blocks.length, groups, per_group, width])
+    t = tf.transpose(t, [1, 0, 3, 4, 2, 5])
+    return tf.reshape(t, [blocks.pieces, batch * groups, per_group * blocks.length, width])
+
+
+def _joined(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Tensor:
+    """The inverse of `_split`, in the shape and dtype of `like`."""
+    batch, _, heads, width = _sizes(like)
+    t = tf.reshape(t, [blocks.pieces, batch, groups, heads // groups, blocks.length, width])
+    t = tf.reshape(tf.transpose(t, [1, 0, 4, 2, 3, 5]), [batch, blocks.pieces * blocks.length, heads, width])
+    return tf.cast(t[:, : blocks.size], like.dtype)
+
+
+def _reference(query, key, value, scale, masking):
+    groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
+    queries, keys = (_Blocks(size, 1, size) for size in (_sizes(query)[1], _sizes(key)[1]))
+    query_NqK, key_NkK, value_NkK = (
+        _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
+    )
+    scores_Nqk = scale * _product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
+    seen = masking.of_blocks(queries, keys, groups, per_group)(0, 0)
+    weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
+    if seen is not None and not (masking == (True, None, None) and query.shape[1] == key.shape[1]):
+        # Some query may see nothing.
+        weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
+    return _joined(_product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
+
+
+def _blockwise(query, key, value, scale, masking, block_size):
+    groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
+    queries, keys = _cut(query.shape[1], block_size), _cut(key.shape[1], block_size)
+    pairs = masking.pairs(queries, keys)
+    steps, pairs = pairs.shape[1], tf.constant(pairs)
+    seen = masking.of_blocks(queries, keys, groups, per_group)
+
+    @tf.custom_gradient
+    def run(query, key, value):
+        query_nNqK = _split(query, groups, queries)
+        key_sNkK, value_sNkK = _split(key, groups, keys), _split(value, groups, keys)
+
+        def block(p):
+            """The numbers of a pair of blocks, and their scores."""
+            i, j = tf.gather(pairs[0], p), tf.gather(pairs[1], p)
+            scores_Nqk = scale * dot(tf.gather(query_nNqK, i), tf.gather(key_sNkK, j), transpose_b=True)
+            visible = seen(i, j)
+            return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf)
+
+        def forward(p, high_nNq, sum_nNq, mixed_nNqK):
+            i, j, scores_Nqk = block(p)
+            high_Nq, sum_Nq, mixed_NqK = (tf.gather(t, i) for t in (high_nNq, sum_nNq, mixed_nNqK))
+            new_high_Nq = tf.maximum(high_Nq, tf.reduce_max(scores_Nqk, -1))
+            weights_Nqk = tf.exp(scores_Nqk - new_high_Nq[..., None])
+            shrink_Nq = tf.exp(high_Nq - new_high_Nq)
+            sum_Nq = shrink_Nq * sum_Nq + tf.reduce_sum(weights_Nqk, -1)
+            mixed_NqK = shrink_Nq[..., None] * mixed_NqK
+            mixed_NqK += dot(tf.cast(weights_Nqk, value.dtype), tf.gather(value_sNkK, j))
+            return [
+                update(high_nNq, new_high_Nq[None], [i, 0, 0]),
+                update(sum_nNq, sum_Nq[None], [i, 0, 0]),
+                update(mixed_nNqK, mixed_NqK[None], [i, 0, 0, 0]),
+            ]
+
+        rows = tf.shape(query_nNqK)[:-1]
+        start = [tf.fill(rows, _LOW), tf.zeros(rows), tf.zeros(tf.shape(query_nNqK))]
+        with record.stop_recording():  # an eager tape would keep what the loop computes
+            high_nNq, sum_nNq, mixed_nNqK = loop(steps, forward, start)
+        mixed_nNqK = tf.math.divide_no_nan(mixed_nNqK, sum_nNq[..., None])
+        # For a query that sees nothing, inf: its weights are exp(-inf - inf) = 0 again.
+        lse_nNq = tf.where(sum_nNq > 0, high_nNq + tf.math.log(sum_nNq), math.inf)
+        output = _joined(mixed_nNqK, groups, queries, query)
+
+        def gradient(doutput):
+            doutput_nNqK = _split(doutput, groups, queries)
+            products_nNqK = tf.cast(doutput_nNqK, tf.float32) * tf.cast(_split(output, groups, queries), tf.float32)
+            drift_nNq = tf.reduce_sum(products_nNqK, -1)
+
+            def backward(p, dquery_nNqK, dkey_sNkK, dvalue_sNkK):
+                i, j, scores_Nqk = block(p)
+                query_NqK, key_NkK, value_NkK = (
+                    tf.gather(t, b) for t, b in ((query_nNqK, i), (key_sNkK, j), (value_sNkK, j))
+                )
+                doutput_NqK = tf.gather(doutput_nNqK, i)
+                weights_Nqk = tf.exp(scores_Nqk - tf.gather(lse_nNq, i)[..., None])
+                dweights_Nqk = dot(doutput_NqK, value_NkK, transpose_b=True)
+                dscores_Nqk = weights_Nqk * (dweights_Nqk - tf.gather(drift_nNq, i)[..., None])
+                weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (weights_Nqk, dscores_Nqk))
+                return [
+                    add(dquery_nNqK, dot(dscores_Nqk, key_NkK)[None], [i, 0, 0, 0]),
+                    add(dkey_sNkK, dot(dscores_Nqk, query_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
+                    add(dvalue_sNkK, dot(weights_Nqk, doutput_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
+                ]
+
+            start = [tf.zeros(tf.shape(t)) for t in (query_nNqK, key_sNkK, value_sNkK)]
+            dquery_nNqK, dkey_sNkK, dvalue_sNkK = loop(steps, backward, start)
+            return (
+                _joined(scale * dquery_nNqK, groups, queries, query),
+                _joined(scale * dkey_sNkK, groups, keys, key),
+                _joined(dvalue_sNkK, groups, keys, value),
+            )
+
+        return output, gradient
+
+    return run(query, key, value)
+
+
+def _product(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """`dot`, with gradients of the inputs' dtype, themselves summed in float32."""
+    if a.dtype not in HALF:
+        return tf.matmul(a, b)
+
+    @tf.custom_gradient
+    def multiply(a, b):
+        def gradient(dy):
+            dy = tf.cast(dy, a.dtype)
+            da, db = dot(dy, b, transpose_b=True), dot(a, dy, transpose_a=True)
+            return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
+
+        return dot(a, b), gradient
+
+    return multiply(a, b)
+
+
+def _sizes(t: tf.Tensor) -> list[Any]:
+    """The shape, with tensors only where a size is not known."""
+    return [tf.shape(t)[i] if size is None else size for i, size in enumerate(t.shape)]
+
+
+def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[Any, Any]:
+    if segment_ids is None:
+        return None, None
+    pair = segment_ids if isinstance(segment_ids, (tuple, list)) and len(segment_ids) == 2 else [segment_ids] * 2
+    pair = tuple(tf.convert_to_tensor(ids) for ids in pair)
+    for ids, name, tensor in zip(pair, ("query", "key"), (query, key), strict=True):
+        if not ids.dtype.is_integer:
+            raise TypeError(f"segment_ids have dtype {ids.dtype.name}: they must be integers.")
+        if not ids.shape.is_compatible_with(tensor.shape[:2]):
+            raise ValueError(
+                f"segment_ids of shape {ids.shape} do not fit {name} of shape {tensor.shape}: they must be "
+                "[batch, time], and a pair of them where queries and keys differ in time."
+            )
+    return pair
+
+
+def _require_tensors(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> None:
+    named = {"query": query, "key": key, "value": value}
+    dtypes = ", ".join(f"{name} {t.dtype.name}" for name, t in named.items())
+    if query.dtype not in (*HALF, tf.float32) or not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"The dtypes are {dtypes}: all must be float32, or all float16, or all bfloat16.")
+    shapes = ", ".join(f"{name} {t.shape}" for name, t in named.items())
+    fits = all(t.shape.rank == 4 and None not in t.shape[2:] for t in named.values())
+    fits = fits and key.shape.is_compatible_with(value.shape) and query.shape[3] == key.shape[3]
+    if not fits or not query.shape[:1].is_compatible_with(key.shape[:1]):
+        raise ValueError(
+            f"The shapes do not fit: {shapes}. They must be query [batch, time, heads, width] and key and value "
+            "[batch, keys, groups, width], with known heads, groups and width."
+        )
+    if 0 in query.shape or 0 in key.shape or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"The shapes do not fit: {shapes}. No axis may be empty, and the {query.shape[2]} heads of query must be a "
+            f"multiple of the {key.shape[2]} of key."
+        )

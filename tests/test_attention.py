@@ -1,0 +1,215 @@
+"""Attention against float64, next to the unfused expression of the same precision; and its program."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastaccum import compiled
+from fastaccum.kernels import attention, attention_implementation
+
+TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
+
+
+def make(dtype="float32", batch=2, time=37, keys=None, heads=4, groups=2, width=9, segments=None, seed=0):
+    """query, key, value, the output's cotangent, and segment ids [B, T] and [B, S] (or None)."""
+    rng = np.random.default_rng(seed)
+    keys = keys or time
+    shapes = [(batch, time, heads, width), (batch, keys, groups, width), (batch, keys, groups, width)]
+    tensors = [tf.constant(rng.normal(size=shape), dtype) for shape in [*shapes, shapes[0]]]
+    if segments:
+        segments = tuple(np.sort(rng.integers(0, segments, (batch, length))).astype("int32") for length in (time, keys))
+    return tensors, segments
+
+
+def outcome(tensors, jit_compile=True, **options):
+    """The output, and the gradients of query, key and value."""
+
+    def run(query, key, value, cotangent):
+        with tf.GradientTape() as tape:
+            tape.watch((query, key, value))
+            output = attention(query, key, value, **options)
+        return output, *tape.gradient(output, (query, key, value), output_gradients=cotangent)
+
+    if jit_compile is not None:
+        run = tf.function(run, jit_compile=jit_compile, autograph=False)
+    return run(*tensors)
+
+
+def truth(tensors, causal=False, scale=None, segment_ids=None):
+    """The same by hand in float64."""
+    q, k, v, g = (t.numpy().astype("float64") for t in tensors)
+    (_, time, heads, width), (_, keys, groups, _) = q.shape, k.shape
+    scale = width**-0.5 if scale is None else scale
+    k, v = (np.repeat(t, heads // groups, axis=2) for t in (k, v))
+    seen = np.ones((1, 1, time, keys), bool)
+    if causal:
+        seen = seen & (np.arange(keys)[None, :] <= np.arange(time)[:, None] + keys - time)
+    if segment_ids is not None:
+        seen = seen & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
+    scores = np.where(seen, np.einsum("bthk,bshk->bhts", q, k) * scale, -1e300)
+    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    dweights = np.einsum("bthk,bshk->bhts", g, v)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+    dk, dv = np.einsum("bhts,bthk->bshk", dscores, q), np.einsum("bhts,bthk->bshk", weights, g)
+    dk, dv = (t.reshape(*t.shape[:2], groups, -1, width).sum(3) for t in (dk, dv))
+    return np.einsum("bhts,bshk->bthk", weights, v), np.einsum("bhts,bshk->bthk", dscores, k), dk, dv
+
+
+def assert_as_exact(got, reference, exact, tolerance):
+    """Each element errs at most as far as the unfused expression of the same precision, and a tolerance."""
+    for name, a, b, c in zip(("output", "dquery", "dkey", "dvalue"), got, reference, exact, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        error, allowed = (np.abs(t.numpy().astype("float64") - c) for t in (a, b))
+        excess = error - allowed - tolerance * np.maximum(1, np.abs(c))
+        worst = np.unravel_index(np.argmax(excess), excess.shape)
+        assert excess[worst] <= 0, f"{name}{list(worst)}: {a.numpy()[worst]}, reference {b.numpy()[worst]}, {c[worst]}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_exact_as_the_reference(dtype, causal):
+    tensors, segment_ids = make(dtype, segments=3)
+    options = {"causal": causal, "segment_ids": segment_ids}
+    got = outcome(tensors, block_size=16, implementation="blockwise", **options)
+    reference = outcome(tensors, implementation="reference", **options)
+    assert_as_exact(got, reference, truth(tensors, **options), TOLERANCES[dtype])
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    time=st.integers(1, 40),
+    keys=st.integers(1, 40),
+    groups=st.integers(1, 3),
+    per_group=st.integers(1, 3),
+    block_size=st.integers(1, 50),
+    causal=st.booleans(),
+    segments=st.sampled_from([None, 2]),
+    implementation=st.sampled_from(["blockwise", "reference"]),
+    jit_compile=st.sampled_from([True, False, None]),
+)
+def test_any_shape(time, keys, groups, per_group, block_size, causal, segments, implementation, jit_compile):
+    if time * keys > 25 * block_size**2:
+        block_size = 8  # an eager loop over hundreds of blocks is slow
+    tensors, segment_ids = make(
+        time=time, keys=keys, heads=groups * per_group, groups=groups, width=5, segments=segments
+    )
+    options = {"causal": causal, "segment_ids": segment_ids, "scale": 0.7}
+    got = outcome(tensors, jit_compile, block_size=block_size, implementation=implementation, **options)
+    for a, b in zip(got, truth(tensors, **options), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_query_that_sees_nothing_gets_zero_and_moves_nothing():
+    """More queries than keys, ends aligned: the first 20 see none. And a segment that no key has."""
+    tensors, _ = make(time=37, keys=17)
+    for options in (
+        {"causal": True},
+        {"segment_ids": (np.repeat([[0, 1]], 2, 0).repeat([20, 17], 1), np.ones((2, 17), int))},
+    ):
+        for implementation in ("blockwise", "reference"):
+            output, dquery, *others = outcome(tensors, block_size=8, implementation=implementation, **options)
+            assert not output[:, :20].numpy().any() and not dquery[:, :20].numpy().any()
+            assert output[:, 20:].numpy().all()
+            assert all(np.isfinite(t).all() for t in others)
+
+
+def test_a_wrong_mask_is_seen():
+    """The control: ends not aligned, where queries and keys differ in number."""
+    tensors, _ = make(time=20, keys=30)
+    output = outcome(tensors, causal=True, block_size=8, implementation="blockwise")[0]
+    np.testing.assert_allclose(output, truth(tensors, causal=True)[0], atol=2e-5)
+    q, k, v, g = tensors
+    starts_aligned = truth((q, k[:, :20], v[:, :20], g), causal=True)[0]
+    assert np.abs(output - starts_aligned).max() > 0.1
+
+
+def test_scores_beyond_float16_stay_finite():
+    tensors, _ = make("float16")
+    tensors = [tensors[0] * 100, tensors[1] * 100, *tensors[2:]]  # scores of about 30,000, some above 65,504
+    scores = np.einsum("bthk,bshk->bhts", *(t.numpy().astype("float32") for t in (tensors[0][:, :, ::2], tensors[1])))
+    assert np.abs(scores).max() > 65504
+    for implementation in ("blockwise", "reference"):
+        for t in outcome(tensors, block_size=16, implementation=implementation):
+            assert np.isfinite(t).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_value_reaches_the_gradients(bad):
+    """So that a train step sees it and is skipped."""
+    (query, *others), _ = make()
+    query = tf.tensor_scatter_nd_update(query, [[0, 5, 0, 0]], [bad])
+    output, dquery, *_ = outcome([query, *others], block_size=16, implementation="blockwise")
+    assert not np.isfinite(output[0, 5, 0]).any() and not np.isfinite(dquery).all()
+
+
+def test_auto_picks_by_the_number_of_scores():
+    assert attention_implementation((1, 128, 4, 8), (1, 128, 4, 8)) == "reference"
+    assert attention_implementation((1, 256, 4, 8), (1, 256, 4, 8)) == "blockwise"
+    assert attention_implementation((1, 64, 4, 8), (1, 64, 4, 8), block_size=16) == "blockwise"
+    assert attention_implementation((1, None, 4, 8), (1, None, 4, 8)) == "reference"
+    tensors, _ = make(time=40)
+    picked, blockwise = (outcome(tensors, block_size=16, implementation=i)[0] for i in ("auto", "blockwise"))
+    np.testing.assert_array_equal(picked, blockwise)
+
+
+def program(time, causal=True, block_size=32, implementation="blockwise"):
+    def run(*tensors):
+        return outcome(tensors, None, causal=causal, block_size=block_size, implementation=implementation)
+
+    return compiled.Program(run), make(batch=1, time=time, heads=2, groups=2, width=16)[0]
+
+
+@pytest.mark.parametrize(("causal", "pairs"), [(True, 8 * 9 // 2), (False, 8 * 8)])
+def test_two_loops_over_the_blocks_that_see_each_other(causal, pairs):
+    hlo = compiled.compiler_ir(*_call(program(256, causal)))
+    whiles = re.findall(r"= .* while\(.*", hlo)
+    assert [re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1] for line in whiles] == [str(pairs)] * 2
+    assert "conditional(" not in hlo
+    assert not re.search(r"\[(\d+,)*256,256\]", hlo)  # no [T, S] buffer
+    reference = compiled.compiler_ir(*_call(program(256, causal, implementation="reference")))
+    assert re.search(r"\[(\d+,)*256,256\]", reference)
+
+
+def test_memory_is_linear_in_time():
+    def temp_bytes(time, implementation):
+        return compiled.memory_analysis(*_call(program(time, implementation=implementation))).temp_bytes
+
+    assert temp_bytes(1024, "blockwise") <= 4.3 * temp_bytes(256, "blockwise")
+    assert temp_bytes(1024, "reference") > 8 * temp_bytes(256, "reference")
+
+
+def _call(made):
+    return made[0], *made[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": [2, 8, 3, 4]}, ValueError, "3 heads of query must be a multiple of the 2 of key"),
+        ({"query": [2, 8, 16]}, ValueError, r"query \(2, 8, 16\)"),
+        ({"query": [3, 8, 4, 4]}, ValueError, r"query \(3, 8, 4, 4\)"),
+        ({"key": [2, 8, 2, 5]}, ValueError, r"key \(2, 8, 2, 5\)"),
+        ({"key": [2, 9, 2, 4]}, ValueError, r"value \(2, 8, 2, 4\)"),
+        ({"query": [2, 0, 4, 4]}, ValueError, "No axis may be empty"),
+        ({"value_dtype": "float16"}, TypeError, "value float16"),
+        ({"query_dtype": "float64"}, TypeError, "query float64"),
+        ({"block_size": 0}, ValueError, "block_size=0"),
+        ({"block_size": "8"}, TypeError, "block_size='8'"),
+        ({"scale": "8"}, TypeError, "scale='8'"),
+        ({"implementation": "flash"}, ValueError, "implementation='flash'.*blockwise"),
+        ({"segment_ids": np.zeros((2, 7), int)}, ValueError, r"segment_ids of shape \(2, 7\)"),
+        ({"segment_ids": np.zeros((2, 8))}, TypeError, "segment_ids have dtype float64"),
+    ],
+)
+def test_bad_input_names_the_culprit(change, error, message):
+    shapes = {"query": [2, 8, 4, 4], "key": [2, 8, 2, 4], "value": [2, 8, 2, 4]}
+    tensors = [
+        tf.zeros(change.pop(name, shape), change.pop(f"{name}_dtype", "float32")) for name, shape in shapes.items()
+    ]
+    with pytest.raises(error, match=message):
+        attention(*tensors, **change)
