@@ -1,0 +1,384 @@
+"""Many layers of one kind as one traced body: a loop forward, and one backward that recomputes each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.variables import AutocastScope
+from tensorflow.python.eager import record
+
+from fastaccum.checks import whole_number
+from fastaccum.kernels import stackable
+from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.kernels.xla_ops import loop
+
+IMPLEMENTATIONS = ("auto", "reference")
+
+
+# Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
+_SEED_STRIDE = 1_000_003
+
+
+@keras.saving.register_keras_serializable("fastaccum")
+class LayerStack(keras.layers.Layer):
+    """`depth` layers of one kind, one after the other, traced and compiled once whatever the depth.
+
+    Equal to
+
+        layers = [make_layer() for _ in range(depth)]
+        for layer in layers:
+            x = layer(x, training=training, **kwargs)
+
+    from the same initial values, with each weight stacked over the layers: `[depth, ...]`, in its own dtype. Forward
+    and backward are one loop each. The forward one saves every layer's input, `[depth, *x.shape]` in x's dtype, and
+    nothing else; the backward one computes each layer again from it (Chen et al., 2016, "Training Deep Nets with
+    Sublinear Memory Cost", arXiv:1604.06174), so a layer's activations exist once, not `depth` times, for about a
+    third more arithmetic. A weight's gradient is written in place into one buffer `[depth, ...]`. Random layers draw
+    from seeds of their own, advanced as the plain layers' would be and set back for the recomputation.
+
+    Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken over all layers.
+
+    Args:
+        make_layer: makes one layer from no arguments; or a layer, of whose configuration `depth` new ones are made.
+            The layer must map its first argument to one tensor of the same shape and dtype. Its weights may have
+            L1 and L2 regularizers; it may hold further state (BatchNormalization).
+        depth: how many layers.
+        implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
+            weights, with plain autodiff.
+        name: as of any Keras layer.
+        trainable: as of any Keras layer.
+
+    Attributes:
+        template: the first of the layers, whose `call` is the body for all; its own weights are not used.
+
+    Call arguments:
+        x: one tensor; a Keras mask on it reaches every layer, where the layers support masking.
+        training: as of any Keras layer.
+        **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients flow into them.
+
+    Raises:
+        TypeError: a depth that is no number; a make_layer that does not make a layer; x that is not one tensor.
+        ValueError: a depth below 1 or a fractional one; an unknown implementation; when built, layers that differ,
+            share state, or have constraints, other regularizers or metrics; when traced, a layer that changes its
+            input's shape, dtype or mask, adds losses, or uses variables that are not its own.
+
+    >>> keras.utils.set_random_seed(0)
+    >>> stack = LayerStack(lambda: keras.layers.Dense(4, "tanh"), depth=3)
+    >>> x = tf.ones([2, 4])
+    >>> y = stack(x)
+    >>> [tuple(weight.shape) for weight in stack.weights]
+    [(3, 4, 4), (3, 4)]
+    >>> for layer in stack.unstack():
+    ...     x = layer(x)
+    >>> bool(tf.reduce_all(tf.abs(x - y) < 1e-6))
+    True
+    """
+
+    def __init__(
+        self,
+        make_layer: Callable[[], keras.layers.Layer] | keras.layers.Layer,
+        depth: int,
+        *,
+        implementation: str = "auto",
+        name: str | None = None,
+        trainable: bool = True,
+    ):
+        depth = whole_number("depth", depth)
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation={implementation!r} must be one of {', '.join(IMPLEMENTATIONS)}.")
+        if isinstance(make_layer, keras.layers.Layer):
+            make_layer = functools.partial(type(make_layer).from_config, make_layer.get_config())
+        template = stackable.made(make_layer)
+        super().__init__(name=name, dtype=template.dtype_policy)
+        # Past Keras's tracking: the template's variables are none of the model's.
+        vars(self)["template"] = template
+        if not (trainable and template.trainable):
+            self.trainable = False
+        self.make_layer, self.depth, self.implementation = make_layer, depth, implementation
+        self.supports_masking = template.supports_masking
+        self.supports_jit = all(layer.supports_jit for layer in template._flatten_layers())
+
+    @keras.layers.Layer.trainable.setter
+    def trainable(self, value: bool) -> None:
+        keras.layers.Layer.trainable.fset(self, value)
+        # A frozen BatchNormalization infers in training too.
+        self.template.trainable = value
+
+    def build(self, x_shape: Sequence[int | None]) -> None:
+        self._x_shape = tuple(x_shape)
+        # Out of a graph that is being traced, and of the outer layer's autocast.
+        with tf.init_scope(), AutocastScope(None):
+            layers = [self._built(self.template)]
+            # One after the other, so that random values are drawn in the order of plain layers.
+            while len(layers) < self.depth:
+                layers.append(self._built(stackable.made(self.make_layer)))
+            stackable.require_same_variables(layers)
+            stackable.require_same_settings(layers)
+            stackable.require_supported(self.template)
+            self._stack(layers)
+
+    def _stack(self, layers: list[keras.layers.Layer]) -> None:
+        learned = {id(v) for layer in self.template._flatten_layers() for v in layer._trainable_variables}
+        self._learned = [id(variable) in learned for variable in stackable.variables(self.template)]
+        self._stacked_weights = []
+        for variable, *copies in zip(self.template.weights, *(layer.weights for layer in layers), strict=True):
+            stacked = self.add_weight(
+                name=variable.path.rpartition(f"{self.template.name}/")[2].replace("/", "."),
+                shape=(self.depth, *variable.shape),
+                dtype=variable._dtype,
+                initializer=functools.partial(_stacked, copies),
+                regularizer=variable.regularizer,
+                trainable=id(variable) in learned,
+                # The body casts, so that its gradients are those of the variables in their own dtype.
+                autocast=False,
+            )
+            stacked.trainable = variable.trainable
+            # A tf.train.Checkpoint does not look into Keras's lists.
+            self._track_trackable(stacked, f"weights.{len(self._stacked_weights)}")
+            self._stacked_weights.append(stacked)
+        self._seeds = [_Seeds(generators) for generators in zip(*map(stackable.seed_generators, layers), strict=True)]
+
+    @property
+    def _stacked_variables(self) -> list[keras.Variable]:
+        """In the order of the template's `_variables`."""
+        return [*self._stacked_weights, *(seeds.state for seeds in self._seeds)]
+
+    def _built(self, layer: keras.layers.Layer) -> keras.layers.Layer:
+        parts = layer._flatten_layers(include_self=False)
+        if getattr(layer.build, "_is_default", False) and not all(part.built for part in parts):
+            layer(keras.KerasTensor(self._x_shape, self.compute_dtype))
+        elif not layer.built:
+            layer.build(self._x_shape)
+        return layer
+
+    def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: Any) -> tf.Tensor:
+        if not tf.is_tensor(x):
+            raise TypeError(f"x={x!r} must be one tensor: every layer of a LayerStack maps one tensor to the next.")
+        mask = get_keras_mask(x)
+        if mask is not None and not self.supports_masking:
+            raise ValueError(
+                f"x has a Keras mask, but {stackable.called(self.template)} does not support masking, so that later "
+                "layers would not see it. Set supports_masking=True in the layer, or pass x without the mask."
+            )
+        if x.dtype.is_floating:
+            # As Keras has done already, unless a model is called symbolically.
+            x = tf.cast(x, self.compute_dtype)
+        weights, state = self._split(self._stacked_variables)
+        body = _Body(self.template, *self._split(stackable.variables(self.template)), bool(training), [mask, kwargs])
+        run = _unrolled if self.implementation == "reference" else _looped
+        # Read before the state is assigned: the recomputation starts from the same seeds.
+        y, after = run(body, self.depth, x, _read(weights), _read(state))
+        for k in body.assigned:
+            state[k].assign(after[k])
+        return y
+
+    def _split(self, variables: list[keras.Variable]) -> tuple[list[keras.Variable], list[keras.Variable]]:
+        """Those that are learned, and the others."""
+        marked = list(zip(variables, self._learned, strict=True))
+        return [v for v, learned in marked if learned], [v for v, learned in marked if not learned]
+
+    def unstack(self) -> list[keras.layers.Layer]:
+        """The plain layers: `depth` new ones, built, with copies of the stack's weights and seeds."""
+        self._require_built()
+        layers = [self._built(stackable.made(self.make_layer)) for _ in range(self.depth)]
+        for stacked, *copies in zip(self._stacked_variables, *map(stackable.variables, layers), strict=True):
+            for i, variable in enumerate(copies):
+                variable.assign(stacked.value[i])
+        return layers
+
+    def assign_from(self, layers: Sequence[keras.layers.Layer]) -> None:
+        """Takes the weights and seeds of plain layers, the inverse of `unstack`.
+
+        Raises:
+            ValueError: not `depth` built layers with weights of the stack's shapes.
+        """
+        self._require_built()
+        layers = list(layers)
+        if len(layers) != self.depth:
+            raise ValueError(f"layers has {len(layers)} layers, but depth={self.depth}: pass one for each.")
+        stackable.require_same_variables([self.template, *layers])
+        for stacked, *copies in zip(self._stacked_variables, *map(stackable.variables, layers), strict=True):
+            stacked.assign(_stacked(copies))
+
+    def _require_built(self) -> None:
+        if not self.built:
+            raise ValueError(f"{self.name!r} has no weights yet: call it, or `build(x_shape)`, first.")
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        return {
+            # The dtype policy is the template's.
+            **{key: config[key] for key in ("name", "trainable")},
+            "make_layer": keras.saving.serialize_keras_object(self.template),
+            "depth": self.depth,
+            "implementation": self.implementation,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> LayerStack:
+        return cls(**{**config, "make_layer": keras.saving.deserialize_keras_object(config["make_layer"])})
+
+
+class _Seeds(keras.random.SeedGenerator):
+    """The states of one seed generator in every layer: int64 `[depth, 2]`."""
+
+    def __init__(self, generators: Sequence[keras.random.SeedGenerator]):
+        super().__init__(seed=0)
+        seeds = {generator._initial_seed for generator in generators}
+        # A seed that the layers share would drop the same elements in all of them.
+        shared = None not in seeds and len(seeds) < len(generators)
+        self._initial_seed = seeds.pop() if shared else None
+        states = [generator.state for generator in generators]
+
+        def initial(shape, dtype):
+            offsets = tf.range(shape[0], dtype=dtype)[:, tf.newaxis] * [_SEED_STRIDE if shared else 0, 0]
+            return _stacked(states) + tf.reshape(offsets, [shape[0], *[1] * (len(shape) - 2), 2])
+
+        shape, dtype = (len(states), *states[0].shape), states[0].dtype
+        self.state = keras.Variable(initial, shape, dtype, trainable=False, aggregation="none")
+
+
+@dataclasses.dataclass
+class _Body:
+    """One layer as a function of its input, of tensors that all layers share, and of its variables' values.
+
+    Attributes:
+        template: the layer.
+        weights: its variables that are learned.
+        state: the others: statistics, then seeds.
+        training: whether it is called for training.
+        arguments: the mask (or None) and the keyword arguments.
+        assigned: which of the state it has assigned: known once it was called.
+    """
+
+    template: keras.layers.Layer
+    weights: list[keras.Variable]
+    state: list[keras.Variable]
+    training: bool
+    arguments: list[Any]
+    assigned: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def shared(self) -> list[tf.Tensor]:
+        """The tensors among the arguments."""
+        return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
+
+    def __call__(self, x, shared, weights, state):
+        """The output, and what the state is after the call."""
+        shared = iter(shared)
+        mask, kwargs = tf.nest.map_structure(lambda t: next(shared) if tf.is_tensor(t) else t, self.arguments)
+        scope = keras.StatelessScope(collect_losses=True)
+        for value in (*zip(self.weights, weights, strict=True), *zip(self.state, state, strict=True)):
+            # Not as the scope's argument: in an outer layer's autocast scope Keras would round it there.
+            scope.add_update(value)
+        with scope:
+            set_keras_mask(x, mask)
+            y = self.template(x, training=self.training, **kwargs)
+        name = stackable.called(self.template)
+        if not tf.is_tensor(y) or y.dtype != x.dtype or not y.shape.is_compatible_with(x.shape):
+            raise ValueError(
+                f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack feeds each layer's output to the next, so it must "
+                "be one tensor of the input's shape and dtype."
+            )
+        if mask is not None and get_keras_mask(y) is not mask:
+            raise ValueError(f"{name} changes its input's mask, which a LayerStack passes to every layer as it is.")
+        if scope.losses:
+            raise ValueError(
+                f"{name} adds losses (`add_loss` or an activity regularizer), which a LayerStack would drop. Use plain "
+                "layers, or add the loss outside the stack."
+            )
+        y.set_shape(x.shape)
+        after = [scope.get_current_value(v) for v in self.state]
+        self.assigned.update(k for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old)
+        return y, after
+
+
+def _unrolled(body, depth, x, weights, state):
+    """`_looped` as plain calls and plain autodiff."""
+    states = []
+    for i in range(depth):
+        x, after = body(x, body.shared, [w[i] for w in weights], [s[i] for s in state])
+        states.append(after)
+    return x, [tf.stack(values) for values in zip(*states, strict=True)]
+
+
+def _looped(body, depth, x, weights, state):
+    """The last layer's output, and what the stacked state is after all layers."""
+    shared = body.shared
+
+    @tf.custom_gradient
+    def run(x, *tensors):
+        shared, weights = tensors[: len(body.shared)], tensors[len(body.shared) :]
+
+        def forward(i, x, inputs, *states):
+            y, after = body(x, shared, _at(i, weights), _at(i, state))
+            states = [s.write(i, value) for s, value in zip(states, after, strict=True)]
+            return [y, inputs.write(i, x), *states]
+
+        # An eager tape would keep what the loop computes.
+        with record.stop_recording():
+            buffers = [_buffer(x.dtype, [depth, *x.shape]), *(_buffer(s.dtype, s.shape) for s in state)]
+            y, *buffers = loop(depth, forward, [x, *buffers])
+            inputs, *after = [b.stack() for b in buffers]
+
+        def gradient(dy, *_, variables=None):
+            if variables:
+                raise ValueError(
+                    f"{stackable.called(body.template)} uses variables that are not its own: "
+                    f"{[v.name for v in variables]}. A LayerStack has no gradient for them: pass them to the call as "
+                    "keyword arguments."
+                )
+            floating = [t for t in shared if t.dtype.is_floating]
+
+            def backward(i, dy, *results):
+                layer = depth - 1 - i
+                x, own_weights = tf.gather(inputs, layer), _at(layer, weights)
+                sources = [x, *floating, *own_weights]
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(sources)
+                    y, _ = body(x, shared, own_weights, _at(layer, state))
+                gradients = tape.gradient(y, sources, dy, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+                dx, *gradients = map(tf.convert_to_tensor, gradients)
+                sums, buffers = results[: len(floating)], results[len(floating) :]
+                sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, gradients, strict=False)]
+                buffers = [b.write(layer, g) for b, g in zip(buffers, gradients[len(floating) :], strict=True)]
+                return [dx, *sums, *buffers]
+
+            sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
+            buffers = (_buffer(w.dtype, w.shape) for w in weights)
+            dx, *results = loop(depth, backward, [dy, *sums, *buffers])
+            sums = iter(results[: len(floating)])
+            d_shared = [tf.cast(next(sums), t.dtype) if t.dtype.is_floating else None for t in shared]
+            return [dx, *d_shared, *(b.stack() for b in results[len(floating) :])]
+
+        return (y, *after), gradient
+
+    y, *after = run(x, *shared, *weights)
+    return y, after
+
+
+def _at(i: tf.Tensor, stacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.gather(stack, i) for stack in stacks]
+
+
+def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:
+    """A stack that a loop writes in place."""
+    return tf.TensorArray(dtype, shape[0], element_shape=shape[1:])
+
+
+def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(v.value) for v in variables]
+
+
+def _stacked(variables: Sequence[keras.Variable], *_: Any, **__: Any) -> tf.Tensor:
+    return tf.stack(_read(variables))
+
+
+def _spec(value: Any) -> str:
+    return f"{value.dtype.name} {value.shape}" if tf.is_tensor(value) else repr(value)

@@ -1,0 +1,101 @@
+"""Which layers a LayerStack can hold: of one kind, sharing nothing, with nothing that it would silently drop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+# Of these the penalty of a stack is the sum of the layers' penalties.
+SUMMED_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2, type(None))
+
+
+def seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
+    return [generator for part in layer._flatten_layers() for generator in part._seed_generators]
+
+
+def variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The weights, then the states of the seed generators."""
+    return [*layer.weights, *(generator.state for generator in seed_generators(layer))]
+
+
+def made(make_layer: Callable[[], keras.layers.Layer]) -> keras.layers.Layer:
+    if not callable(make_layer):
+        raise TypeError(f"make_layer={make_layer!r} must be a function that makes a Keras layer, or a Keras layer.")
+    layer = make_layer()
+    if not isinstance(layer, keras.layers.Layer):
+        raise TypeError(f"make_layer returned {layer!r}, which is no Keras layer: return a new keras.layers.Layer.")
+    return layer
+
+
+def called(layer: keras.layers.Layer) -> str:
+    return f"layer {layer.name!r} ({type(layer).__name__})"
+
+
+def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
+    """Raises ValueError for layers whose variables are not alike, or are the same ones."""
+    expected, *_ = shapes = [[(tuple(v.shape), v._dtype) for v in variables(layer)] for layer in layers]
+    owner: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        if type(layer) is not type(layers[0]) or shapes[i] != expected:
+            raise ValueError(
+                f"Layer {i}, {called(layer)}, has variables {shapes[i]}, but the first, {called(layers[0])}, has "
+                f"{expected}. The layers of a LayerStack must be of one kind, built for one shape."
+            )
+        for variable in variables(layer):
+            if owner.setdefault(id(variable), i) != i:
+                raise ValueError(
+                    f"Layers {owner[id(variable)]} and {i} share {variable.path!r}: make_layer must return a new layer "
+                    "with variables and seed generators of its own each time."
+                )
+
+
+def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
+    """Raises ValueError for layers that one body cannot stand for."""
+    first, *others = map(_settings, layers)
+    for i, settings in enumerate(others, start=1):
+        if settings != first:
+            raise ValueError(
+                f"Layer {i} is configured as {settings}, but the first as {first}: one body stands for all, so that "
+                "only names, weights and seeds may differ."
+            )
+
+
+def _settings(layer: keras.layers.Layer) -> Any:
+    """A layer's configuration, without what may differ between the layers of a stack: names and seeds."""
+    names: list[Any] = []
+
+    def plain(config):
+        if isinstance(config, dict):
+            names.append(config.get("name"))
+            ignored = ("name", "seed", "build_config", "shared_object_id")
+            return {key: plain(value) for key, value in config.items() if key not in ignored}
+        if isinstance(config, (list, tuple)):
+            return [plain(value) for value in config]
+        # The layers of a functional model refer to each other by name.
+        return names.index(config) if isinstance(config, str) and config in names else config
+
+    try:
+        return plain(layer.get_config())
+    except NotImplementedError:  # a layer that cannot be saved
+        return None
+
+
+def require_supported(layer: keras.layers.Layer) -> None:
+    """Raises ValueError for what a LayerStack would silently drop."""
+    if any(part._metrics for part in layer._flatten_layers()):
+        raise ValueError(
+            f"{called(layer)} holds metrics: move them out of the LayerStack, which would not update them."
+        )
+    for variable in layer.weights:
+        if variable.constraint is not None:
+            raise ValueError(
+                f"{variable.path!r} has constraint={variable.constraint!r}, which would see the stacked weights. "
+                "Use plain layers, or no constraint."
+            )
+        if not isinstance(variable.regularizer, SUMMED_REGULARIZERS):
+            raise ValueError(
+                f"{variable.path!r} has regularizer={variable.regularizer!r}: of stacked weights, only L1, L2 "
+                "and L1L2 are the sum of the layers' own."
+            )
