@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastaccum.head_loss import LinearCrossEntropy
     from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from fastaccum.train_step import StepResult, TrainStep
     from fastaccum.trainer import Trainer
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DynamicLossScale",
+    "LinearCrossEntropy",
     "NoLossScale",
     "StaticLossScale",
     "StepResult",
@@ -27,6 +29,7 @@ __all__ = [
 # for it (it is optional, and changes what tf.keras is).
 _MODULES = {
     "DynamicLossScale": "loss_scale",
+    "LinearCrossEntropy": "head_loss",
     "NoLossScale": "loss_scale",
     "StaticLossScale": "loss_scale",
     "StepResult": "train_step",

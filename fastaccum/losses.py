@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import models
+from fastaccum.head_loss import HeadLoss, LinearCrossEntropy
 from fastaccum.index_checks import whole
 
 
@@ -90,6 +91,13 @@ class Losses:
             classes = _classes(loss, prediction)
             self.outputs.append(Output(name, loss, 1.0 if weight is None else float(weight), classes))
 
+    def take_over_heads(self, model: models.Model) -> list[HeadLoss]:
+        """Gives each `LinearCrossEntropy` the layer that it leaves out of the model; returns those losses."""
+        for i, output in enumerate(self.outputs):
+            if isinstance(output.loss, LinearCrossEntropy):
+                self.outputs[i] = output._replace(loss=HeadLoss(output.loss, model, output.name, output.classes))
+        return [output.loss for output in self.outputs if isinstance(output.loss, HeadLoss)]
+
     def __call__(
         self,
         y_true: Any,
@@ -148,9 +156,11 @@ def term(
     Term(loss_sum=<tf.Tensor: shape=(), dtype=float32, numpy=2.0>, weight_sum=<tf.Tensor: shape=(), \
 dtype=float32, numpy=2.0>)
     """
-    dtype = getattr(loss, "dtype", None) or "float32"
     in_mask = models.mask_of(y_pred)
-    values = loss.call(tf.cast(y_true, dtype), tf.cast(y_pred, dtype))
+    if not isinstance(loss, HeadLoss):
+        dtype = getattr(loss, "dtype", None) or "float32"
+        y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
+    values = loss.call(y_true, y_pred)
     out_mask = models.mask_of(values)
     values = tf.cast(values, tf.float32)
     _require_per_example(loss, values, y_pred)
@@ -255,7 +265,9 @@ def _reduction(loss: Any) -> str | None:
 
 
 def takes_class_indices(loss: Any) -> bool:
-    """Whether a Keras loss, its function or its name takes class indices as labels."""
+    """Whether a loss, a Keras loss's function or its name takes class indices as labels."""
+    if isinstance(loss, LinearCrossEntropy):
+        return True
     if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce"):
         loss = keras.losses.get(loss)
     return getattr(getattr(loss, "fn", loss), "__name__", "") == "sparse_categorical_crossentropy"

@@ -52,16 +52,21 @@ class ModelStep(TrainStep):
         optimizer: Any,
         *,
         jit_compile: bool,
+        fp32_weight_gradients: bool,
         **options,
     ):
         self.model, self.losses, self.metrics = model, losses, metrics
         self._jit_compile = jit_compile
+        self._fp32_weight_gradients = fp32_weight_gradients
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
         self.index_checks = IndexChecks(
             [(f"labels of output {name!r}", classes) for name, classes in labelled]
             + [(f"ids given to embedding {layer.name!r}", layer.input_dim) for layer in model.embeddings]
         )
         self._first_embedding = len(labelled)
+        self._heads = losses.take_over_heads(model)
+        for head in self._heads:
+            head.require_no_metrics(metrics)
         self._added = model.added_reductions
         self._loss_means = {
             f"{output.name}_loss": keras.metrics.Mean() for output in losses.outputs if len(losses.outputs) > 1
@@ -89,7 +94,10 @@ class ModelStep(TrainStep):
         with (
             self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)),
             self.model.compiled_convolutions(not has_gpu()) if self._jit_compile else contextlib.nullcontext(),
+            contextlib.ExitStack() as without,
         ):
+            for head in self._heads:
+                without.enter_context(head.head_left_out())
             y_pred = self.model(batch.x, training=training)
         names = self.model.output_names
         terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names)
@@ -132,7 +140,9 @@ class ModelStep(TrainStep):
         several = len(self._term_weights) > 1
         self._denominators = self._count(*stacks) if several else None
         self._observe_labels(*stacks)
-        return super().accumulate(*stacks)
+        # Around the backward pass too: a layer that recomputes its activations there is called again.
+        with self.model.fp32_weight_gradients() if self._fp32_weight_gradients else contextlib.nullcontext():
+            return super().accumulate(*stacks)
 
     def _observe_labels(self, *stacks: Batch) -> None:
         for stack in stacks:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
-from fastaccum.kernels import convolution
+from fastaccum.kernels import convolution, fp32_layers
 
 
 def get(model: Any) -> Model:
@@ -151,6 +151,18 @@ class Model:
             yield
 
     @contextmanager
+    def fp32_weight_gradients(self):
+        """Within the scope, weight gradients are computed in float32 under mixed precision.
+
+        The layers are their own again outside of it: what a callback saves there loads without fastaccum.
+        """
+        layers = fp32_layers.fp32_weight_gradients(self.model)
+        try:
+            yield
+        finally:
+            fp32_layers.plain_weight_gradients(layers)
+
+    @contextmanager
     def compiled_convolutions(self, fast_gradients: bool):
         """Within the scope, 2-D convolutions are such as XLA compiles in a loop, with gradients that a CPU runs fast.
 
@@ -158,7 +170,7 @@ class Model:
         """
         calls = []
         for layer in self.layers:
-            if type(layer) is not keras.layers.Conv2D or layer.data_format != "channels_last":
+            if type(layer) not in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D) or layer.data_format != "channels_last":
                 continue
             if layer.dilation_rate != (1, 1):
                 calls.append((layer, "convolution_op", functools.partial(_dilated, layer)))
@@ -206,6 +218,10 @@ class LegacyModel(Model):
 
     def uncompilable_layers(self) -> list[str]:
         return []
+
+    @contextmanager
+    def fp32_weight_gradients(self):
+        yield
 
     def adopt(self, optimizer: Any, metrics: Any, loss: Any, loss_weights: Any) -> None:
         self.model.optimizer = optimizer

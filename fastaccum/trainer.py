@@ -44,6 +44,9 @@ class Trainer:
         gradient_accumulation_steps: micro-batches per update.
         loss_scale: "auto" for `DynamicLossScale()` under float16 compute and none otherwise; or a loss scale.
         clip_norm: the largest global norm of the final, unscaled gradient.
+        fp32_weight_gradients: under float16 and bfloat16 compute, take the gradients of kernels and biases in
+            float32, as `fastaccum.kernels.fp32_weight_gradients` does, but only within the train step: the model
+            itself stays as it is. Changes nothing in float32, nor for a tf_keras model.
         jit_compile: compile with XLA; False runs the same step op by op.
         steps_per_execution: train steps per dispatch, as one more loop in the same program. Callbacks see the last
             step of each dispatch, as in Keras.
@@ -73,6 +76,7 @@ class Trainer:
         gradient_accumulation_steps: int = 1,
         loss_scale: Any = "auto",
         clip_norm: float | None = None,
+        fp32_weight_gradients: bool = True,
         jit_compile: bool = True,
         steps_per_execution: int = 1,
     ):
@@ -86,6 +90,7 @@ class Trainer:
         )
         self.steps_per_execution = checks.whole_number("steps_per_execution", steps_per_execution)
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
+        self.fp32_weight_gradients = checks.true_or_false("fp32_weight_gradients", fp32_weight_gradients)
         self.jit_compile = checks.true_or_false("jit_compile", jit_compile)
         self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._step: ModelStep | None = None
@@ -404,6 +409,7 @@ class Trainer:
                 self._optimizer,
                 loss_scale=self.loss_scale,
                 clip_norm=self.clip_norm,
+                fp32_weight_gradients=self.fp32_weight_gradients,
                 jit_compile=self.jit_compile,
             )
             self._model.adopt(self.optimizer, self._metrics, **self._compile_arguments)

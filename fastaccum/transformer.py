@@ -1,7 +1,9 @@
 """The reference model: a decoder-only transformer over token ids.
 
-Shape suffixes: B batch, T time (twice in scores: query, then key), D width, H heads, K width per head,
-F width of the MLP (4 D), V vocabulary.
+Built from the kernels: blockwise attention, and optionally one traced body for all blocks (`LayerStack`).
+
+Shape suffixes: B batch, T time, D width, H heads, G heads of keys and values, K width per head, F width of the
+MLP (4 D), V vocabulary.
 """
 
 import math
@@ -11,28 +13,36 @@ import keras
 from keras import ops
 
 from fastaccum.checks import whole_number
+from fastaccum.kernels.attention import attention
+from fastaccum.kernels.layer_stack import LayerStack
 
-# Sizes by name; what is not named keeps the default of `gpt`.
+_GPT2_VOCABULARY = 50257
+
+# What `gpt` is called with, by name; what is not named keeps its default.
 PRESETS = {
     # What two CPU cores train on text in about two minutes.
     "nano": {"width": 128, "layers": 3, "heads": 4, "context": 128},
     # What the benchmarks time.
     "micro": {"width": 256, "layers": 4, "heads": 4, "context": 128},
-    # GPT-2's smallest.
-    "small": {"width": 768, "layers": 12, "heads": 12, "context": 1024},
+    # The sizes of GPT-2 small and medium, and of GPT-3 XL; 16 heads of 128, as kernels like them.
+    "124m": {"width": 768, "layers": 12, "heads": 12, "context": 1024},
+    "350m": {"width": 1024, "layers": 24, "heads": 16, "context": 1024},
+    "1.3b": {"width": 2048, "layers": 24, "heads": 16, "context": 2048},
 }
+for _name in ("124m", "350m", "1.3b"):
+    PRESETS[_name] |= {"vocabulary_size": _GPT2_VOCABULARY, "tied": True, "stacked": True}
 
 
 @keras.saving.register_keras_serializable("fastaccum")
-class TokenEmbedding(keras.layers.Embedding):
-    """`keras.layers.Embedding` that knows the most positions that the model takes: `[B, T] -> [B, T, D]`.
+class ContextLimit(keras.layers.Layer):
+    """Passes on ids `[B, T]` that have at most `context` positions.
 
     Raises:
-        ValueError: ids with more than `context` positions.
+        ValueError: ids with more.
     """
 
-    def __init__(self, input_dim, output_dim, context, **kwargs):
-        super().__init__(input_dim, output_dim, **kwargs)
+    def __init__(self, context, **kwargs):
+        super().__init__(**kwargs)
         self.context = context
 
     def call(self, ids_BT):
@@ -42,7 +52,31 @@ class TokenEmbedding(keras.layers.Embedding):
                 f"ids with {time} positions do not fit context={self.context}: "
                 "cut them, or build the model with a larger context."
             )
-        return super().call(ids_BT)
+        return ids_BT
+
+    def compute_output_shape(self, ids_shape):
+        return ids_shape
+
+    def get_config(self):
+        return {**super().get_config(), "context": self.context}
+
+
+@keras.saving.register_keras_serializable("fastaccum")
+class LearnedPositions(keras.layers.Layer):
+    """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`, T at most `context`."""
+
+    def __init__(self, context, **kwargs):
+        super().__init__(**kwargs)
+        self.context = context
+
+    def build(self, x_shape):
+        self.table_TD = self.add_weight((self.context, x_shape[-1]), _normal(1, 0.5), name="table")
+
+    def call(self, x_BTD):
+        return x_BTD + self.table_TD[: ops.shape(x_BTD)[1]]
+
+    def compute_output_shape(self, x_shape):
+        return x_shape
 
     def get_config(self):
         return {**super().get_config(), "context": self.context}
@@ -50,27 +84,35 @@ class TokenEmbedding(keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable("fastaccum")
 class CausalSelfAttention(keras.layers.Layer):
-    """Multi-head causal self-attention with rotary positions: `[B, T, D] -> [B, T, D]`.
+    """Multi-head causal self-attention: `[B, T, D] -> [B, T, D]`.
 
-    `softmax(q k^T / sqrt(K) + mask) v` for each head, with q and k turned by their position (RoPE, halves
-    paired), where `mask` hides every later position. Queries, keys and values come from one fused projection;
-    the softmax is taken in float32 whatever the compute dtype.
+    `softmax(q k^T / sqrt(K) + mask) v` for each head, where `mask` hides every later position: see
+    `fastaccum.kernels.attention`. Queries, keys and values come from one fused projection.
 
     Args:
-        heads: how many heads; must divide the width, with an even quotient.
+        heads: how many heads of queries; must divide the width.
+        key_value_heads: heads of keys and values, each shared by `heads / key_value_heads` heads of queries
+            (grouped-query attention, Ainslie et al. 2023); by default `heads`.
+        rotary: turn queries and keys by their position (RoPE, Su et al. 2021; halves paired).
         residual_scale: factor on the spread of the output projection's initial values.
     """
 
-    def __init__(self, heads, residual_scale=1.0, **kwargs):
+    def __init__(self, heads, key_value_heads=None, rotary=True, residual_scale=1.0, **kwargs):
         super().__init__(**kwargs)
         self.heads = heads
+        self.key_value_heads = key_value_heads or heads
+        self.rotary = rotary
         self.residual_scale = residual_scale
 
     def build(self, x_shape):
         width = x_shape[-1]
         self.head_width = width // self.heads
         self.qkv = keras.layers.Dense(
-            3 * width, use_bias=False, kernel_initializer=_normal(width), dtype=self.dtype_policy, name="qkv"
+            width + 2 * self.key_value_heads * self.head_width,
+            use_bias=False,
+            kernel_initializer=_normal(width),
+            dtype=self.dtype_policy,
+            name="qkv",
         )
         self.out = keras.layers.Dense(
             width,
@@ -83,30 +125,27 @@ class CausalSelfAttention(keras.layers.Layer):
         self.out.build(x_shape)
 
     def call(self, x_BTD):
-        time = ops.shape(x_BTD)[1]
-        q_BHTK, k_BHTK, v_BHTK = map(self._split_heads, ops.split(self.qkv(x_BTD), 3, axis=-1))
-        cos_TK, sin_TK = _rotary_angles(time, self.head_width)
-        # Scaled before the product, so that float16 scores stay far from 65504.
-        q_BHTK = _rotate(q_BHTK, cos_TK, sin_TK) * self.head_width**-0.5
-        k_BHTK = _rotate(k_BHTK, cos_TK, sin_TK)
-        scores_BHTT = ops.cast(ops.matmul(q_BHTK, ops.transpose(k_BHTK, (0, 1, 3, 2))), "float32")
-        position_T = ops.arange(time)
-        causal_TT = position_T[:, None] >= position_T[None, :]
-        # A finite fill: exp underflows to an exact 0, and no row can turn into NaN.
-        weights_BHTT = ops.softmax(ops.where(causal_TT, scores_BHTT, -1e30), axis=-1)
-        mixed_BHTK = ops.matmul(ops.cast(weights_BHTT, self.compute_dtype), v_BHTK)
-        mixed_BTHK = ops.transpose(mixed_BHTK, (0, 2, 1, 3))
+        batch, time = ops.shape(x_BTD)[:2]
+        heads = [self.heads, self.key_value_heads, self.key_value_heads]
+        qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
+        q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [heads[0], heads[0] + heads[1]], axis=2)
+        if self.rotary:
+            cos_T1K, sin_T1K = _rotary_angles(time, self.head_width)
+            q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
+        mixed_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
         return self.out(ops.reshape(mixed_BTHK, ops.shape(x_BTD)))
-
-    def _split_heads(self, t_BTD):
-        batch, time = ops.shape(t_BTD)[:2]
-        return ops.transpose(ops.reshape(t_BTD, (batch, time, self.heads, self.head_width)), (0, 2, 1, 3))
 
     def compute_output_shape(self, x_shape):
         return x_shape
 
     def get_config(self):
-        return {**super().get_config(), "heads": self.heads, "residual_scale": self.residual_scale}
+        return {
+            **super().get_config(),
+            "heads": self.heads,
+            "key_value_heads": self.key_value_heads,
+            "rotary": self.rotary,
+            "residual_scale": self.residual_scale,
+        }
 
 
 @keras.saving.register_keras_serializable("fastaccum")
@@ -116,19 +155,23 @@ class TransformerBlock(keras.layers.Layer):
     The MLP is `gelu(x W_1) W_2` with four times the width inside.
 
     Args:
-        heads: as in `CausalSelfAttention`.
+        heads, key_value_heads, rotary: as in `CausalSelfAttention`.
         residual_scale: factor on the spread of the initial values of both projections onto the residual.
     """
 
-    def __init__(self, heads, residual_scale=1.0, **kwargs):
+    def __init__(self, heads, key_value_heads=None, rotary=True, residual_scale=1.0, **kwargs):
         super().__init__(**kwargs)
         self.heads = heads
+        self.key_value_heads = key_value_heads or heads
+        self.rotary = rotary
         self.residual_scale = residual_scale
 
     def build(self, x_shape):
         width, policy = x_shape[-1], self.dtype_policy
         self.attention_norm = _norm("attention_norm", policy)
-        self.attention = CausalSelfAttention(self.heads, self.residual_scale, dtype=policy, name="attention")
+        self.attention = CausalSelfAttention(
+            self.heads, self.key_value_heads, self.rotary, self.residual_scale, dtype=policy, name="attention"
+        )
         self.mlp_norm = _norm("mlp_norm", policy)
         self.mlp_in = keras.layers.Dense(
             4 * width, use_bias=False, kernel_initializer=_normal(width), dtype=policy, name="mlp_in"
@@ -153,16 +196,26 @@ class TransformerBlock(keras.layers.Layer):
         return x_shape
 
     def get_config(self):
-        return {**super().get_config(), "heads": self.heads, "residual_scale": self.residual_scale}
+        return {
+            **super().get_config(),
+            "heads": self.heads,
+            "key_value_heads": self.key_value_heads,
+            "rotary": self.rotary,
+            "residual_scale": self.residual_scale,
+        }
 
 
 def gpt(
-    vocabulary_size: int = 256,
+    vocabulary_size: int | None = None,
     context: int | None = None,
     width: int | None = None,
     layers: int | None = None,
     heads: int | None = None,
     *,
+    key_value_heads: int | None = None,
+    positions: str = "rotary",
+    tied: bool | None = None,
+    stacked: bool | None = None,
     preset: str | None = None,
     dtype: Any = None,
     name: str = "gpt",
@@ -170,16 +223,23 @@ def gpt(
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
 
     Embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in float32.
-    Positions are rotary: any `time` up to `context` works. Logits at t depend on ids up to t only. No biases:
+    Any `time` up to `context` works. Logits at t depend on ids up to t only. No biases; by default
 
         parameters = 2 * vocabulary_size * width + layers * (12 * width**2 + 2 * width) + width
 
+    Trained with `fastaccum.LinearCrossEntropy`, the head's logits are never held as a whole.
+
     Args:
-        vocabulary_size: ids are in `[0, vocabulary_size)`; 256 for bytes.
-        context: the most positions that the model takes (128 unless the preset says otherwise).
+        vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says otherwise.
+        context: the most positions that the model takes (128).
         width: size of a token's vector (256).
         layers: number of blocks (4).
-        heads: attention heads (4); `width / heads` must be even.
+        heads: attention heads (4).
+        key_value_heads: heads of keys and values, fewer for grouped-query attention; by default `heads`.
+        positions: "rotary" (then `width / heads` must be even), or "learned", a vector added for each position.
+        tied: the head is the embedding's table, transposed (False).
+        stacked: the blocks are one `fastaccum.kernels.LayerStack` (False): compile time and program size stop
+            growing with depth and activations with it, for a second forward pass in the backward one.
         preset: a name in `PRESETS`; sizes given as arguments override it.
         dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
             global one (`keras.config.dtype_policy()`).
@@ -189,8 +249,8 @@ def gpt(
         A `keras.Model`, int32 `[batch, time]` -> float32 `[batch, time, vocabulary_size]`.
 
     Raises:
-        ValueError: a size that is not a positive whole number, heads that do not fit the width, or an unknown
-            preset.
+        ValueError: a size that is not a positive whole number, heads that do not fit each other or the width, an
+            unknown preset or kind of positions.
         TypeError: a size that is not a number.
 
     >>> model = gpt(width=32, layers=1, heads=2, context=16)
@@ -201,30 +261,55 @@ def gpt(
     """
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset={preset!r}: choose one of {', '.join(PRESETS)}.")
-    given = {"context": context, "width": width, "layers": layers, "heads": heads}
-    sizes = {"context": 128, "width": 256, "layers": 4, "heads": 4, **PRESETS.get(preset, {})}
-    sizes.update({key: value for key, value in given.items() if value is not None})
-    vocabulary_size = whole_number("vocabulary_size", vocabulary_size)
-    context, width, layers, heads = (whole_number(key, value) for key, value in sizes.items())
-    if width % (2 * heads):
-        raise ValueError(f"width={width} must be divisible by 2 * heads={2 * heads}: positions turn pairs in a head.")
+    if positions not in ("rotary", "learned"):
+        raise ValueError(f"unknown positions={positions!r}: choose 'rotary' or 'learned'.")
+    chosen = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
+    chosen |= {"tied": False, "stacked": False, **PRESETS.get(preset, {})}
+    given = {"vocabulary_size": vocabulary_size, "context": context, "width": width, "layers": layers}
+    given |= {"heads": heads, "tied": tied, "stacked": stacked}
+    chosen |= {key: value for key, value in given.items() if value is not None}
+    tied, stacked = chosen.pop("tied"), chosen.pop("stacked")
+    vocabulary_size, context, width, layers, heads = (whole_number(key, value) for key, value in chosen.items())
+    key_value_heads = whole_number("key_value_heads", heads if key_value_heads is None else key_value_heads)
+    rotary = positions == "rotary"
+    if width % heads or (rotary and width // heads % 2):
+        why = "rotary positions turn pairs in a head" if rotary else "each head takes an equal part"
+        multiple = f"2 * heads={2 * heads}" if rotary else f"heads={heads}"
+        raise ValueError(f"width={width} must be divisible by {multiple}: {why}.")
+    if heads % key_value_heads:
+        raise ValueError(f"heads={heads} must be divisible by key_value_heads={key_value_heads}: each serves a group.")
+
+    if tied:
+        # As a head it starts small; what it embeds is scaled up to unit spread.
+        table = {"embeddings_initializer": _normal(width, 0.5), "reverse_dtype": "float32"}
+        embedding = keras.layers.ReversibleEmbedding(vocabulary_size, width, **table, dtype=dtype, name="embedding")
+    else:
+        embedding = keras.layers.Embedding(vocabulary_size, width, _normal(1), dtype=dtype, name="embedding")
+
+    def block(name=None):
+        # Each block adds two terms to the residual: this keeps its spread the same at any depth.
+        scale = 1 / math.sqrt(2 * layers)
+        return TransformerBlock(heads, key_value_heads, rotary, scale, dtype=dtype, name=name)
 
     ids_BT = keras.Input((None,), dtype="int32", name="ids")
-    x_BTD = TokenEmbedding(
-        vocabulary_size,
-        width,
-        context,
-        embeddings_initializer=_normal(1),
-        dtype=dtype,
-        name="embedding",
-    )(ids_BT)
-    for i in range(layers):
-        # Each block adds two terms to the residual: this keeps its spread the same at any depth.
-        x_BTD = TransformerBlock(heads, 1 / math.sqrt(2 * layers), dtype=dtype, name=f"block_{i}")(x_BTD)
+    x_BTD = embedding(ContextLimit(context, name="context")(ids_BT))
+    if tied:
+        x_BTD = keras.layers.Rescaling(2 * math.sqrt(width), dtype=dtype, name="embedding_scale")(x_BTD)
+    if not rotary:
+        x_BTD = LearnedPositions(context, dtype=dtype, name="positions")(x_BTD)
+    if stacked:
+        x_BTD = LayerStack(block, layers, name="blocks")(x_BTD)
+    else:
+        for i in range(layers):
+            x_BTD = block(f"block_{i}")(x_BTD)
     x_BTD = _norm("final_norm", dtype)(x_BTD)
-    logits_BTV = keras.layers.Dense(
-        vocabulary_size, use_bias=False, kernel_initializer=_normal(width, 0.5), dtype="float32", name="head"
-    )(x_BTD)
+    if tied:
+        logits_BTV = embedding(x_BTD, reverse=True)
+    else:
+        head = keras.layers.Dense(
+            vocabulary_size, use_bias=False, kernel_initializer=_normal(width, 0.5), dtype="float32", name="head"
+        )
+        logits_BTV = head(x_BTD)
     return keras.Model(ids_BT, logits_BTV, name=name)
 
 
@@ -238,14 +323,14 @@ def _normal(fan_in, scale=1.0):
 
 
 def _rotary_angles(time, head_width):
-    """cos and sin, float32 `[T, K]`, of the angle `t * 10000**(-2 i / K)`, the same for both halves of K."""
+    """cos and sin, float32 `[T, 1, K]`, of the angle `t * 10000**(-2 i / K)`, the same for both halves of K."""
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
-    angles = ops.cast(ops.arange(time), "float32")[:, None] * inverse[None, :]
-    angles_TK = ops.concatenate([angles, angles], axis=-1)
-    return ops.cos(angles_TK), ops.sin(angles_TK)
+    angles = ops.cast(ops.arange(time), "float32")[:, None, None] * inverse
+    angles_T1K = ops.concatenate([angles, angles], axis=-1)
+    return ops.cos(angles_T1K), ops.sin(angles_T1K)
 
 
-def _rotate(t_BHTK, cos_TK, sin_TK):
-    half = t_BHTK.shape[-1] // 2
-    turned_BHTK = ops.concatenate([-t_BHTK[..., half:], t_BHTK[..., :half]], axis=-1)
-    return t_BHTK * ops.cast(cos_TK, t_BHTK.dtype) + turned_BHTK * ops.cast(sin_TK, t_BHTK.dtype)
+def _rotate(t_BTHK, cos_T1K, sin_T1K):
+    half = t_BTHK.shape[-1] // 2
+    turned_BTHK = ops.concatenate([-t_BTHK[..., half:], t_BTHK[..., :half]], axis=-1)
+    return t_BTHK * ops.cast(cos_T1K, t_BTHK.dtype) + turned_BTHK * ops.cast(sin_T1K, t_BTHK.dtype)

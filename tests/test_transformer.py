@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import fastaccum as fa
 from fastaccum.transformer import PRESETS, gpt
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 61, 12, 24, 2, 3
@@ -131,7 +132,7 @@ def test_the_seed_fixes_the_initial_weights():
 def test_sizes_override_the_preset():
     model = gpt(preset="nano", width=16, layers=1)
     assert model.get_layer("embedding").output_dim == 16
-    assert model.get_layer("embedding").context == PRESETS["nano"]["context"]
+    assert model.get_layer("context").context == PRESETS["nano"]["context"]
     assert model.get_layer("block_0").heads == PRESETS["nano"]["heads"]
 
 
@@ -145,6 +146,10 @@ def test_sizes_override_the_preset():
         ({"heads": 2.5}, "heads=2.5"),
         ({"vocabulary_size": 0}, "vocabulary_size=0"),
         ({"preset": "giant"}, r"preset='giant'.*nano"),
+        ({"positions": "absolute"}, r"positions='absolute'.*learned"),
+        ({"positions": "learned", "width": 10, "heads": 4}, r"width=10.*heads=4"),
+        ({"heads": 4, "key_value_heads": 3}, r"heads=4.*key_value_heads=3"),
+        ({"key_value_heads": 0}, "key_value_heads=0"),
     ],
 )
 def test_bad_sizes_name_the_value(sizes, message):
@@ -155,3 +160,59 @@ def test_bad_sizes_name_the_value(sizes, message):
 def test_more_positions_than_the_context_are_refused(model):
     with pytest.raises(ValueError, match=rf"{CONTEXT + 1} positions.*context={CONTEXT}"):
         model(np.zeros((1, CONTEXT + 1), "int32"))
+
+
+FORMS = {
+    "grouped": {"heads": 4, "key_value_heads": 2},
+    "learned positions": {"positions": "learned"},
+    "tied": {"tied": True},
+    "stacked": {"stacked": True},
+    "all": {"heads": 4, "key_value_heads": 1, "positions": "learned", "tied": True, "stacked": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_causal_trains_saves_and_loads(tmp_path, ids_BT, form):
+    keras.utils.set_random_seed(7)
+    model = small(dtype="mixed_float16", **FORMS[form])
+    logits_BTV = model(ids_BT)[:, :-1]
+    loss = keras.losses.sparse_categorical_crossentropy(ids_BT[:, 1:], logits_BTV, from_logits=True)
+    assert np.mean(loss) == pytest.approx(np.log(VOCABULARY), rel=0.15)
+    other_BT = ids_BT.copy()
+    other_BT[:, -1] = (other_BT[:, -1] + 1) % VOCABULARY
+    before, after = model(ids_BT), model(other_BT)
+    np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
+    assert np.abs(before[:, -1] - after[:, -1]).max() > 1e-3
+    trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), fa.LinearCrossEntropy(), gradient_accumulation_steps=2)
+    history = trainer.fit(ids_BT[:, :-1], ids_BT[:, 1:], batch_size=1, epochs=30, verbose=0)
+    assert history.history["loss"][-1] < 0.2 * history.history["loss"][0]
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(model(ids_BT), loaded(ids_BT))
+    assert loaded.count_params() == model.count_params()
+
+
+def test_parameters_of_grouped_and_tied():
+    width, groups = 24, 2 / 4
+    grouped = gpt(VOCABULARY, width=width, layers=1, heads=4, key_value_heads=2, tied=True, context=8)
+    block = width * width * (1 + 2 * groups) + 9 * width**2 + 2 * width
+    assert grouped.count_params() == VOCABULARY * width + block + width
+
+
+def test_a_stack_of_blocks_computes_what_the_blocks_do(ids_BT):
+    stacked, plain = small(stacked=True), small()
+    for i, layer in enumerate(stacked.get_layer("blocks").unstack()):
+        plain.get_layer(f"block_{i}").set_weights(layer.get_weights())
+    for name in ("embedding", "final_norm", "head"):
+        plain.get_layer(name).set_weights(stacked.get_layer(name).get_weights())
+    np.testing.assert_allclose(plain(ids_BT), stacked(ids_BT), atol=1e-5)
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("124m", 124), ("350m", 354), ("1.3b", 1311)])
+def test_a_preset_has_the_parameters_of_its_name(preset, millions):
+    sizes = {key: value for key, value in PRESETS[preset].items() if key != "layers"}
+    # One block is enough to know them all.
+    one, two = (gpt(**{**sizes, "width": 64, "heads": 2, "context": 8, "layers": n, "stacked": False}) for n in (1, 2))
+    assert two.count_params() - one.count_params() == 12 * 64**2 + 2 * 64
+    width, layers = PRESETS[preset]["width"], PRESETS[preset]["layers"]
+    assert round((50257 * width + layers * (12 * width**2 + 2 * width) + width) / 1e6) == millions
