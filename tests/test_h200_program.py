@@ -1,0 +1,190 @@
+"""What the step of a large GPT compiles to for an H200: weight gradients summed in float32 where they are computed."""
+
+import collections
+
+import h200
+import hlo
+import keras
+import numpy as np
+import pytest
+
+import fastaccum as fa
+from fastaccum.kernels.device import has_gpu
+
+WIDTH, LAYERS, VOCABULARY, CONTEXT = 2048, 2, 256, 512
+K, B = 4, 8  # 4,096 tokens a micro-batch: no width has this size
+
+
+def export_gpt(**options):
+    """The step of a mixed_float16 GPT, and the shapes of its blocks' matrices, one for each layer."""
+    ids = np.zeros((K, B, CONTEXT), "int32")
+    with h200.weightless():
+        model = fa.gpt(VOCABULARY, CONTEXT, WIDTH, LAYERS, heads=16, dtype="mixed_float16")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer = fa.Trainer(model, keras.optimizers.AdamW(1e-4), loss, clip_norm=1.0, **options)
+        exported = h200.export_step(trainer, (ids, ids))
+    kernels = []
+    for variable in model.trainable_variables:
+        depth, rows, columns = (1, 1, *variable.shape)[-3:]
+        if min(rows, columns) > VOCABULARY:  # neither embedding nor head
+            kernels += depth * [(rows, columns)]
+    return exported, kernels
+
+
+def compile_gpt(exported, **flags):
+    return hlo.Program(h200.compile_for_h200(exported, **flags)[0])
+
+
+@pytest.fixture(scope="module")
+def exported():
+    return export_gpt()
+
+
+# XLA would time both on a device, and take the faster for each matmul.
+@pytest.fixture(scope="module", params=[True, False], ids=["triton", "cublas"])
+def gpt(exported, request):
+    step, kernels = exported
+    return compile_gpt(step, xla_gpu_enable_triton_gemm=request.param), kernels
+
+
+def test_weight_gradients_are_added_in_float32_by_their_matmuls(gpt):
+    program, kernels = gpt
+    assert len(kernels) == 4 * LAYERS
+    computed = collections.Counter()
+    for found in program.weight_gradients(kernels):
+        assert (found.operands, found.dtype) == ("f16", "f32")
+        assert found.added in ("epilogue", "reduction"), found
+        computed[found.shape] += found.times
+    assert computed == collections.Counter(tuple(sorted(shape)) for shape in K * kernels)
+
+
+def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
+    program, kernels = gpt
+    assert program.count("while") and not program.unknown_trip_counts
+    assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
+    assert not program.copies_in_loops([*kernels, *((LAYERS, *shape) for shape in kernels)])
+
+
+def test_plain_autodiff_rounds_weight_gradients_to_float16():
+    exported, kernels = export_gpt(fp32_weight_gradients=False)
+    found = list(compile_gpt(exported).weight_gradients(kernels))
+    assert found and {(each.dtype, each.added) for each in found} == {("f16", "apart")}
+
+
+# The parser, on programs written by hand.
+
+LOOP = """\
+HloModule step, is_scheduled=true
+
+%gemm (a: f16[64,8], b: f16[64,16]) -> {product} {{
+  %a = f16[64,8]{{1,0}} parameter(0)
+  %b = f16[64,16]{{1,0}} parameter(1)
+{gemm}
+}}
+
+%gemm_add (a.1: f16[64,8], b.1: f16[64,16], acc: f32[8,16]) -> f32[8,16] {{
+  %a.1 = f16[64,8]{{1,0}} parameter(0)
+  %b.1 = f16[64,16]{{1,0}} parameter(1)
+  %acc = f32[8,16]{{1,0}} parameter(2)
+  %dot.1 = f32[8,16]{{1,0}} dot(%a.1, %b.1), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+  ROOT %add.1 = f32[8,16]{{1,0}} add(%acc, %dot.1)
+}}
+
+%sum (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add.2 = f32[] add(%x, %y)
+}}
+
+%add (p: {product}, acc.1: f32[8,16]) -> f32[8,16] {{
+  %p = {product} parameter(0)
+  %acc.1 = f32[8,16]{{1,0}} parameter(1)
+{add}
+}}
+
+%body (state: (s32[], f32[8,16], f16[64,8], f16[64,16])) -> (s32[], f32[8,16], f16[64,8], f16[64,16]) {{
+  %state = (s32[], f32[8,16]{{1,0}}, f16[64,8]{{1,0}}, /*index=3*/f16[64,16]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %acc.2 = f32[8,16]{{1,0}} get-tuple-element(%state), index=1
+  %x.1 = f16[64,8]{{1,0}} get-tuple-element(%state), index=2
+  %dy = f16[64,16]{{1,0}} get-tuple-element(%state), index=3
+{body}
+  ROOT %tuple = (s32[], f32[8,16]{{1,0}}, f16[64,8]{{1,0}}, f16[64,16]{{1,0}}) tuple(%i, %new, %x.1, %dy)
+}}
+
+%condition (state.1: (s32[], f32[8,16], f16[64,8], f16[64,16])) -> pred[] {{
+  %state.1 = (s32[], f32[8,16]{{1,0}}, f16[64,8]{{1,0}}, f16[64,16]{{1,0}}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}}
+
+ENTRY %main (start: (s32[], f32[8,16], f16[64,8], f16[64,16])) -> (s32[], f32[8,16], f16[64,8], f16[64,16]) {{
+  %start = (s32[], f32[8,16]{{1,0}}, f16[64,8]{{1,0}}, f16[64,16]{{1,0}}) parameter(0)
+  ROOT %while = (s32[], f32[8,16]{{1,0}}, f16[64,8]{{1,0}}, f16[64,16]{{1,0}}) while(%start), condition=%condition, \
+body=%body, backend_config={{"known_trip_count":{{"n":"5"}},"dynamic_variables":[]}}
+}}
+"""
+DOT = "ROOT %dot = {0} dot(%a, %b), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}"
+SPLIT = "ROOT %dot = {0} dot(%a, %b), lhs_batch_dims={{0}}, lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}"
+WIDENED = "%w = f32[8,16] convert(%p)\n  ROOT %sum.1 = f32[8,16] add(%acc.1, %w)"
+REDUCED = (
+    "%w = f32[4,8,16] convert(%p)\n  %zero = f32[] constant(0)\n"
+    "  %r = f32[8,16] reduce(%w, %zero), dimensions={0}, to_apply=%sum\n  ROOT %sum.1 = f32[8,16] add(%acc.1, %r)"
+)
+PLAIN = "ROOT %sum.1 = f32[8,16] add(%acc.1, %p)"
+TWO_KERNELS = (
+    "%g = {0} fusion(%x.1, %dy), kind=kCustom, calls=%gemm\n"
+    "  %new = f32[8,16]{{1,0}} fusion(%g, %acc.2), kind=kLoop, calls=%add"
+)
+ONE_KERNEL = "%new = f32[8,16]{1,0} fusion(%x.1, %dy, %acc.2), kind=kCustom, calls=%gemm_add"
+LIBRARY = (
+    '%c = (f32[8,16]{1,0}, s8[64]{0}) custom-call(%x.1, %dy, %acc.2), custom_call_target="__cublas$lt$matmul", '
+    'output_to_operand_aliasing={{0}: (2, {})}, backend_config={"gemm_backend_config":{"alpha_real":1,"beta":1}}\n'
+    "  %new = f32[8,16]{1,0} get-tuple-element(%c), index=0"
+)
+LIBRARY_APART = (
+    '%c = (f32[8,16]{1,0}, s8[64]{0}) custom-call(%x.1, %dy), custom_call_target="__cublas$lt$matmul", '
+    'backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0}}\n'
+    "  %g = f32[8,16]{1,0} get-tuple-element(%c), index=0\n"
+    "  %new = f32[8,16]{1,0} fusion(%g, %acc.2), kind=kLoop, calls=%add"
+)
+NEVER_ADDED = "%new = f32[8,16]{1,0} fusion(%x.1, %dy), kind=kCustom, calls=%gemm"
+
+
+def loop(body, product="f32[8,16]", gemm=DOT, add=PLAIN):
+    return hlo.Program(LOOP.format(body=f"  {body}", product=product, gemm=f"  {gemm.format(product)}", add=f"  {add}"))
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype", "added"),
+    [
+        (loop(ONE_KERNEL), "f32", "epilogue"),
+        (loop(LIBRARY), "f32", "epilogue"),
+        (loop(LIBRARY.replace("output_to_operand_aliasing={{0}: (2, {})}, ", "")), "f32", "apart"),
+        (loop(LIBRARY_APART), "f32", "apart"),
+        (loop(TWO_KERNELS.format("f32[8,16]")), "f32", "apart"),
+        (loop(TWO_KERNELS.format("f16[8,16]"), "f16[8,16]", DOT, WIDENED), "f16", "apart"),
+        (loop(TWO_KERNELS.format("f32[4,8,16]"), "f32[4,8,16]", SPLIT, REDUCED), "f32", "reduction"),
+        (loop(TWO_KERNELS.format("f16[4,8,16]"), "f16[4,8,16]", SPLIT, REDUCED), "f16", "reduction"),
+        (loop(NEVER_ADDED), "f32", None),
+    ],
+)
+def test_the_parser_sees_where_a_weight_gradient_is_added(program, dtype, added):
+    assert list(program.weight_gradients([(16, 8)])) == [hlo.WeightGradient((8, 16), "f16", dtype, added, times=5)]
+
+
+def test_the_parser_counts_loops_copies_and_conditionals():
+    copied = ONE_KERNEL + "\n  %copy = f32[8,16]{0,1} copy(%new)\n  %small = f32[4] copy(%i)"
+    program = loop(copied)
+    assert [value.instruction.name for value in program.copies_in_loops([(8, 16)])] == ["copy"]
+    assert not loop(ONE_KERNEL).copies_in_loops([(8, 16)])
+    assert (program.count("while"), program.count("conditional"), program.unknown_trip_counts) == (1, 0, 0)
+    text = LOOP.format(body=f"  {copied}", product="f32[]", gemm="", add="")
+    unknown = text.replace("known_trip_count", "trip_count")
+    assert hlo.Program(unknown).unknown_trip_counts == 1
+
+
+def test_traced_as_on_a_gpu_only_inside():
+    before = has_gpu()
+    with h200.as_on_a_gpu():
+        assert has_gpu()
+    assert has_gpu() == before
