@@ -31,6 +31,7 @@ COMMON_BARS = {
     "attention: temp memory, 8,192 tokens / 2,048": ("<=", 4.3),
     "attention: time / unfused": ("<=", 0.8),
     "weight-gradient error: fp32 / plain autodiff": ("<=", 0.2),
+    "train step: kernels / unfused": ("<=", 1.0),
     "train step: fp32 weight gradients / without": ("<=", 1.02),
 }
 

@@ -134,7 +134,7 @@ def _add_train(commands):
         default="auto",
         help="auto (default): mixed_float16 on a GPU, float32 on a CPU",
     )
-    add("--preset", default="nano", metavar="NAME", help="model size: nano (default), micro, small")
+    add("--preset", default="nano", metavar="NAME", help="model size: nano (default), micro, 124m, 350m, 1.3b")
     add(
         "--optimizer",
         default="adamw",

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from fastaccum import optimizers, progress, run_folder, text
 from fastaccum.cli import BadArgument, device_names
+from fastaccum.head_loss import LinearCrossEntropy
 from fastaccum.interrupt import Interrupt
 from fastaccum.trainer import Trainer
 from fastaccum.transformer import PRESETS, gpt
@@ -20,6 +21,7 @@ ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
 HELD_OUT_WINDOWS = 512  # 64 KiB at 128 a window: a standard error of about 0.02 bits per byte
 SAMPLE_BYTES = 400
+BYTES = 256
 
 
 def train(options):
@@ -76,14 +78,19 @@ class Run:
         )
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
         optimizer = make_optimizer(options.optimizer, learning_rate(options.lr, options.steps))
-        self.model = gpt(preset=options.preset, dtype=self.precision)
+        self.model = gpt(BYTES, preset=options.preset, dtype=self.precision)
         self.trainer = Trainer(
             self.model,
             optimizer,
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            LinearCrossEntropy(),
             gradient_accumulation_steps=options.accum,
             clip_norm=1.0,
         )
+
+    @property
+    def sizes(self):
+        """What the preset says about the model, but for the vocabulary, which is that of bytes."""
+        return {**PRESETS[self.options.preset], "vocabulary_size": BYTES}
 
     @property
     def tokens_per_step(self):
@@ -97,7 +104,7 @@ class Run:
             **options,
             "precision": self.precision,
             "device": self.device,
-            **PRESETS[self.options.preset],
+            **self.sizes,
             "parameters": self.model.count_params(),
             "train_bytes": len(self.text.train),
             "held_out_bytes": len(self.text.held_out),
@@ -110,14 +117,14 @@ class Run:
 
     def announce(self):
         """Prints what the run will do."""
-        options, sizes = self.options, PRESETS[self.options.preset]
+        options = self.options
         skipped = f"; {self.text.skipped} that are not text left out" if self.text.skipped else ""
         source = ", ".join(options.paths) or "Python's standard library"
         say("device", self.device)
         say("precision", self.precision)
         say("text", f"{source}: {self.text.files:,} file{'s' * (self.text.files != 1)}{skipped}")
         say("", f"{len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
-        shape = ", ".join(f"{name} {value:,}" for name, value in sizes.items())
+        shape = ", ".join(name if value is True else f"{name} {value:,}" for name, value in self.sizes.items())
         say("model", f"{options.preset}: {self.model.count_params():,} parameters ({shape})")
         windows = options.batch_size * options.accum
         say(
