@@ -17,10 +17,11 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from fastaccum.checks import whole_number
+from fastaccum.kernels.cudnn_attention import cudnn_attention
 from fastaccum.kernels.device import has_gpu
 from fastaccum.kernels.xla_ops import HALF, add, dot, loop, update
 
-IMPLEMENTATIONS = ("auto", "blockwise", "reference")
+IMPLEMENTATIONS = ("auto", "blockwise", "cudnn", "reference")
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
 _LOW = -1e30
 
@@ -61,17 +62,18 @@ def attention(
         causal: query t sees keys up to t + S - T only: the ends are aligned.
         scale: factor of the scores; `1 / sqrt(K)` by default.
         segment_ids: integers [B, T] of packed sequences, each of which sees itself alone; where T and S differ, a
-            pair of [B, T] and [B, S]. None for one sequence.
+            tuple of [B, T] and [B, S]. None for one sequence.
         block_size: the most queries, and the most keys, in one block; by default what runs fast.
-        implementation: "blockwise"; "reference", the unfused expression with plain autodiff; or "auto", see
-            `attention_implementation`.
+        implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
+            in a program that XLA compiles for a GPU, of float16 or bfloat16 without segment_ids, K a multiple of 8
+            up to 128, and T equal to S if causal (not run on a GPU yet); or "auto", see `attention_implementation`.
 
     Returns:
         [B, T, H, K], query's dtype.
 
     Raises:
         TypeError: a dtype that is none of these, or not the same in all.
-        ValueError: shapes that do not fit, or an unknown implementation.
+        ValueError: shapes that do not fit, an unknown implementation, or one that cannot do what is asked.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -92,11 +94,22 @@ def attention(
     with tf.name_scope("attention"):
         if implementation == "reference":
             return _reference(query, key, value, scale, masking)
+        if implementation == "cudnn":
+            if segment_ids is not None:
+                raise ValueError('implementation="cudnn" takes no segment_ids: pass implementation="blockwise".')
+            return cudnn_attention(query, key, value, scale=scale, causal=masking.causal)
+        if None in (query.shape[1], key.shape[1]):
+            raise ValueError(
+                f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
+                'an input signature, or pass implementation="reference".'
+            )
         return _blockwise(query, key, value, scale, masking, _block_size(block_size))
 
 
 def attention_implementation(query_shape: Any, key_shape: Any, *, block_size: int | None = None) -> str:
     """What `implementation="auto"` stands for: "reference" up to one block of scores, "blockwise" beyond.
+
+    Never "cudnn", which has not run on a GPU yet.
 
     Args:
         query_shape: [B, T, H, K].
@@ -241,9 +254,12 @@ def _blockwise(query, key, value, scale, masking, block_size):
             visible = seen(i, j)
             return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf)
 
-        def forward(p, high_nNq, sum_nNq, mixed_nNqK):
+        # The maximum so far goes from block to block of a row beside its place in the whole: were it read there, XLA
+        # would copy the whole before each write.
+        def forward(p, high_Nq, high_nNq, sum_nNq, mixed_nNqK):
             i, j, scores_Nqk = block(p)
-            high_Nq, sum_Nq, mixed_NqK = (tf.gather(t, i) for t in (high_nNq, sum_nNq, mixed_nNqK))
+            high_Nq = tf.where(j == 0, _LOW, high_Nq)
+            sum_Nq, mixed_NqK = (tf.gather(t, i) for t in (sum_nNq, mixed_nNqK))
             new_high_Nq = tf.maximum(high_Nq, tf.reduce_max(scores_Nqk, -1))
             weights_Nqk = tf.exp(scores_Nqk - new_high_Nq[..., None])
             shrink_Nq = tf.exp(high_Nq - new_high_Nq)
@@ -251,15 +267,16 @@ def _blockwise(query, key, value, scale, masking, block_size):
             mixed_NqK = shrink_Nq[..., None] * mixed_NqK
             mixed_NqK += dot(tf.cast(weights_Nqk, value.dtype), tf.gather(value_sNkK, j))
             return [
+                new_high_Nq,
                 update(high_nNq, new_high_Nq[None], [i, 0, 0]),
                 update(sum_nNq, sum_Nq[None], [i, 0, 0]),
                 update(mixed_nNqK, mixed_NqK[None], [i, 0, 0, 0]),
             ]
 
         rows = tf.shape(query_nNqK)[:-1]
-        start = [tf.fill(rows, _LOW), tf.zeros(rows), tf.zeros(tf.shape(query_nNqK))]
+        start = [tf.zeros(rows[1:]), tf.zeros(rows), tf.zeros(rows), tf.zeros(tf.shape(query_nNqK))]
         with record.stop_recording():  # an eager tape would keep what the loop computes
-            high_nNq, sum_nNq, mixed_nNqK = loop(steps, forward, start)
+            _, high_nNq, sum_nNq, mixed_nNqK = loop(steps, forward, start)
         mixed_nNqK = tf.math.divide_no_nan(mixed_nNqK, sum_nNq[..., None])
         # For a query that sees nothing, inf: its weights are exp(-inf - inf) = 0 again.
         lse_nNq = tf.where(sum_nNq > 0, high_nNq + tf.math.log(sum_nNq), math.inf)
@@ -324,7 +341,7 @@ def _sizes(t: tf.Tensor) -> list[Any]:
 def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[Any, Any]:
     if segment_ids is None:
         return None, None
-    pair = segment_ids if isinstance(segment_ids, (tuple, list)) and len(segment_ids) == 2 else [segment_ids] * 2
+    pair = segment_ids if isinstance(segment_ids, tuple) and len(segment_ids) == 2 else (segment_ids, segment_ids)
     pair = tuple(tf.convert_to_tensor(ids) for ids in pair)
     for ids, name, tensor in zip(pair, ("query", "key"), (query, key), strict=True):
         if not ids.dtype.is_integer:
@@ -332,7 +349,7 @@ def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[Any, 
         if not ids.shape.is_compatible_with(tensor.shape[:2]):
             raise ValueError(
                 f"segment_ids of shape {ids.shape} do not fit {name} of shape {tensor.shape}: they must be "
-                "[batch, time], and a pair of them where queries and keys differ in time."
+                "[batch, time], and a tuple of two where queries and keys differ in time."
             )
     return pair
 

@@ -2,6 +2,7 @@
 
 import re
 
+import h200
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -170,9 +171,17 @@ def test_two_loops_over_the_blocks_that_see_each_other(causal, pairs):
     whiles = re.findall(r"= .* while\(.*", hlo)
     assert [re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1] for line in whiles] == [str(pairs)] * 2
     assert "conditional(" not in hlo
+    # Blocks of the running sums, [n, N, q] and [n, N, q, K], are written in place.
+    assert _loops_copies(hlo) == []
     assert not re.search(r"\[(\d+,)*256,256\]", hlo)  # no [T, S] buffer
     reference = compiled.compiler_ir(*_call(program(256, causal, implementation="reference")))
     assert re.search(r"\[(\d+,)*256,256\]", reference)
+
+
+def _loops_copies(hlo):
+    bodies = [computation for computation in hlo.split("\n\n") if re.match(r"%\S*while\S*body", computation)]
+    assert len(bodies) == 2
+    return [line for body in bodies for line in body.splitlines() if re.search(r"f32\[8,2,32.* copy\(", line)]
 
 
 def test_memory_is_linear_in_time():
@@ -181,6 +190,67 @@ def test_memory_is_linear_in_time():
 
     assert temp_bytes(1024, "blockwise") <= 4.3 * temp_bytes(256, "blockwise")
     assert temp_bytes(1024, "reference") > 8 * temp_bytes(256, "reference")
+
+
+def cudnn_step(causal=True):
+    def run(*tensors):
+        return outcome(tensors, None, causal=causal, scale=0.25, implementation="cudnn")
+
+    return tf.function(run, jit_compile=True, autograph=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_is_one_call_each_way_in_a_program_that_compiles_for_a_gpu(causal):
+    """Whether cuDNN takes the calls, only a device can tell."""
+    tensors, _ = make("bfloat16", time=128, width=16)
+    with h200.as_on_a_gpu():
+        exported = compiled.compiler_ir(cudnn_step(causal), *tensors, stage="stablehlo_serialized")
+    hlo, memory = h200.compile_for_h200(exported)
+    calls = [line for line in hlo.splitlines() if "custom_call_target" in line]
+    names = [re.search(r'custom_call_target="(.*?)"', line)[1] for line in calls]
+    assert names == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    for line in calls:
+        assert f'"mask_type": "{"CAUSAL" if causal else "NO_MASK"}"' in line
+        assert '"fmha_scale": 0.25' in line and '"dimensions": ["2", "4", "128", "128"]' in line
+    assert not re.search(r"\b(dot|while|exponential)\(", hlo)
+    query, output_and_lse = tensors[0].numpy().nbytes, 4 * 2 * 4 * 128
+    assert memory.temp_bytes < 8 * query + output_and_lse
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float16", "width": 12}, r"multiple of 8 up to 128"),
+        ({"dtype": "float16", "width": 136}, r"multiple of 8 up to 128"),
+        ({"dtype": "float16", "width": 16, "keys": 50}, "as many queries as keys"),
+        ({"dtype": "float16", "width": 16, "segments": 2}, "takes no segment_ids"),
+    ],
+)
+def test_cudnn_names_what_it_does_not_take(sizes, message):
+    tensors, segment_ids = make(**sizes)
+
+    def run(*tensors):
+        return attention(*tensors, causal=True, segment_ids=segment_ids, implementation="cudnn")
+
+    traced = tf.function(run, jit_compile=True, autograph=False)
+    with h200.as_on_a_gpu(), pytest.raises(ValueError, match=f'{message}.*implementation="blockwise"'):
+        traced.get_concrete_function(*tensors[:3])
+
+
+def test_cudnn_needs_a_gpu_and_xla():
+    tensors, _ = make("float16", width=16)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        cudnn_step().get_concrete_function(*tensors)
+    with h200.as_on_a_gpu(), pytest.raises(ValueError, match="jit_compile=True"):
+        attention(*tensors[:3], implementation="cudnn")
+
+
+def test_an_unknown_time_is_for_the_reference():
+    signature = [tf.TensorSpec([2, None, 2, 4])] * 3
+    assert tf.function(attention).get_concrete_function(*signature).output_shapes.rank == 4
+    with pytest.raises(ValueError, match=r"times must be known.*query \(2, None, 2, 4\)"):
+        tf.function(lambda *t: attention(*t, implementation="blockwise")).get_concrete_function(*signature)
 
 
 def _call(made):
