@@ -1,6 +1,7 @@
 """Writes a run of the benchmarks up as a dated Markdown report in benchmarks/results/.
 
-`pytest benchmarks --benchmark-json=run.json`, then `python -m benchmarks.report run.json`.
+`pytest benchmarks --benchmark-json=run.json`, then `python -m benchmarks.report run.json`; with `--readme`, the tables
+of README.md and docs/kernels.md become those of this run too.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import datetime
 import json
 import pathlib
 
-from benchmarks import scores
+from benchmarks import readme, scores
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -16,10 +17,14 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("json", type=pathlib.Path, help="what `pytest benchmarks --benchmark-json` wrote")
-    run = json.loads(parser.parse_args().json.read_text())
+    parser.add_argument("--readme", action="store_true", help="rewrite the measured tables of README and docs too")
+    options = parser.parse_args()
+    run = json.loads(options.json.read_text())
     path = RESULTS / f"{datetime.datetime.fromisoformat(run['datetime']):%Y-%m-%d}-{device(run)[1]}.md"
     RESULTS.mkdir(exist_ok=True)
     path.write_text(markdown(run))
+    if options.readme:
+        readme.update(found_in(run))
     print(path)
 
 
@@ -33,11 +38,15 @@ def device(run):
     return f"{info['cores']} cores of {cpu}", f"{info['cores']}-cores"
 
 
+def found_in(run):
+    """The scores of all its benchmarks."""
+    extra = [benchmark["extra_info"] for benchmark in run["benchmarks"]]
+    return [scores.Score(**score) for info in extra for score in info.get("scores", [])]
+
+
 def markdown(run):
     info, commit = run["machine_info"], run["commit_info"].get("id") or "none"
     versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
-    extra = [benchmark["extra_info"] for benchmark in run["benchmarks"]]
-    found = [scores.Score(**score) for info in extra for score in info.get("scores", [])]
     changed = " with uncommitted changes" if run["commit_info"].get("dirty") else ""
     return f"""# Benchmarks, {run["datetime"][:10]}
 
@@ -46,7 +55,7 @@ def markdown(run):
 Ratios are medians over interleaved rounds in one process. Before anything is timed, all contestants have
 trained the same model on the same data to the same losses and weights.
 
-{scores.markdown(found)}
+{scores.markdown(found_in(run))}
 """
 
 

@@ -1,0 +1,82 @@
+"""Rewrites the measured tables of README.md and docs/kernels.md from a run of the benchmarks."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parent.parent
+WORKLOADS = ("MLP 128", "MLP 2048", "ConvNet", "GPT")
+
+# The measure, and what a reader is told that it is.
+OVERALL = {
+    "fit: Keras GA default / ours": "`fit`: Keras 3's accumulation, its defaults / ours",
+    "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",
+    "fit: Keras GA best tuned / ours tuned": "the same, ours with 10 steps per execution",
+    "train step: eager loop / ours": "train step: hand-written eager loop / ours",
+    "train step: tf.function loop / ours": "train step: hand-written `tf.function` loop / ours",
+    "train step: ours / full batch XLA": "train step: ours / one XLA step on the full batch",
+    "fit / bare train step": "`fit` / the bare train step",
+    "temp memory: 64 micro-batches / 2": "XLA temp memory, 64 micro-batches / 2",
+    "temp memory beyond a plain micro-step, bytes per parameter": "temp memory beyond a plain micro-step, "
+    "bytes per parameter",
+}
+KERNELS = (
+    "linear_cross_entropy: temp memory / unfused",
+    "linear_cross_entropy: time / unfused",
+    "attention: temp memory, 8,192 tokens / 2,048",
+    "attention: time / unfused",
+    "LayerStack: temp memory / unrolled",
+    "LayerStack: step / unrolled without recomputation",
+    "LayerStack: first step, depth 48 / 4",
+    "weight-gradient error: fp32 / plain autodiff",
+    "train step: fp32 weight gradients / without",
+    "train step: kernels / unfused",
+    "peak memory on an H200, GiB",
+)
+
+
+def update(scores):
+    """Puts the scores of a run between the markers `<!-- measured -->` and `<!-- end -->` of both files."""
+    _replace(ROOT / "README.md", overall(scores))
+    _replace(ROOT / "docs" / "kernels.md", kernels(scores))
+
+
+def overall(scores):
+    """A row for each measure, a column for each workload."""
+    values = {(score.measure, score.workload): score.value for score in scores}
+    rows = [["", *WORKLOADS], ["---"] * (1 + len(WORKLOADS))]
+    for measure, words in OVERALL.items():
+        cells = [values.get((measure, workload)) for workload in WORKLOADS]
+        rows.append([words, *("" if cell is None else number(cell) for cell in cells)])
+    return _table(rows)
+
+
+def kernels(scores):
+    """A row for each kernel's measure and size."""
+    found = sorted((s for s in scores if s.measure in KERNELS), key=lambda s: KERNELS.index(s.measure))
+    rows = [[score.measure, score.workload, number(score.value), score.note] for score in found]
+    return _table([["measure", "on", "figure", ""], ["---"] * 4, *rows])
+
+
+def number(value):
+    """Three digits from 1 on, two below.
+
+    >>> number(21.54), number(1.003), number(0.01373)
+    ('21.5', '1.00', '0.014')
+    """
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 if value < 10 else 1}f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _table(rows):
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _replace(path, table):
+    before = path.read_text()
+    after, count = re.subn(
+        r"(?s)(<!-- measured -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}\n{table}\n\n{found[2]}", before
+    )
+    if count != 1:
+        raise ValueError(f"{path.name} has {count} places between <!-- measured --> and <!-- end -->; it needs one.")
+    path.write_text(after)
