@@ -147,16 +147,9 @@ class HeadLoss:
             self._hidden = inputs
             return inputs
 
-        attributes = vars(self.head)
         autocast = "autocast" if hasattr(self.head, "autocast") else "_autocast"  # tf_keras
-        before = {name: attributes[name] for name in ("call", autocast) if name in attributes}
-        attributes.update({"call": passed_on, autocast: False})
-        try:
+        with models.replaced([(self.head, "call", passed_on), (self.head, autocast, False)]):
             yield
-        finally:
-            for name in ("call", autocast):
-                attributes.pop(name)
-            attributes.update(before)
 
     def call(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
         """The losses of the model's output when it was called with the head left out."""

@@ -91,13 +91,10 @@ class ModelStep(TrainStep):
     def terms(self, batch: Batch, training: bool) -> tuple[list[Term], Any]:
         """Every output's loss sum and weight sum, then those of added losses; and the predictions."""
         checks = self.index_checks
-        with (
-            self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)),
-            self.model.compiled_convolutions(not has_gpu()) if self._jit_compile else contextlib.nullcontext(),
-            contextlib.ExitStack() as without,
-        ):
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)))
             for head in self._heads:
-                without.enter_context(head.head_left_out())
+                scopes.enter_context(head.head_left_out())
             y_pred = self.model(batch.x, training=training)
         names = self.model.output_names
         terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names)
@@ -135,14 +132,23 @@ class ModelStep(TrainStep):
     # One stack.
 
     def accumulate(self, *stacks: Batch):
-        # Several losses, each with a divisor of its own, share one accumulator only if the divisors are
-        # known before the first gradient. XLA drops from this pass whatever they do not depend on.
-        several = len(self._term_weights) > 1
-        self._denominators = self._count(*stacks) if several else None
-        self._observe_labels(*stacks)
         # Around the backward pass too: a layer that recomputes its activations there is called again.
-        with self.model.fp32_weight_gradients() if self._fp32_weight_gradients else contextlib.nullcontext():
+        with self._layers_as_compiled():
+            # Several losses, each with a divisor of its own, share one accumulator only if the divisors are
+            # known before the first gradient. XLA drops from this pass whatever they do not depend on.
+            several = len(self._term_weights) > 1
+            self._denominators = self._count(*stacks) if several else None
+            self._observe_labels(*stacks)
             return super().accumulate(*stacks)
+
+    @contextlib.contextmanager
+    def _layers_as_compiled(self):
+        with contextlib.ExitStack() as scopes:
+            if self._fp32_weight_gradients:
+                scopes.enter_context(self.model.fp32_weight_gradients())
+            if self._jit_compile:
+                scopes.enter_context(self.model.compiled_convolutions(fast_gradients=not has_gpu()))
+            yield
 
     def _observe_labels(self, *stacks: Batch) -> None:
         for stack in stacks:
@@ -237,7 +243,8 @@ class ModelStep(TrainStep):
             return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
 
         self._observe_labels(*stacks)
-        return [*_sum_over(stacks, sums, 2 * len(self._term_weights)), self.index_checks.seen()]
+        with self._layers_as_compiled():
+            return [*_sum_over(stacks, sums, 2 * len(self._term_weights)), self.index_checks.seen()]
 
     def evaluated(self, sums: list[float]) -> dict[str, float]:
         """The logs of an evaluation, from the sums of all its dispatches."""

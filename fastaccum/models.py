@@ -49,6 +49,11 @@ class Model:
         """Every layer, nested ones too, the model itself included."""
         return self.model._flatten_layers()
 
+    @property
+    def _called_layers(self) -> list[Any]:
+        """Every layer whose `call` runs: those that a LayerStack calls for its own too."""
+        return list(fp32_layers.all_layers(self.model))
+
     def symbolic_call(self, x: Any, training: bool) -> Any:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
@@ -147,7 +152,7 @@ class Model:
             (layer, "call", _observing(layer.call, lambda ids, i=i: observe(i, ids)))
             for i, layer in enumerate(self.embeddings)
         ]
-        with _replaced(calls):
+        with replaced(calls):
             yield
 
     @contextmanager
@@ -169,14 +174,14 @@ class Model:
         Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
         """
         calls = []
-        for layer in self.layers:
+        for layer in self._called_layers:
             if type(layer) not in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D) or layer.data_format != "channels_last":
                 continue
             if layer.dilation_rate != (1, 1):
                 calls.append((layer, "convolution_op", functools.partial(_dilated, layer)))
             elif fast_gradients and layer.groups == 1:
                 calls.append((layer, "convolution_op", functools.partial(_fast, layer)))
-        with _replaced(calls):
+        with replaced(calls):
             yield
 
 
@@ -204,6 +209,10 @@ class LegacyModel(Model):
     @property
     def layers(self) -> list[Any]:
         return list(self.model._flatten_layers())
+
+    @property
+    def _called_layers(self) -> list[Any]:
+        return self.layers
 
     def _own_state(self, layer: Any) -> list[tf.Variable]:
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
@@ -241,15 +250,19 @@ def _is(layer: Any, *names: str) -> bool:
 
 
 @contextmanager
-def _replaced(methods: list[tuple[Any, str, Callable]]):
-    """Within the scope, these (object, name, method) stand in for the objects' own."""
+def replaced(attributes: list[tuple[Any, str, Any]]):
+    """Within the scope, these (object, name, value) stand in for the objects' own attributes; scopes may be nested."""
+    before = [(vars(owner), name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in attributes]
     try:
-        for owner, name, method in methods:
-            vars(owner)[name] = method
+        for owner, name, value in attributes:
+            vars(owner)[name] = value
         yield
     finally:
-        for owner, name, _ in methods:
-            vars(owner).pop(name, None)
+        for own, name, had, value in before:
+            if had:
+                own[name] = value
+            else:
+                own.pop(name, None)
 
 
 def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable:

@@ -47,7 +47,7 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     >>> type(model.layers[0]) is keras.layers.Dense
     True
     """
-    layers = [layer for layer in _all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer)]
+    layers = [layer for layer in all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer)]
     return _change_class(layers, _SWITCHED)
 
 
@@ -61,7 +61,7 @@ def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.La
         The layers switched back.
     """
     if isinstance(layers, keras.layers.Layer):
-        layers = _all_layers(layers)
+        layers = all_layers(layers)
     return _change_class([layer for layer in layers if type(layer) in _PLAIN], _PLAIN)
 
 
@@ -73,15 +73,15 @@ def _change_class(layers: list[Any], to: dict[type, type]) -> list[Any]:
     return layers
 
 
-def _all_layers(model: Any) -> Iterator[Any]:
+def all_layers(model: Any) -> Iterator[Any]:
+    """Every layer of a Keras 3 model, and those that a LayerStack calls without tracking them."""
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(f"model={model!r} is not a Keras 3 model or layer.")
     for layer in model._flatten_layers():
         yield layer
-        # A LayerStack calls one layer for all of its depth, and does not track it.
         template = getattr(layer, "template", None)
         if isinstance(template, keras.layers.Layer):
-            yield from _all_layers(template)
+            yield from all_layers(template)
 
 
 def _in_scope(layer: Any) -> bool:
