@@ -6,14 +6,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks, models
 from fastaccum.index_checks import whole
+from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
 
 if TYPE_CHECKING:
     from fastaccum.metrics import Metrics
+
+
+_REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbedding)
 
 
 @keras.saving.register_keras_serializable("fastaccum")
@@ -144,8 +149,9 @@ class HeadLoss:
         def passed_on(inputs, *args, **kwargs):
             if _embeds(self.head, kwargs):
                 return call(inputs, *args, **kwargs)
-            self._hidden = inputs
-            return inputs
+            # A tensor of its own, so that whatever else reads it can be told.
+            self._hidden = tf.identity(inputs)
+            return self._hidden
 
         autocast = "autocast" if hasattr(self.head, "autocast") else "_autocast"  # tf_keras
         with models.replaced([(self.head, "call", passed_on), (self.head, autocast, False)]):
@@ -159,6 +165,12 @@ class HeadLoss:
                 "cannot take that layer's place. Pass head=..., the name of the linear layer that the model ends "
                 "in, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
+        if tf.is_symbolic_tensor(hidden) and hidden.consumers():
+            readers = [operation.name for operation in hidden.consumers()]
+            raise ValueError(
+                f"The logits of layer {self.head.name!r} are also read by {readers}, and LinearCrossEntropy never "
+                "computes them. Use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            )
         self._hidden = None
         kernel, bias = _kernel(self.head), getattr(self.head, "bias", None)
         bias = None if bias is None else tf.convert_to_tensor(bias)
@@ -167,7 +179,11 @@ class HeadLoss:
 
 def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
     y_true = tf.convert_to_tensor(y_true)
-    if y_true.shape.rank == y_pred.shape.rank and y_true.shape[-1] == 1:
+    if y_true.shape.rank == y_pred.shape.rank:
+        if y_true.shape[-1] != 1:
+            raise ValueError(
+                f"LinearCrossEntropy takes class indices, but y has shape {y_true.shape}: pass np.argmax(y, axis=-1)."
+            )
         y_true = tf.squeeze(y_true, -1)
     return whole(y_true)
 
@@ -179,40 +195,56 @@ def _find(model: models.Model, name: str | None, output: str) -> Any:
         if not named:
             raise ValueError(f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}.")
         return named[-1]
-    of_output = [layer for layer in layers if layer.name == output and _kernel(layer) is not None]
-    dense = [layer for layer in layers if any(c.__name__ == "Dense" for c in type(layer).__mro__)]
-    if not of_output and not dense:
+    # Only layers of which it is known what they compute.
+    linear = [layer for layer in layers if _is_dense(layer) or type(layer) in _REVERSIBLE]
+    found = [layer for layer in linear if layer.name == output] or [layer for layer in linear if _is_dense(layer)]
+    if not found:
         raise ValueError(
             "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of the layer that makes the "
             "logits; it needs a `kernel` [width, classes]."
         )
-    return (of_output or dense)[-1]
+    return found[-1]
+
+
+def _is_dense(layer: Any) -> bool:
+    plain = type(layer) in (keras.layers.Dense, fp32_layers.Fp32Dense)
+    return plain or (type(layer).__module__.startswith("tf_keras.") and type(layer).__name__ == "Dense")
 
 
 def _embeds(layer: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this call of a head that is also the embedding looks up ids."""
-    return isinstance(layer, keras.layers.ReversibleEmbedding) and not kwargs.get("reverse")
+    return type(layer) in _REVERSIBLE and not kwargs.get("reverse")
 
 
 def _kernel(layer: Any) -> Any:
     """[D, V], the variable itself where there is one; None for a layer without."""
-    if isinstance(layer, keras.layers.ReversibleEmbedding):
+    if type(layer) in _REVERSIBLE:
         return tf.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
     return getattr(layer, "kernel", None)
 
 
 def _require_linear(layer: Any, classes: int) -> None:
-    kernel = _kernel(layer)
+    kernel, bias = _kernel(layer), getattr(layer, "bias", None)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
             f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
-            f"output of {classes} classes."
+            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits."
         )
     activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
-    if activation != "linear" or getattr(layer, "activity_regularizer", None) is not None:
+    altered = activation != "linear" or getattr(layer, "logit_soft_cap", None) is not None
+    if altered or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(
-            f"{what} has activation={activation!r} or an activity regulariser; LinearCrossEntropy needs the plain "
-            "logits. Leave both out."
+            f"{what} has activation={activation!r}, a soft cap or an activity regulariser; LinearCrossEntropy needs "
+            "the plain logits. Leave them out."
         )
+    if not _is_dense(layer) and type(layer) not in _REVERSIBLE:
+        # A layer of one's own may do more with its kernel than its shape tells.
+        hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=[0, 0])
+        logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)
+        if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):
+            raise ValueError(
+                f"{what} does not return `x @ kernel + bias`, which LinearCrossEntropy computes in its place. Use "
+                "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            )

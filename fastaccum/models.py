@@ -84,7 +84,7 @@ class Model:
     @property
     def compute_dtype(self) -> str:
         """The lowest precision that any layer computes in: what decides about loss scaling."""
-        dtypes = {layer.compute_dtype for layer in self.layers}
+        dtypes = {layer.compute_dtype for layer in self._called_layers}
         return next((d for d in ("float16", "bfloat16") if d in dtypes), "float32")
 
     @property

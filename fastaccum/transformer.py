@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from fastaccum.checks import whole_number
+from fastaccum.checks import true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.layer_stack import LayerStack
 
@@ -259,7 +259,7 @@ def gpt(
     >>> model.count_params() == 2 * 256 * 32 + 1 * (12 * 32**2 + 2 * 32) + 32
     True
     """
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and preset not in tuple(PRESETS):
         raise ValueError(f"unknown preset={preset!r}: choose one of {', '.join(PRESETS)}.")
     if positions not in ("rotary", "learned"):
         raise ValueError(f"unknown positions={positions!r}: choose 'rotary' or 'learned'.")
@@ -268,7 +268,10 @@ def gpt(
     given = {"vocabulary_size": vocabulary_size, "context": context, "width": width, "layers": layers}
     given |= {"heads": heads, "tied": tied, "stacked": stacked}
     chosen |= {key: value for key, value in given.items() if value is not None}
-    tied, stacked = chosen.pop("tied"), chosen.pop("stacked")
+    tied, stacked = (true_or_false(key, chosen.pop(key)) for key in ("tied", "stacked"))
+    compute_dtype = keras.dtype_policies.get(keras.config.dtype_policy() if dtype is None else dtype).compute_dtype
+    if compute_dtype not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r} computes in {compute_dtype}: attention takes float32, float16 and bfloat16.")
     vocabulary_size, context, width, layers, heads = (whole_number(key, value) for key, value in chosen.items())
     key_value_heads = whole_number("key_value_heads", heads if key_value_heads is None else key_value_heads)
     rotary = positions == "rotary"

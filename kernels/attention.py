@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from fastaccum.checks import whole_number
+from fastaccum.checks import true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import cudnn_attention
 from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import HALF, add, dot, loop, update
+from fastaccum.kernels.xla_ops import HALF, add, dot, first_order, loop, sizes, update
 
 IMPLEMENTATIONS = ("auto", "blockwise", "cudnn", "reference")
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
@@ -87,9 +87,12 @@ def attention(
         raise ValueError(f"implementation={implementation!r} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}.")
     if implementation == "auto":
         implementation = attention_implementation(query.shape, key.shape, block_size=block_size)
-    masking = _Masking(bool(causal), *_segments(segment_ids, query, key))
-    if not (scale is None or isinstance(scale, numbers.Real)):
+    masking = _Masking(causal, *_segments(segment_ids, query, key))
+    causal = true_or_false("causal", causal)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
         raise TypeError(f"scale={scale!r} must be a number, or None for 1 / sqrt(width).")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite.")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     with tf.name_scope("attention"):
         if implementation == "reference":
@@ -121,6 +124,8 @@ def attention_implementation(query_shape: Any, key_shape: Any, *, block_size: in
     >>> attention_implementation([1, 8192, 8, 64], [1, 8192, 8, 64])
     'blockwise'
     """
+    if not len(query_shape) == len(key_shape) == 4:
+        raise ValueError(f"The shapes must be [batch, time, heads, width]: query {query_shape}, key {key_shape}.")
     times = query_shape[1], key_shape[1]
     if None in times:
         return "reference"
@@ -204,7 +209,7 @@ class _Masking(NamedTuple):
 
 def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
     """[B, T, H, K] as blocks [n, N, q, K], padded with zeros; the heads of a group become rows, head after head."""
-    batch, _, heads, width = _sizes(t)
+    batch, _, heads, width = sizes(t)
     per_group = heads // groups
     t = tf.pad(t, [[0, 0], [0, blocks.padding], [0, 0], [0, 0]])
     t = tf.reshape(t, [batch, blocks.pieces, blocks.length, groups, per_group, width])
@@ -214,7 +219,7 @@ def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
 
 def _joined(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Tensor:
     """The inverse of `_split`, in the shape and dtype of `like`."""
-    batch, _, heads, width = _sizes(like)
+    batch, _, heads, width = sizes(like)
     t = tf.reshape(t, [blocks.pieces, batch, groups, heads // groups, blocks.length, width])
     t = tf.reshape(tf.transpose(t, [1, 0, 4, 2, 3, 5]), [batch, blocks.pieces * blocks.length, heads, width])
     return tf.cast(t[:, : blocks.size], like.dtype)
@@ -222,14 +227,14 @@ def _joined(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.T
 
 def _reference(query, key, value, scale, masking):
     groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
-    queries, keys = (_Blocks(size, 1, size) for size in (_sizes(query)[1], _sizes(key)[1]))
+    queries, keys = (_Blocks(size, 1, size) for size in (sizes(query)[1], sizes(key)[1]))
     query_NqK, key_NkK, value_NkK = (
         _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
     )
     scores_Nqk = scale * _product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
     seen = masking.of_blocks(queries, keys, groups, per_group)(0, 0)
     weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
-    if seen is not None and not (masking == (True, None, None) and query.shape[1] == key.shape[1]):
+    if seen is not None and not (masking.query_segments is None and query.shape[1] == key.shape[1]):
         # Some query may see nothing.
         weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
     return _joined(_product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
@@ -305,11 +310,12 @@ def _blockwise(query, key, value, scale, masking, block_size):
 
             start = [tf.zeros(tf.shape(t)) for t in (query_nNqK, key_sNkK, value_sNkK)]
             dquery_nNqK, dkey_sNkK, dvalue_sNkK = loop(steps, backward, start)
-            return (
+            gradients = [
                 _joined(scale * dquery_nNqK, groups, queries, query),
                 _joined(scale * dkey_sNkK, groups, keys, key),
                 _joined(dvalue_sNkK, groups, keys, value),
-            )
+            ]
+            return first_order(gradients, "attention in blocks")
 
         return output, gradient
 
@@ -331,11 +337,6 @@ def _product(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
         return dot(a, b), gradient
 
     return multiply(a, b)
-
-
-def _sizes(t: tf.Tensor) -> list[Any]:
-    """The shape, with tensors only where a size is not known."""
-    return [tf.shape(t)[i] if size is None else size for i, size in enumerate(t.shape)]
 
 
 def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[Any, Any]:

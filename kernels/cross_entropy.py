@@ -79,7 +79,7 @@ def linear_cross_entropy(
     chunk = _default_chunk() if chunk_size is None else whole_number("chunk_size", chunk_size)
     width, vocabulary = kernel.shape
     count = math.prod(labels.shape)
-    if implementation == "auto":
+    if implementation == "auto" or not count:
         implementation = "reference" if count * vocabulary <= max(chunk**2, count * width) else "chunked"
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(f'implementation={implementation!r} is unknown: choose "auto", "chunked" or "reference".')
@@ -158,12 +158,25 @@ def _project(hidden_ND, kernel_DV):
     compute_DV = tf.cast(kernel_DV, hidden_ND.dtype)
 
     def gradient(dlogits_NV):
-        dlogits_NV = tf.cast(dlogits_NV, hidden_ND.dtype)
-        dhidden_ND = dot(dlogits_NV, compute_DV, transpose_b=True)
-        dkernel_DV = dot(hidden_ND, dlogits_NV, transpose_a=True)
+        factor = _factor(dlogits_NV, hidden_ND.dtype)
+        dlogits_NV = tf.cast(factor * dlogits_NV, hidden_ND.dtype)
+        dhidden_ND = dot(dlogits_NV, compute_DV, transpose_b=True) / factor
+        dkernel_DV = dot(hidden_ND, dlogits_NV, transpose_a=True) / factor
         return tf.cast(dhidden_ND, hidden_ND.dtype), tf.cast(dkernel_DV, kernel_DV.dtype)
 
     return dot(hidden_ND, compute_DV), gradient
+
+
+def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
+    """A power of two that brings gradients of logits, or a bound of them, to the top of float16's range.
+
+    Whatever the loss scale, the small ones, those of the classes that are not the label's, then keep their digits.
+    """
+    if dtype != tf.float16:
+        return 1.0
+    largest = tf.reduce_max(tf.abs(dlogits))
+    factor = tf.pow(2.0, 13.0 - tf.math.ceil(tf.math.log(largest) / math.log(2)))
+    return tf.where(tf.math.is_finite(factor) & (factor > 0), factor, 1.0)
 
 
 def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
@@ -216,6 +229,9 @@ def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
             target_N = (1 - smoothing) * target_N + smoothing * mean_N
 
         def gradient(dlse_N, dtarget_N):
+            factor = _factor(tf.abs(dlse_N) + tf.abs(dtarget_N), hidden_ND.dtype)
+            dlse_N, dtarget_N = factor * dlse_N, factor * dtarget_N
+
             def backward(i, dhidden_ND, dkernel_DV, *dbias):
                 c = chunk_of(i)
                 lse_n, dlse_n, dtarget_n = (tf.slice(t, [c.n], [tokens.length]) for t in (lse_N, dlse_N, dtarget_N))
@@ -235,7 +251,7 @@ def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
 
             inputs = hidden_ND, kernel_DV, *bias
             sums = loop(steps, backward, [tf.zeros(t.shape) for t in inputs])
-            return [tf.cast(total, t.dtype) for total, t in zip(sums, inputs, strict=True)]
+            return [tf.cast(total / factor, t.dtype) for total, t in zip(sums, inputs, strict=True)]
 
         return (lse_N, target_N), gradient
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
+from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import add_fp32_wgrad, convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
 from fastaccum.kernels.xla_ops import HALF
 
@@ -20,10 +21,11 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
     The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32 variables) the
     gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite past 65504.
-    Switched is every `Dense`, `EinsumDense`, `Conv1D` and `Conv2D`, however deep in the model, those inside a
-    `MultiHeadAttention` or a `GroupQueryAttention` (and these themselves) included. Left alone is what needs no
-    switch (layers that compute in float32; `Embedding`, whose gradient Keras casts to float32 before it scatters),
-    and what this does not know: subclasses of these layers, and layers with LoRA or quantization.
+    Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D` and `ReversibleEmbedding`, however deep in the model,
+    those inside a `LayerStack`, a `MultiHeadAttention` or a `GroupQueryAttention` (and these two themselves) included.
+    Left alone is what needs no switch (layers that compute in float32; `Embedding`, whose gradient Keras casts to
+    float32 before it scatters), and what this does not know: subclasses of these layers, and layers with LoRA or
+    quantization.
 
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum.kernels`
     is imported) and clones as a switched one. The exception is a layer of your own that makes such layers inside:
@@ -79,9 +81,8 @@ def all_layers(model: Any) -> Iterator[Any]:
         raise TypeError(f"model={model!r} is not a Keras 3 model or layer.")
     for layer in model._flatten_layers():
         yield layer
-        template = getattr(layer, "template", None)
-        if isinstance(template, keras.layers.Layer):
-            yield from all_layers(template)
+        if isinstance(layer, LayerStack):
+            yield from all_layers(layer.template)
 
 
 def _in_scope(layer: Any) -> bool:
@@ -170,6 +171,19 @@ class Fp32Conv2D(keras.layers.Conv2D):
 
 
 @_register
+class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
+    """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
+
+    def call(self, inputs, reverse=False):
+        if not (reverse and self.reverse_dtype is None and _switches(self, inputs)):
+            return super().call(inputs, reverse=reverse)
+        kernel = tf.transpose(_float32(self._embeddings)) if self.tie_weights else _float32(self.reverse_embeddings)
+        logits = matmul_fp32_wgrad(inputs, kernel)
+        cap = self.logit_soft_cap
+        return logits if cap is None else cap * tf.tanh(logits / cap)
+
+
+@_register
 class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight gradients."""
 
@@ -192,6 +206,7 @@ _SWITCHED = {
     keras.layers.EinsumDense: Fp32EinsumDense,
     keras.layers.Conv1D: Fp32Conv1D,
     keras.layers.Conv2D: Fp32Conv2D,
+    keras.layers.ReversibleEmbedding: Fp32ReversibleEmbedding,
     keras.layers.MultiHeadAttention: Fp32MultiHeadAttention,
     keras.layers.GroupQueryAttention: Fp32GroupQueryAttention,
 }

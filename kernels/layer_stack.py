@@ -16,7 +16,7 @@ from tensorflow.python.eager import record
 from fastaccum.checks import whole_number
 from fastaccum.kernels import stackable
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.xla_ops import loop
+from fastaccum.kernels.xla_ops import first_order, loop
 
 IMPLEMENTATIONS = ("auto", "reference")
 
@@ -111,6 +111,8 @@ class LayerStack(keras.layers.Layer):
         self.template.trainable = value
 
     def build(self, x_shape: Sequence[int | None]) -> None:
+        if any(isinstance(size, (tuple, list)) for size in x_shape):
+            raise TypeError(f"x has shapes {x_shape}: every layer of a LayerStack maps one tensor to the next.")
         self._x_shape = tuple(x_shape)
         # Out of a graph that is being traced, and of the outer layer's autocast.
         with tf.init_scope(), AutocastScope(None):
@@ -184,7 +186,10 @@ class LayerStack(keras.layers.Layer):
         return [v for v, learned in marked if learned], [v for v, learned in marked if not learned]
 
     def unstack(self) -> list[keras.layers.Layer]:
-        """The plain layers: `depth` new ones, built, with copies of the stack's weights and seeds."""
+        """The plain layers: `depth` new ones, built, with copies of the stack's weights and seeds.
+
+        Where `fp32_weight_gradients` has switched the stack, they are not switched.
+        """
         self._require_built()
         layers = [self._built(stackable.made(self.make_layer)) for _ in range(self.depth)]
         for stacked, *copies in zip(self._stacked_variables, *map(stackable.variables, layers), strict=True):
@@ -355,7 +360,8 @@ def _looped(body, depth, x, weights, state):
             dx, *results = loop(depth, backward, [dy, *sums, *buffers])
             sums = iter(results[: len(floating)])
             d_shared = [tf.cast(next(sums), t.dtype) if t.dtype.is_floating else None for t in shared]
-            return [dx, *d_shared, *(b.stack() for b in results[len(floating) :])]
+            gradients = [dx, *d_shared, *(b.stack() for b in results[len(floating) :])]
+            return first_order(gradients, "A LayerStack")
 
         return (y, *after), gradient
 

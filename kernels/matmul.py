@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from fastaccum.kernels.xla_ops import HALF, dot
+from fastaccum.kernels.xla_ops import HALF, dot, sizes
 
 
 def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, *, implementation: str = "auto") -> tf.Tensor:
@@ -56,7 +56,7 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, *, implementation: str = 
         raise ValueError(f'implementation={implementation!r} is unknown: choose "auto" or "reference".')
     product = _product if implementation == "auto" else _reference
     y_TO = product(tf.reshape(x, [-1, kernel.shape[0]]), kernel)
-    return tf.reshape(y_TO, [*_sizes(x)[:-1], kernel.shape[1]])
+    return tf.reshape(y_TO, [*sizes(x)[:-1], kernel.shape[1]])
 
 
 def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
@@ -87,7 +87,7 @@ def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tens
     inner = [a for a in of_kernel if a in of_x and a not in of_y]
     outer = [a for a in of_kernel if a not in of_x]
     rows = [a for a in of_x if a not in of_kernel]
-    size = {**dict(zip(of_x, _sizes(x), strict=True)), **dict(zip(of_kernel, kernel.shape, strict=True))}
+    size = {**dict(zip(of_x, sizes(x), strict=True)), **dict(zip(of_kernel, kernel.shape, strict=True))}
     lead = [size[a] for a in batch]
     width, width_out = (math.prod(size[a] for a in axes) for axes in (inner, outer))
 
@@ -222,8 +222,3 @@ def _axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str
 def _turned(x: tf.Tensor, axes: str | list[str], to: str | list[str]) -> tf.Tensor:
     order = [axes.index(axis) for axis in to]
     return x if order == sorted(order) else tf.transpose(x, order)
-
-
-def _sizes(x: tf.Tensor) -> list[int | tf.Tensor]:
-    """The shape, with tensors only where a size is not known."""
-    return [tf.shape(x)[i] if size is None else size for i, size in enumerate(x.shape)]

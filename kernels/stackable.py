@@ -38,7 +38,9 @@ def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
     expected, *_ = shapes = [[(tuple(v.shape), v._dtype) for v in variables(layer)] for layer in layers]
     owner: dict[int, int] = {}
     for i, layer in enumerate(layers):
-        if type(layer) is not type(layers[0]) or shapes[i] != expected:
+        # One may have been switched to a subclass that differs in its gradients alone.
+        alike = isinstance(layer, type(layers[0])) or isinstance(layers[0], type(layer))
+        if not alike or shapes[i] != expected:
             raise ValueError(
                 f"Layer {i}, {called(layer)}, has variables {shapes[i]}, but the first, {called(layers[0])}, has "
                 f"{expected}. The layers of a LayerStack must be of one kind, built for one shape."
@@ -88,6 +90,12 @@ def require_supported(layer: keras.layers.Layer) -> None:
         raise ValueError(
             f"{called(layer)} holds metrics: move them out of the LayerStack, which would not update them."
         )
+    for part in layer._flatten_layers():
+        if isinstance(part, keras.layers.Embedding):
+            raise ValueError(
+                f"{called(layer)} holds {called(part)}, whose ids nothing would check in a LayerStack: "
+                "embed outside of it."
+            )
     for variable in layer.weights:
         if variable.constraint is not None:
             raise ValueError(

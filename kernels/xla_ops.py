@@ -66,3 +66,16 @@ def add(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     [1.0, 2.0, 2.0, 1.0]
     """
     return update(whole, tf.slice(whole, start, tf.shape(part)) + part, start)
+
+
+def first_order(gradients: Sequence[tf.Tensor | None], what: str) -> list[tf.Tensor | None]:
+    """The gradients of a custom gradient, with an error where one asks for theirs: what a loop computed is constant to
+    autodiff, so that second derivatives would be wrong.
+    """
+    message = f'{what} has no second derivatives: pass implementation="reference".'
+    return [None if g is None else tf.raw_ops.PreventGradient(input=g, message=message) for g in gradients]
+
+
+def sizes(t: tf.Tensor) -> list[Any]:
+    """The shape, with tensors only where a size is not known."""
+    return [tf.shape(t)[i] if size is None else size for i, size in enumerate(t.shape)]

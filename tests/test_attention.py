@@ -271,6 +271,8 @@ def _call(made):
         ({"block_size": 0}, ValueError, "block_size=0"),
         ({"block_size": "8"}, TypeError, "block_size='8'"),
         ({"scale": "8"}, TypeError, "scale='8'"),
+        ({"scale": np.nan}, ValueError, "scale=nan"),
+        ({"causal": "yes"}, TypeError, "causal='yes'"),
         ({"implementation": "flash"}, ValueError, "implementation='flash'.*blockwise"),
         ({"segment_ids": np.zeros((2, 7), int)}, ValueError, r"segment_ids of shape \(2, 7\)"),
         ({"segment_ids": np.zeros((2, 8))}, TypeError, "segment_ids have dtype float64"),
@@ -283,3 +285,23 @@ def test_bad_input_names_the_culprit(change, error, message):
     ]
     with pytest.raises(error, match=message):
         attention(*tensors, **change)
+
+
+@pytest.mark.parametrize("jit_compile", [True, False, None])
+def test_second_derivatives_are_refused(jit_compile):
+    """What the loops computed is constant to autodiff: they would be wrong."""
+    (query, key, value, _), _ = make(time=20)
+
+    def run(query):
+        with tf.GradientTape() as outer:
+            outer.watch(query)
+            with tf.GradientTape() as inner:
+                inner.watch(query)
+                output = attention(query, key, value, block_size=8, implementation="blockwise")
+            squared = tf.reduce_sum(inner.gradient(output, query) ** 2)
+        return outer.gradient(squared, query)
+
+    if jit_compile is not None:
+        run = tf.function(run, jit_compile=jit_compile, autograph=False)
+    with pytest.raises(Exception, match="no second derivatives"):
+        run(query)

@@ -267,3 +267,21 @@ def test_an_unknown_size_is_named():
     traced = tf.function(lambda hidden: linear_cross_entropy(**{**GOOD, "hidden": hidden}))
     with pytest.raises(ValueError, match=r"hidden \(None, 3\)"):
         traced.get_concrete_function(tf.TensorSpec([None, 3]))
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation):
+    """A mean over many tokens, unscaled: most gradients of logits lie below float16's smallest number."""
+    inputs, _ = make("float16", shape=(256,), vocabulary=2048, width=16, bias=False, ignored=0.0)
+    cotangent = tf.fill([256], 1e-6)
+    *_, dkernel = outcome(inputs, cotangent, implementation=implementation, chunk_size=128)
+    *_, exact = truth(inputs, cotangent)
+    assert np.linalg.norm(dkernel - exact) <= 1e-3 * np.linalg.norm(exact)
+
+
+def test_no_tokens_no_losses():
+    for implementation in ("auto", "chunked", "reference"):
+        losses = linear_cross_entropy(
+            tf.zeros([0, 4]), tf.zeros([4, 8]), tf.zeros([0], tf.int32), implementation=implementation
+        )
+        assert losses.shape == (0,)

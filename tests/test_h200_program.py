@@ -15,12 +15,12 @@ WIDTH, LAYERS, VOCABULARY, CONTEXT = 2048, 2, 256, 512
 K, B = 4, 8  # 4,096 tokens a micro-batch: no width has this size
 
 
-def export_gpt(**options):
+def export_gpt(loss=None, form=None, **options):
     """The step of a mixed_float16 GPT, and the shapes of its blocks' matrices, one for each layer."""
     ids = np.zeros((K, B, CONTEXT), "int32")
     with h200.weightless():
-        model = fa.gpt(VOCABULARY, CONTEXT, WIDTH, LAYERS, heads=16, dtype="mixed_float16")
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model = fa.gpt(VOCABULARY, CONTEXT, WIDTH, LAYERS, heads=16, dtype="mixed_float16", **(form or {}))
+        loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         trainer = fa.Trainer(model, keras.optimizers.AdamW(1e-4), loss, clip_norm=1.0, **options)
         exported = h200.export_step(trainer, (ids, ids))
     kernels = []
@@ -63,6 +63,16 @@ def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
     assert program.count("while") and not program.unknown_trip_counts
     assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
     assert not program.copies_in_loops([*kernels, *((LAYERS, *shape) for shape in kernels)])
+
+
+def test_the_form_of_the_large_presets_sums_in_float32_too():
+    """Its gradients are added after the loop over the blocks, in a pass of their own."""
+    exported, kernels = export_gpt(fa.LinearCrossEntropy(), {"stacked": True, "tied": True})
+    program = compile_gpt(exported)
+    found = list(program.weight_gradients(kernels))
+    assert found and {(each.operands, each.dtype) for each in found} == {("f16", "f32")}
+    assert program.count("while") > 2 and not program.unknown_trip_counts
+    assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
 
 
 def test_plain_autodiff_rounds_weight_gradients_to_float16():

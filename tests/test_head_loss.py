@@ -257,3 +257,60 @@ def test_a_model_that_does_not_fit_is_named(model, loss, metrics, message):
 def test_bad_options_are_named(options, error):
     with pytest.raises(error, match=next(iter(options))):
         fa.LinearCrossEntropy(**options)
+
+
+class Tempered(keras.layers.Dense):
+    def call(self, x):
+        return super().call(x) / 10
+
+
+HIDDEN, CLASSES = 6, 9
+
+
+def model_with(*ends):
+    inputs = keras.Input((HIDDEN,))
+    outputs = inputs
+    for layer in ends:
+        outputs = layer(outputs)
+    return keras.Model(inputs, outputs)
+
+
+def fit(model, loss, metrics=()):
+    x = np.random.default_rng(0).normal(size=(4, HIDDEN)).astype("float32")
+    fa.Trainer(model, "sgd", loss, metrics).fit(x, np.arange(4), batch_size=2, verbose=0)
+
+
+def test_logits_that_something_else_reads_are_missed():
+    inputs = keras.Input((HIDDEN,))
+    logits = keras.layers.Dense(CLASSES, name="lm")(inputs)
+    regularised = keras.Model(inputs, keras.layers.ActivityRegularization(l2=1.0)(logits))
+    with pytest.raises(ValueError, match=r"'lm'.*(also read by|is not what)"):
+        fit(regularised, fa.LinearCrossEntropy("lm"))
+    both = keras.Model(inputs, {"lm": logits, "probabilities": keras.layers.Softmax()(logits)})
+    losses = {"lm": fa.LinearCrossEntropy(), "probabilities": "sparse_categorical_crossentropy"}
+    x, y = np.zeros((4, HIDDEN), "float32"), np.arange(4)
+    with pytest.raises(ValueError, match="'lm' are also read by"):
+        fa.Trainer(both, "sgd", losses).fit(x, {"lm": y, "probabilities": y}, verbose=0)
+
+
+def test_a_head_that_computes_something_else_is_refused():
+    capped = keras.layers.ReversibleEmbedding(CLASSES, HIDDEN, logit_soft_cap=0.5)
+    ids = keras.Input((3,), dtype="int32")
+    model = keras.Model(ids, capped(capped(ids), reverse=True))
+    with pytest.raises(ValueError, match="soft cap"):
+        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(np.zeros((2, 3), int), np.zeros((2, 3), int), verbose=0)
+    with pytest.raises(ValueError, match="finds no Dense layer"):
+        fit(model_with(Tempered(CLASSES, name="head")), fa.LinearCrossEntropy())
+    with pytest.raises(ValueError, match=r"'head' \(Tempered\) does not return"):
+        fit(model_with(Tempered(CLASSES, name="head")), fa.LinearCrossEntropy("head"))
+    transposed = keras.layers.EinsumDense("bc,dc->bd", HIDDEN, name="head")
+    with pytest.raises(ValueError, match=r"'head' \(EinsumDense\) does not return"):
+        fit(model_with(transposed), fa.LinearCrossEntropy("head"))
+    fit(model_with(keras.layers.EinsumDense("bc,cd->bd", CLASSES, name="head")), fa.LinearCrossEntropy("head"))
+
+
+def test_one_hot_labels_are_told_apart():
+    x = np.zeros((4, 3, HIDDEN), "float32")
+    model = keras.Sequential([keras.Input((3, HIDDEN)), keras.layers.Dense(CLASSES)])
+    with pytest.raises(ValueError, match="class indices"):
+        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(x, np.zeros((4, 3, CLASSES)), verbose=0)

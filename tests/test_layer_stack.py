@@ -635,3 +635,52 @@ def test_weights_that_do_not_fit_are_refused():
         stack.assign_from([*plain[:2], other])
     with pytest.raises(ValueError, match="has no weights yet"):
         LayerStack(layers.ReLU, 2).unstack()
+
+
+def test_second_derivatives_are_refused():
+    stack, x = LayerStack(lambda: layers.Dense(3, "tanh"), depth=2), tf.ones([2, 3])
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = stack(x)
+        squared = tf.reduce_sum(inner.gradient(y, x) ** 2)
+    with pytest.raises(Exception, match="A LayerStack has no second derivatives"):
+        outer.gradient(squared, x)
+
+
+class Embedded(layers.Layer):
+    def build(self, shape):
+        self.embedding = layers.Embedding(5, shape[-1])
+        self.embedding.build(None)
+
+    def call(self, x, ids):
+        return x + self.embedding(ids)
+
+
+def test_an_embedding_inside_is_refused():
+    with pytest.raises(ValueError, match=r"Embedded.*embedding.*embed outside"):
+        LayerStack(Embedded, depth=2)(tf.zeros([2, 4]), ids=tf.zeros([2], tf.int32))
+
+
+class HalfInside(layers.Layer):
+    def build(self, shape):
+        self.dense = layers.Dense(shape[-1], dtype="mixed_float16")
+        self.dense.build(shape)
+
+    def call(self, x):
+        return tf.cast(self.dense(x), x.dtype)
+
+
+def test_a_layer_of_low_precision_inside_is_seen():
+    model = keras.Sequential([keras.Input((4,)), LayerStack(HalfInside, depth=2)])
+    assert isinstance(fa.Trainer(model, "sgd", "mse").loss_scale, fa.DynamicLossScale)
+
+
+def test_a_switched_stack_takes_the_weights_of_plain_layers():
+    stack = LayerStack(lambda: layers.Dense(4, dtype="mixed_float16"), depth=3)
+    fa.kernels.fp32_weight_gradients(stack)
+    x = tf.ones([2, 4], tf.float16)
+    before = stack(x)
+    stack.assign_from(stack.unstack())
+    np.testing.assert_array_equal(stack(x), before)

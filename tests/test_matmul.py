@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keras.src.utils.tracking import DotNotTrackScope
 
 import fastaccum as fa
 from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad
@@ -347,22 +346,6 @@ def test_a_switched_layer_still_takes_lora_and_sparse_inputs():
     assert np.abs(layer(x) - before).max() > 0.01
 
 
-class Recomputed(keras.layers.Layer):
-    """Calls a layer that it does not track, as a LayerStack does, and calls it again on the way back."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        with DotNotTrackScope():
-            self.template = keras.layers.Dense(5, use_bias=False, dtype=self.dtype_policy)
-
-    def build(self, x_shape):
-        self.template.build(x_shape)
-        self.kernel = self.template._kernel
-
-    def call(self, x):
-        return tf.recompute_grad(self.template)(x)
-
-
 RNG = np.random.default_rng(0)
 STACK = RNG.normal(size=(2, 3, 7, 6)).astype("float32"), RNG.normal(size=(2, 3, 7, 2)).astype("float32")
 IMAGES = RNG.normal(size=(2, 3, 8, 7, 3)).astype("float32"), RNG.normal(size=(2, 3, 2)).astype("float32")
@@ -397,8 +380,8 @@ def test_a_train_step_computes_weight_gradients_in_float32(policy, half):
 
 
 def test_a_layer_that_is_called_again_on_the_way_back_is_switched_there_too():
-    trainer = make_trainer("mixed_float16", Recomputed)
-    assert weight_gradient_dots(trainer) == ["f32"]
+    trainer = make_trainer("mixed_float16", lambda: fa.kernels.LayerStack(lambda: keras.layers.Dense(6), depth=3))
+    assert weight_gradient_dots(trainer, ["6,6"]) == ["f32"]
     assert type(trainer.model.layers[0].template) is keras.layers.Dense
 
 
@@ -449,3 +432,15 @@ def test_convolutions_keep_the_gradients_that_a_cpu_runs_fast(switched_before):
 def test_the_switch_must_be_true_or_false():
     with pytest.raises(TypeError, match="fp32_weight_gradients='on'"):
         two_hidden("float32", fp32_weight_gradients="on")
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_a_head_that_is_the_embedding_too(tie_weights):
+    layer = keras.layers.ReversibleEmbedding(5, 2, tie_weights=tie_weights, dtype="mixed_float16")
+    layer(tf.zeros([1], tf.int32))
+    fa.kernels.fp32_weight_gradients(layer)
+    with tf.GradientTape() as tape:
+        logits = layer(tf.fill([1200, 2], tf.constant(300.0, tf.float16)), reverse=True)
+    (gradient,) = tape.gradient(logits, layer.trainable_variables[-1:])
+    assert logits.dtype == tf.float16
+    np.testing.assert_array_equal(gradient, np.full(gradient.shape, 360_000.0))

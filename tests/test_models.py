@@ -189,3 +189,14 @@ def test_a_trained_tf_keras_model_can_be_saved(tf_keras, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = tf_keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded.predict(X, verbose=0), trainer.predict(X, verbose=0))
+
+
+def test_a_call_that_the_user_replaced_is_left_as_it_was():
+    embedding = keras.layers.Embedding(5, 3)
+    model = keras.Sequential(
+        [keras.Input((2,), dtype="int32"), embedding, keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
+    original = embedding.call
+    embedding.call = mine = lambda ids: 2 * original(ids)
+    fa.Trainer(model, "sgd", "mse").fit(np.zeros((2, 2), int), np.zeros((2, 1)), verbose=0)
+    assert vars(embedding)["call"] is mine

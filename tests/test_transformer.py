@@ -146,6 +146,8 @@ def test_sizes_override_the_preset():
         ({"heads": 2.5}, "heads=2.5"),
         ({"vocabulary_size": 0}, "vocabulary_size=0"),
         ({"preset": "giant"}, r"preset='giant'.*nano"),
+        ({"preset": ["nano"]}, r"preset=\['nano'\]"),
+        ({"dtype": "float64"}, "dtype='float64'"),
         ({"positions": "absolute"}, r"positions='absolute'.*learned"),
         ({"positions": "learned", "width": 10, "heads": 4}, r"width=10.*heads=4"),
         ({"heads": 4, "key_value_heads": 3}, r"heads=4.*key_value_heads=3"),
