@@ -143,7 +143,6 @@ class HeadLoss:
     @contextmanager
     def head_left_out(self):
         """Within the scope, the head returns its input, in the dtype in which it comes."""
-
         call = self.head.call
 
         def passed_on(inputs, *args, **kwargs):

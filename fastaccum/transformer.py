@@ -62,28 +62,41 @@ class ContextLimit(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable("fastaccum")
-class LearnedPositions(keras.layers.Layer):
+class LearnedPositions(ContextLimit):
     """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`, T at most `context`."""
-
-    def __init__(self, context, **kwargs):
-        super().__init__(**kwargs)
-        self.context = context
 
     def build(self, x_shape):
         self.table_TD = self.add_weight((self.context, x_shape[-1]), _normal(1, 0.5), name="table")
 
     def call(self, x_BTD):
-        return x_BTD + self.table_TD[: ops.shape(x_BTD)[1]]
+        return super().call(x_BTD) + self.table_TD[: ops.shape(x_BTD)[1]]
+
+
+class _AttentionLayer(keras.layers.Layer):
+    """What attention and the block around it are configured by; both map `[B, T, D] -> [B, T, D]`."""
+
+    def __init__(self, heads, key_value_heads=None, rotary=True, residual_scale=1.0, **kwargs):
+        super().__init__(**kwargs)
+        self.heads = heads
+        self.key_value_heads = key_value_heads or heads
+        self.rotary = rotary
+        self.residual_scale = residual_scale
 
     def compute_output_shape(self, x_shape):
         return x_shape
 
     def get_config(self):
-        return {**super().get_config(), "context": self.context}
+        return {
+            **super().get_config(),
+            "heads": self.heads,
+            "key_value_heads": self.key_value_heads,
+            "rotary": self.rotary,
+            "residual_scale": self.residual_scale,
+        }
 
 
 @keras.saving.register_keras_serializable("fastaccum")
-class CausalSelfAttention(keras.layers.Layer):
+class CausalSelfAttention(_AttentionLayer):
     """Multi-head causal self-attention: `[B, T, D] -> [B, T, D]`.
 
     `softmax(q k^T / sqrt(K) + mask) v` for each head, where `mask` hides every later position: see
@@ -96,13 +109,6 @@ class CausalSelfAttention(keras.layers.Layer):
         rotary: turn queries and keys by their position (RoPE, Su et al. 2021; halves paired).
         residual_scale: factor on the spread of the output projection's initial values.
     """
-
-    def __init__(self, heads, key_value_heads=None, rotary=True, residual_scale=1.0, **kwargs):
-        super().__init__(**kwargs)
-        self.heads = heads
-        self.key_value_heads = key_value_heads or heads
-        self.rotary = rotary
-        self.residual_scale = residual_scale
 
     def build(self, x_shape):
         width = x_shape[-1]
@@ -135,21 +141,9 @@ class CausalSelfAttention(keras.layers.Layer):
         mixed_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
         return self.out(ops.reshape(mixed_BTHK, ops.shape(x_BTD)))
 
-    def compute_output_shape(self, x_shape):
-        return x_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "heads": self.heads,
-            "key_value_heads": self.key_value_heads,
-            "rotary": self.rotary,
-            "residual_scale": self.residual_scale,
-        }
-
 
 @keras.saving.register_keras_serializable("fastaccum")
-class TransformerBlock(keras.layers.Layer):
+class TransformerBlock(_AttentionLayer):
     """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T, D]`.
 
     The MLP is `gelu(x W_1) W_2` with four times the width inside.
@@ -158,13 +152,6 @@ class TransformerBlock(keras.layers.Layer):
         heads, key_value_heads, rotary: as in `CausalSelfAttention`.
         residual_scale: factor on the spread of the initial values of both projections onto the residual.
     """
-
-    def __init__(self, heads, key_value_heads=None, rotary=True, residual_scale=1.0, **kwargs):
-        super().__init__(**kwargs)
-        self.heads = heads
-        self.key_value_heads = key_value_heads or heads
-        self.rotary = rotary
-        self.residual_scale = residual_scale
 
     def build(self, x_shape):
         width, policy = x_shape[-1], self.dtype_policy
@@ -191,18 +178,6 @@ class TransformerBlock(keras.layers.Layer):
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         h_BTF = ops.gelu(self.mlp_in(self.mlp_norm(x_BTD)), approximate=True)
         return x_BTD + self.mlp_out(h_BTF)
-
-    def compute_output_shape(self, x_shape):
-        return x_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "heads": self.heads,
-            "key_value_heads": self.key_value_heads,
-            "rotary": self.rotary,
-            "residual_scale": self.residual_scale,
-        }
 
 
 def gpt(

@@ -184,12 +184,9 @@ class _Masking(NamedTuple):
         """
         segments = None
         if self.query_segments is not None:
-            segments = (
-                _split(tf.repeat(self.query_segments[:, :, None, None], groups * per_group, 2), groups, queries)[
-                    ..., 0
-                ],
-                _split(tf.repeat(self.key_segments[:, :, None, None], groups, 2), groups, keys)[..., 0],
-            )
+            query_BTH1 = tf.repeat(self.query_segments[:, :, None, None], groups * per_group, 2)
+            key_BSG1 = tf.repeat(self.key_segments[:, :, None, None], groups, 2)
+            segments = _split(query_BTH1, groups, queries)[..., 0], _split(key_BSG1, groups, keys)[..., 0]
 
         def seen(i, j):
             t_q1 = (i * queries.length + tf.tile(tf.range(queries.length), [per_group]))[:, None]
