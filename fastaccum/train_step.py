@@ -11,6 +11,7 @@ import tensorflow as tf
 from fastaccum import checks, optimizers
 from fastaccum import loss_scale as loss_scales
 from fastaccum.kernels import gradients
+from fastaccum.kernels.accumulators import Product, Sum, accumulator
 
 
 class StepResult(NamedTuple):
@@ -153,9 +154,14 @@ class TrainStep:
         return sums._replace(gradients=[g if i in reached else None for i, g in enumerate(sums.gradients)])
 
     def _loop(self, stack: Any, sums: Accumulated, reached: set[int]) -> Accumulated:
-        def body(i, loss_sum, weight_sum, *accumulators):
+        steps = trip_count(stack)
+        summed: dict[int, Sum | Product] = {}
+
+        # A function of its own: what the loop carries follows from the gradients that come out of it.
+        @tf.function(autograph=False)
+        def micro_step(i):
             micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
-            # The gradient is taken inside the body: a tape around the loop would keep every micro-batch's
+            # The gradient is taken inside the loop: a tape around it would keep every micro-batch's
             # activations in TensorLists.
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(self.variables)
@@ -164,28 +170,38 @@ class TrainStep:
                     scaled = loss_i * tf.cast(sums.scale, loss_i.dtype)
             with tf.name_scope("backward"):
                 grads = tape.gradient(scaled, self.variables)
+            slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
+            wholes = {part.ref(): whole for part, whole in slices if part is not None}
+            for j, gradient in enumerate(grads):
+                if gradient is not None:
+                    summed[j] = accumulator(sums.gradients[j], gradient, steps, lambda t: wholes.get(t.ref()))
+            return loss_i, weight_i, [each.terms for each in summed.values()]
+
+        micro_step = micro_step.get_concrete_function(tf.TensorSpec([], tf.int32))
+
+        def body(i, loss_sum, weight_sum, carried):
+            loss_i, weight_i, terms = micro_step(i)
             with tf.name_scope("accumulate"):
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
                 # weight gradient's matmul.
-                accumulators = list(accumulators)
-                for j, gradient in enumerate(grads):
-                    if gradient is not None:
-                        reached.add(j)
-                        accumulators[j] = gradients.accumulate(accumulators[j], gradient)
+                carried = [each.add(i, *pair) for each, *pair in zip(summed.values(), carried, terms, strict=True)]
                 loss_sum += tf.cast(loss_i, tf.float32)
                 weight_sum += tf.cast(weight_i, tf.float32)
-                return [i + 1, loss_sum, weight_sum, *accumulators]
+                return i + 1, loss_sum, weight_sum, carried
 
         # A Python int as trip count: with a tensor, a GPU would ask the host about every micro-batch. No
         # `maximum_iterations`: its second counter hides the trip count from XLA in larger programs.
-        steps = trip_count(stack)
-        _, loss_sum, weight_sum, *accumulators = tf.while_loop(
+        _, loss_sum, weight_sum, carried = tf.while_loop(
             lambda i, *_: i < steps,
             body,
-            [tf.constant(0), sums.loss_sum, sums.weight_sum, *sums.gradients],
+            (tf.constant(0), sums.loss_sum, sums.weight_sum, [each.start() for each in summed.values()]),
             parallel_iterations=1,
         )
-        return sums._replace(gradients=accumulators, loss_sum=loss_sum, weight_sum=weight_sum)
+        totals = list(sums.gradients)
+        for (j, each), of_loop in zip(summed.items(), carried, strict=True):
+            totals[j] = each.total(of_loop)
+        reached.update(summed)
+        return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum)
 
     def reduce(self, accumulated: Accumulated) -> Accumulated:
         """The sums over all devices: the identity on one."""

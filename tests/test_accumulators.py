@@ -1,0 +1,190 @@
+"""Weight gradients as one product after the loop: when, exactly as the sum, and in less memory."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum import compiled
+from fastaccum.kernels import accumulators
+
+N, ROWS, WIDTH = 5, 3, 256
+RATE = 0.5
+
+
+class Net:
+    """y = relu(x @ a) @ b, both matrices of just the size from which a product may take an accumulator's place."""
+
+    def __init__(self, **options):
+        rng = np.random.default_rng(0)
+        self.a, self.b = (tf.Variable(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, dtype=tf.float32) for _ in range(2))
+        options.setdefault("loss_scale", 8.0)
+        self.step = fa.TrainStep(self.loss, [self.a, self.b], keras.optimizers.SGD(RATE), **options)
+
+    def forward(self, x):
+        return tf.nn.relu(x @ self.a) @ self.b
+
+    def loss(self, micro_batch):
+        x, y, weight = micro_batch
+        return tf.reduce_sum(weight[:, None] * (self.forward(x) - y) ** 2), tf.reduce_sum(weight)
+
+    def gradients(self, stack):
+        """Of the full batch, in float64."""
+        x, y, weight = (part.astype("float64").reshape(-1, *part.shape[2:]) for part in stack)
+        a, b = self.a.numpy().astype("float64"), self.b.numpy().astype("float64")
+        hidden = np.maximum(x @ a, 0)
+        error = 2 * weight[:, None] * (hidden @ b - y) / weight.sum()
+        return x.T @ ((error @ b.T) * (hidden > 0)), hidden.T @ error
+
+
+def make_stack(micro_batches=N, rows=ROWS):
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(2, micro_batches, rows, WIDTH)).astype("float32")
+    weight = rng.uniform(0.5, 2, size=(micro_batches, rows)).astype("float32")
+    weight[-1, -1] = 0
+    return x, y, weight
+
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """What each variable's gradient was summed by, in order."""
+    chosen = []
+
+    def spy(*args):
+        chosen.append(choose(*args))
+        return chosen[-1]
+
+    choose = accumulators.accumulator
+    monkeypatch.setattr("fastaccum.train_step.accumulator", spy)
+    return lambda: [type(each).__name__ for each in chosen]
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_the_product_is_the_full_batch_gradient(jit_compile, kinds):
+    net, stack = Net(jit_compile=jit_compile), make_stack()
+    before = [v.numpy().astype("float64") for v in (net.a, net.b)]
+    expected = net.gradients(stack)
+    net.step(stack)
+    assert kinds() == ["Product", "Product"]
+    for variable, start, gradient in zip((net.a, net.b), before, expected, strict=True):
+        moved = variable.numpy() - start
+        assert np.linalg.norm(moved + RATE * gradient) < 1e-5 * np.linalg.norm(moved)
+
+
+def test_a_product_that_forgets_a_micro_batch_fails_the_same_check(trained):
+    stack = make_stack()
+    (gradient, _), (partial, _) = trained.gradients(stack), trained.gradients([part[:-1] for part in stack])
+    assert np.linalg.norm(partial - gradient) > 1e-2 * np.linalg.norm(gradient)
+
+
+def test_stacks_of_several_shapes_add_up(kinds):
+    """A product of one stack, and the accumulator of one that is too short for it."""
+    net, (x, y, weight) = Net(), make_stack(N + 2)
+    stacks = (x[:N], y[:N], weight[:N]), (x[N:, :1], y[N:, :1], weight[N:, :1])
+    flat = [np.concatenate([p.reshape(-1, *p.shape[2:]) for p in parts])[None] for parts in zip(*stacks, strict=True)]
+    expected = net.gradients(flat)
+    before = net.a.numpy().astype("float64")
+    tf.function(net.step.run, jit_compile=True)(*tf.nest.map_structure(tf.constant, stacks))
+    assert kinds() == ["Product", "Product", "Sum", "Sum"]
+    np.testing.assert_allclose(net.a.numpy(), before - RATE * expected[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", range(N))
+def test_a_bad_number_in_any_micro_batch_changes_nothing(bad, trained):
+    (x, y, weight), before = make_stack(), [trained.a.numpy(), trained.b.numpy()]
+    x[bad, 0, 0] = np.inf
+    assert not trained.step((x, y, weight)).grads_finite
+    np.testing.assert_array_equal(before, [trained.a.numpy(), trained.b.numpy()])
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return Net()
+
+
+def hlo_and_memory(net, stack):
+    trained_step = net.step._compiled
+    stack = tf.nest.map_structure(tf.constant, stack)
+    return compiled.compiler_ir(trained_step, stack), compiled.memory_analysis(trained_step, stack).temp_bytes
+
+
+def test_the_loop_carries_no_accumulator_and_memory_is_less(monkeypatch):
+    stack = make_stack()
+    hlo, temp = hlo_and_memory(Net(), stack)
+    monkeypatch.setattr(accumulators, "SMALLEST_MATRIX", WIDTH**2 + 1)
+    plain_hlo, plain_temp = hlo_and_memory(Net(), stack)
+    (loop,), (plain_loop,) = (re.findall(r"^.* while\(.*$", text, re.MULTILINE) for text in (hlo, plain_hlo))
+    assert f'known_trip_count":{{"n":"{N}"}}' in loop
+    # The two matrices themselves, and in the plain loop their accumulators.
+    assert loop.split(" while(")[0].count(f"f32[{WIDTH},{WIDTH}]") == 2
+    assert plain_loop.split(" while(")[0].count(f"f32[{WIDTH},{WIDTH}]") == 4
+    assert not re.search(r"\bconditional\(", hlo)
+    assert temp < plain_temp
+
+
+def choice(gradient_of, steps=N, rows=ROWS, dtype=tf.float32, shape=(WIDTH, WIDTH)):
+    """What sums the gradient of `gradient_of(x, kernel)`, a loss."""
+    graph = tf.Graph()
+    with graph.as_default():
+        x, kernel = tf.zeros([rows, shape[0]], dtype), tf.zeros(shape)
+        with tf.GradientTape() as tape:
+            tape.watch(kernel)
+            loss = gradient_of(x, kernel)
+        gradient = tape.gradient(loss, kernel)
+        return type(accumulators.accumulator(tf.zeros(shape), gradient, steps, lambda t: None)).__name__
+
+
+def once(x, kernel):
+    return tf.reduce_sum(tf.square(x @ kernel))
+
+
+def half_of_autodiff(x, kernel):
+    """Rounded to float16 in each micro-batch: a product over more rows would round, and overflow, elsewhere."""
+    return tf.reduce_sum(tf.square(x @ tf.cast(kernel, tf.float16)))
+
+
+def twice(x, kernel):
+    return tf.reduce_sum(x @ kernel @ kernel)
+
+
+@pytest.mark.parametrize(
+    "loss, options, kind",
+    [
+        (once, {}, "Product"),
+        (once, {"rows": WIDTH // 2 // N}, "Product"),
+        (once, {"rows": WIDTH // 2 // N + 1}, "Sum"),  # the factors would outgrow the accumulator
+        (once, {"steps": accumulators.FEWEST_STEPS - 1}, "Sum"),
+        (once, {"shape": (WIDTH, WIDTH - 1)}, "Sum"),
+        (twice, {}, "Sum"),
+        (half_of_autodiff, {"dtype": tf.float16}, "Sum"),
+    ],
+)
+def test_when(loss, options, kind):
+    assert choice(loss, **options) == kind
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(policy, kinds, monkeypatch):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, "relu", dtype=policy), keras.layers.Dense(1, dtype=policy)]
+    )
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2 * N * ROWS, WIDTH)).astype("float32"), rng.normal(size=(2 * N * ROWS, 1))
+
+    def weights_after_fit():
+        copy = keras.models.clone_model(model)
+        copy.set_weights(model.get_weights())
+        optimizer = keras.optimizers.SGD(0.01)
+        trainer = fa.Trainer(copy, optimizer, "mse", gradient_accumulation_steps=N, steps_per_execution=2)
+        trainer.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+        return copy.get_weights()
+
+    ours = weights_after_fit()
+    assert kinds() == ["Product", "Sum", "Sum", "Sum"]
+    monkeypatch.setattr(accumulators, "SMALLEST_MATRIX", WIDTH**2 + 1)
+    for a, b, start in zip(ours, weights_after_fit(), model.get_weights(), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b - start)
