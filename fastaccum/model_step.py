@@ -147,7 +147,7 @@ class ModelStep(TrainStep):
             if self._fp32_weight_gradients:
                 scopes.enter_context(self.model.fp32_weight_gradients())
             if self._jit_compile:
-                scopes.enter_context(self.model.compiled_convolutions(fast_gradients=not has_gpu()))
+                scopes.enter_context(self.model.compiled_layers(fast_gradients=not has_gpu()))
             yield
 
     def _observe_labels(self, *stacks: Batch) -> None:

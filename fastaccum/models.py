@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,8 @@ import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
-from fastaccum.kernels import convolution, fp32_layers
+from fastaccum import xla_layers
+from fastaccum.kernels import fp32_layers
 
 
 def get(model: Any) -> Model:
@@ -168,31 +168,12 @@ class Model:
             fp32_layers.plain_weight_gradients(layers)
 
     @contextmanager
-    def compiled_convolutions(self, fast_gradients: bool):
-        """Within the scope, 2-D convolutions are such as XLA compiles in a loop, with gradients that a CPU runs fast.
-
-        Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
+    def compiled_layers(self, fast_gradients: bool):
+        """Within the scope, layers compute in the form that XLA compiles in a loop, with gradients that a CPU runs
+        fast if asked for.
         """
-        calls = []
-        for layer in self._called_layers:
-            if type(layer) not in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D) or layer.data_format != "channels_last":
-                continue
-            if layer.dilation_rate != (1, 1):
-                calls.append((layer, "convolution_op", functools.partial(_dilated, layer)))
-            elif fast_gradients and layer.groups == 1:
-                calls.append((layer, "convolution_op", functools.partial(_fast, layer)))
-        with replaced(calls):
+        with replaced(xla_layers.replacements(self._called_layers, fast_gradients)):
             yield
-
-
-def _dilated(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
-    return tf.nn.conv2d(
-        x, tf.convert_to_tensor(kernel), layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
-    )
-
-
-def _fast(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
-    return convolution.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
 
 
 class LegacyModel(Model):

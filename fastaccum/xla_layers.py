@@ -1,0 +1,52 @@
+"""Keras layers in the form that XLA compiles in a loop, and that XLA:CPU runs fast there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from fastaccum.kernels import convolution, fp32_layers, pooling
+
+
+def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
+    """What to set on which layer: `(layer, name of a method, function to take its place)`.
+
+    Args:
+        layers: Keras 3 layers; those that need no other form are passed over.
+        fast_gradients: whether to choose forms for the sake of their speed on a CPU too.
+    """
+    found = []
+    for layer in layers:
+        if getattr(layer, "data_format", None) != "channels_last":
+            continue
+        if type(layer) in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D):
+            if layer.dilation_rate != (1, 1):
+                found.append((layer, "convolution_op", functools.partial(_dilated, layer)))
+            elif fast_gradients and layer.groups == 1:
+                found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
+        elif fast_gradients and type(layer) is keras.layers.MaxPooling2D and layer.strides == layer.pool_size:
+            found.append((layer, "call", functools.partial(_pooled, layer)))
+    return found
+
+
+def _dilated(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
+    # Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
+    return tf.nn.conv2d(
+        x, tf.convert_to_tensor(kernel), layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
+    )
+
+
+def _convolved(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
+    return convolution.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
+
+
+def _pooled(layer: Any, x: tf.Tensor) -> tf.Tensor:
+    sizes = x.shape[1:3]
+    whole = None not in sizes and all(size % window == 0 for size, window in zip(sizes, layer.pool_size, strict=True))
+    if whole or (layer.padding == "valid" and None not in sizes):
+        return pooling.max_pool2d(x, layer.pool_size)
+    return type(layer).call(layer, x)
