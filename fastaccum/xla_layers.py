@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels import convolution, fp32_layers, pooling
+from fastaccum.kernels import batch_norm, convolution, fp32_layers, pooling
 
 
 def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
@@ -21,6 +21,8 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
     """
     found = []
     for layer in layers:
+        if fast_gradients and type(layer) is keras.layers.BatchNormalization:
+            found.append((layer, "call", functools.partial(_normalised, layer)))
         if getattr(layer, "data_format", None) != "channels_last":
             continue
         if type(layer) in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D):
@@ -50,3 +52,17 @@ def _pooled(layer: Any, x: tf.Tensor) -> tf.Tensor:
     if whole or (layer.padding == "valid" and None not in sizes):
         return pooling.max_pool2d(x, layer.pool_size)
     return type(layer).call(layer, x)
+
+
+def _normalised(layer: Any, x: tf.Tensor, training: bool | None = None, mask: Any = None) -> tf.Tensor:
+    plain = mask is None and not (layer.renorm or layer.synchronized) and layer.axis in (-1, len(x.shape) - 1)
+    if not (training and layer.trainable and plain) or x.dtype == tf.float64:
+        return type(layer).call(layer, x, training=training, mask=mask)
+    x = tf.cast(x, tf.float32)
+    channels = [x.shape[-1]]
+    scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones(channels)
+    offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros(channels)
+    y, *moments = batch_norm.batch_norm(x, scale, offset, layer.epsilon)
+    for moving, value in zip((layer.moving_mean, layer.moving_variance), moments, strict=True):
+        moving.assign(tf.cast(moving, x.dtype) * layer.momentum + value * (1.0 - layer.momentum))
+    return tf.cast(y, layer.compute_dtype)
