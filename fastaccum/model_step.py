@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api as autograph
 
 from fastaccum import models
 from fastaccum.callbacks import plain
@@ -112,6 +113,7 @@ class ModelStep(TrainStep):
     def _reductions(self) -> list[str | None]:
         return [o.loss.reduction for o in self.losses.outputs] + self._added
 
+    @autograph.do_not_convert
     def _objective(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         terms, y_pred = self.terms(batch, training=True)
         for mean, t, reduction in zip(self._loss_means.values(), terms, self._reductions, strict=False):

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
 
 from fastaccum import checks, optimizers
 from fastaccum import loss_scale as loss_scales
+from fastaccum.compiled import Program
 from fastaccum.kernels import gradients
 from fastaccum.kernels.accumulators import Product, Sum, accumulator
 
@@ -70,7 +73,7 @@ class TrainStep:
     Args:
         loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`, the sum of weighted losses and what it is to
             be divided by over the full batch; both scalars. Returning a mean and 1 would average means,
-            which is wrong as soon as micro-batches weigh differently. Traced once.
+            which is wrong as soon as micro-batches weigh differently. Traced once, by AutoGraph.
         variables: tf.Variables or Keras variables to train.
         optimizer: Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name.
         loss_scale: a loss scale, a number for a static one; None for no scaling.
@@ -110,6 +113,9 @@ class TrainStep:
         if not variables:
             raise ValueError("variables is empty: there is nothing to train.")
         self.loss_fn = loss_fn
+        # AutoGraph for the one function that is not ours: it makes a trace many times as long.
+        enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+        self._converted_loss_fn = autograph.convert(recursive=True, conversion_ctx=enabled)(loss_fn)
         self.optimizer = optimizers.get(optimizer)
         self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
@@ -117,7 +123,7 @@ class TrainStep:
         self.variables = [_tf_variable(v) for v in variables]
         self._state = [_tf_variable(v) for v in state]
         self.optimizer.build(self.trained)
-        self._compiled = tf.function(self.run, jit_compile=jit_compile)
+        self._compiled = Program(self.run, jit_compile)
 
     def __call__(self, stack: Any) -> StepResult:
         """Runs one train step on a nest of tensors or arrays with leading axis `[micro-batches, ...]`."""
@@ -125,6 +131,7 @@ class TrainStep:
         trip_count(stack)
         return self._compiled(stack)
 
+    @autograph.do_not_convert
     def run(self, *stacks: Any) -> StepResult:
         """The step as graph ops, for use inside a tf.function; several stacks run one after the other.
 
@@ -166,7 +173,7 @@ class TrainStep:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(self.variables)
                 with tf.name_scope("forward"):
-                    loss_i, weight_i = _sums(self.loss_fn(micro_batch))
+                    loss_i, weight_i = _sums(self._converted_loss_fn(micro_batch))
                     scaled = loss_i * tf.cast(sums.scale, loss_i.dtype)
             with tf.name_scope("backward"):
                 grads = tape.gradient(scaled, self.variables)

@@ -243,3 +243,17 @@ class TestErrors:
             fa.TrainStep(loss, [w], "sgd", clip_norm=-1)
         with pytest.raises(TypeError, match="loss_fn=3"):
             fa.TrainStep(3, [w], "sgd")
+
+
+def test_a_loss_with_python_control_flow_over_tensors_is_converted():
+    w = tf.Variable(2.0)
+
+    def loss(x):
+        total = 0.0
+        for value in x:
+            if value > 0.0:
+                total += w * value
+        return total, tf.constant(1.0)
+
+    fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0))(tf.constant([[1.0, -5.0], [3.0, -7.0]]))
+    assert float(w) == 2.0 - (1.0 + 3.0) / 2
