@@ -84,7 +84,7 @@ def compile_for_h200(exported, **flags):
 
     options = xla_client.CompileOptions()
     options.env_option_overrides = list(flags.items())
-    executable = client.compile(_module(exported), devices, options)
+    executable = client.compile(parse(exported), devices, options)
     (optimized,) = executable.hlo_modules()
     memory = executable.get_compiled_memory_stats()
     return optimized.to_string(), MemoryAnalysis(
@@ -134,8 +134,8 @@ def _compiler():
         pytest.skip('compiling for a GPU takes the compiler in JAX\'s CUDA plugin: pip install "fastaccum[h200]"')
     from jaxlib import _jax, xla_client
 
-    api = xla_client.load_pjrt_plugin_dynamically("cuda", str(plugin))
-    xla_client.initialize_pjrt_plugin("cuda")
+    api = xla_client.load_pjrt_plugin_dynamically("cuda compiler", str(plugin))
+    xla_client.initialize_pjrt_plugin("cuda compiler")
     topology = _jax.get_c_api_topology(api, "", {"target_config": H200, "topology": "1x1x1"})
     devices = tuple(topology._make_compile_only_devices())
     return devices[0].client, _jax.DeviceList(devices)
@@ -149,7 +149,7 @@ def _plugin():
     return None
 
 
-def _module(exported):
+def parse(exported):
     """TensorFlow's StableHLO as MLIR that jaxlib takes."""
     from jaxlib.mlir import ir
     from jaxlib.mlir._mlir_libs import _jax_mlir_ext

@@ -1,0 +1,204 @@
+"""Writes the fused step of GPTs as StableHLO with a manifest: `python -m benchmarks.gpu.export FOLDER`.
+
+Needs TensorFlow and jaxlib (`pip install -e ".[test,h200]"`), and no GPU: the steps are traced as on one. Weights are
+arguments, described and not stored, so that a program takes some hundred kilobytes whatever its size.
+"""
+
+import argparse
+import collections
+import contextlib
+import gzip
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import fastaccum as fa
+from benchmarks.gpu import manifest
+from fastaccum import transformer
+from fastaccum.kernels.attention import attention
+from fastaccum.kernels.xla_ops import in_xla
+
+# The helpers of the tests that compile for an H200 trace as on a GPU too.
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+import h200
+
+OPTIMIZER = {"learning_rate": 3e-4, "weight_decay": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+CLIP_NORM = 1.0
+CHECKED_STEPS = 3
+
+# One micro-batch fills a GPU. Losses of the small model are computed on the CPU too: one step of 124 million
+# parameters would take minutes there, and the program differs in its sizes alone.
+SIZES = {
+    "check": {"vocabulary_size": 512, "context": 256, "width": 128, "layers": 2, "heads": 2}
+    | {"tied": True, "stacked": True},
+    **{name: transformer.PRESETS[name] for name in ("124m", "350m")},
+}
+BATCH_SIZES = {"check": 2, "124m": 16, "350m": 16}
+MICRO_BATCHES = {"check": 2, "124m": 4, "350m": 4}
+DTYPES = ("float16", "bfloat16")
+ATTENTION = ("cudnn", "blockwise")
+MEMORY_AT = (2, 8, 32)  # micro-batches
+
+
+def plan(presets):
+    """The programs to export, before they are traced."""
+    for preset in presets:
+        stacked = [(dtype, kind, True) for dtype in DTYPES for kind in ATTENTION]
+        # Without recomputing activations, as the peers do it.
+        unrolled = [(dtype, "cudnn", False) for dtype in DTYPES]
+        for dtype, kind, is_stacked in stacked + unrolled:
+            yield _program(preset, dtype, kind, is_stacked, MICRO_BATCHES[preset])
+    if "124m" in presets:
+        for micro_batches in MEMORY_AT:
+            yield _program("124m", "bfloat16", "blockwise", True, micro_batches, f"-memory-{micro_batches}")
+
+
+def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
+    name = f"{preset}-{dtype}-{kind}{'' if stacked else '-unrolled'}{suffix}"
+    sizes = {key: value for key, value in SIZES[preset].items() if key not in ("tied", "stacked")}
+    return {
+        "name": name,
+        "file": f"{name}.mlirbc.gz",
+        "purpose": "memory" if suffix else "check" if preset == "check" else "time",
+        "preset": preset,
+        "dtype": dtype,
+        "attention": kind,
+        "stacked": stacked,
+        "sizes": sizes,
+        "micro_batches": micro_batches,
+        "batch_size": BATCH_SIZES[preset],
+        "optimizer": {**OPTIMIZER, "clip_norm": CLIP_NORM},
+    }
+
+
+def export(program, folder):
+    """Traces the program as on a GPU, writes it, and completes its entry in the manifest."""
+    trainer, stack = _trainer(program), _shapes(program)
+    with h200.as_on_a_gpu(), _attention(program["attention"]):
+        exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
+        signature = trainer._step.compiled_execute.function.get_concrete_function(trainer._batch(stack))
+    module = h200.parse(exported)
+    next_values = _next_values(module)
+    vocabulary = program["sizes"]["vocabulary_size"]
+    lead = [list(array.shape) for array in stack]
+    arguments = [
+        {"name": name, "shape": shape, "dtype": "int32", "initial": {"tokens": vocabulary, "shift": i}, "output": None}
+        for i, (name, shape) in enumerate(zip(("x", "y"), lead, strict=True))
+    ]
+    captured = _captured(signature)
+    for name, variable in zip(_unique(map(_name, captured)), captured, strict=True):
+        arguments.append({"name": name, **_described(variable), "output": next_values.get(len(arguments))})
+    program["arguments"] = arguments
+    program["weights"] = [_name(variable.value) for variable in trainer.model.variables]
+    program["loss"] = 0  # the first field of the first result, StepResult.loss
+    path = Path(folder, program["file"])
+    path.write_bytes(gzip.compress(_portable(module), mtime=0))
+    program["losses"] = _losses(program) if program["purpose"] == "check" else []
+    return path.stat().st_size
+
+
+def _trainer(program):
+    keras.utils.set_random_seed(0)  # the spread of the weights is measured
+    model = fa.gpt(**program["sizes"], tied=True, stacked=program["stacked"], dtype=f"mixed_{program['dtype']}")
+    return fa.Trainer(model, keras.optimizers.AdamW(**OPTIMIZER), fa.LinearCrossEntropy(), clip_norm=CLIP_NORM)
+
+
+def _shapes(program):
+    ids = np.zeros((program["micro_batches"], program["batch_size"], program["sizes"]["context"]), "int32")
+    return ids, ids
+
+
+def _losses(program):
+    """Those of the first steps of TensorFlow's own train step on the CPU, from the manifest's values."""
+    trainer, values = _trainer(program), manifest.initial_values(program)
+    for variable in trainer.model.variables:
+        variable.assign(values[_name(variable.value)])
+    stack = values["x"], values["y"]
+    return [float(trainer.train_step(stack).loss) for _ in range(CHECKED_STEPS)]
+
+
+@contextlib.contextmanager
+def _attention(implementation):
+    """Lets the model's attention be this one in programs; Keras's symbolic calls, outside them, keep theirs."""
+
+    def chosen(*args, **kwargs):
+        return attention(*args, **kwargs, implementation=implementation if in_xla() else "auto")
+
+    with mock.patch.object(transformer, "attention", chosen):
+        yield
+
+
+def _captured(signature):
+    """The variables among a program's arguments, in order: they follow the stack's tensors."""
+    by_handle = {id(variable.handle): variable for variable in signature.variables}
+    return [by_handle[id(handle)] for handle in signature.captured_inputs]
+
+
+def _name(variable):
+    return variable.name.removesuffix(":0")
+
+
+def _unique(names):
+    """`v, v` -> `v, v_1`: TensorFlow lets variables share a name."""
+    seen = collections.Counter()
+    for name in names:
+        yield f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
+
+
+def _described(variable):
+    """Shape, dtype, and how to make the initial value: weights are drawn again, of the same spread."""
+    value = variable.numpy()
+    if value.size and np.all(value == value.flat[0]):
+        initial = {"fill": value.flat[0].item()}
+    elif value.size <= 16:
+        initial = {"values": value.ravel().tolist()}
+    else:
+        initial = {"normal": float(np.std(value, dtype="float64"))}
+    return {"shape": list(value.shape), "dtype": value.dtype.name, "initial": initial}
+
+
+def _next_values(module):
+    """The number of the result that an argument's buffer takes, by the argument's number."""
+    with module.context:
+        aliases = module.operation.attributes["mhlo.input_output_alias"]
+        return {int(a["alias"]["parameter_number"]): int(a["output_index"][0]) for a in aliases}
+
+
+def _portable(module):
+    """StableHLO in the form that other versions of XLA read."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    with module.context:
+        return stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version())
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.export", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the programs and manifest.json go")
+    parser.add_argument("--preset", nargs="+", choices=list(SIZES), default=list(SIZES), help="the models (all)")
+    parser.add_argument("--program", nargs="+", help="these programs alone, by name")
+    arguments = parser.parse_args(argv)
+    programs = list(plan(arguments.preset))
+    if arguments.program:
+        unknown = set(arguments.program) - {program["name"] for program in programs}
+        if unknown:
+            parser.error(f"no program {', '.join(sorted(unknown))}: there are {', '.join(p['name'] for p in programs)}")
+        programs = [program for program in programs if program["name"] in arguments.program]
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for program in programs:
+        size = export(program, arguments.folder)
+        keras.backend.clear_session()
+        print(f"{program['name']}: {size / 1e3:,.0f} kB", flush=True)
+    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "fastaccum": fa.__version__}
+    text = json.dumps({"versions": versions, "programs": programs}, indent=1)
+    Path(arguments.folder, "manifest.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

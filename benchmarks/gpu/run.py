@@ -1,0 +1,127 @@
+"""Runs one exported program on JAX's default device: `python -m benchmarks.gpu.run FOLDER PROGRAM`.
+
+Needs JAX and NumPy. The program goes to PJRT as it is. Each variable's buffer is donated to its next value, as the
+program's aliases say, so that weights and slots exist once; results become the next step's arguments.
+"""
+
+import argparse
+import gzip
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxlib import _jax, xla_client
+
+from benchmarks.gpu import manifest, measure
+
+
+class Executable:
+    """A program, compiled for JAX's default device.
+
+    Args:
+        folder: the exported programs.
+        program: the program's entry in the manifest.
+        **flags: XLA's debug options.
+    """
+
+    def __init__(self, folder, program, **flags):
+        self.program = program
+        self.device = jax.devices()[0]
+        options = xla_client.CompileOptions()
+        options.env_option_overrides = list(flags.items())
+        stablehlo = gzip.decompress(Path(folder, program["file"]).read_bytes())
+        start = time.perf_counter()
+        self._loaded = self.device.client.compile_and_load(stablehlo, _jax.DeviceList((self.device,)), options)
+        self.compile_seconds = time.perf_counter() - start
+
+    def memory(self):
+        """XLA's memory plan, in bytes: argument, output, alias and temp, and the peak that they make."""
+        stats = self._loaded.get_compiled_memory_stats()
+        kinds = ("argument", "output", "alias", "temp")
+        sizes = {f"{kind}_bytes": getattr(stats, f"{kind}_size_in_bytes") for kind in kinds}
+        peak = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
+        return {**sizes, "planned_peak_bytes": peak}
+
+    def start(self):
+        """Puts the first values on the device."""
+        values = manifest.initial_values(self.program)
+        self._arguments = [
+            jax.device_put(values.pop(argument["name"]), self.device) for argument in self.program["arguments"]
+        ]
+
+    def step(self):
+        """One train step; returns the loss, on the device."""
+        results = [shards[0] for shards in self._execute()]
+        for place, argument in enumerate(self.program["arguments"]):
+            if argument["output"] is not None:
+                self._arguments[place] = results[argument["output"]]
+        return results[self.program["loss"]]
+
+    def _execute(self):
+        return self._loaded.execute_sharded(self._arguments).disassemble_into_single_device_arrays()
+
+
+def matmul_rate(dtype):
+    """Floating point operations a second of a large matmul of random numbers."""
+    size = 8192 if jax.devices()[0].platform != "cpu" else 256
+    left, right = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
+    product = jax.jit(jnp.matmul)
+    return measure.rate_of_matmuls(lambda: product(left, right), jax.block_until_ready, size)
+
+
+def peak_bytes():
+    """The most bytes that JAX has held on the device; None where the device does not count them, as a CPU."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def require_aliases(program, memory):
+    """Raises AssertionError if weights and slots would exist twice."""
+    kept = sum(
+        int(np.prod(argument["shape"])) * np.dtype(argument["dtype"]).itemsize
+        for argument in program["arguments"]
+        if argument["output"] is not None
+    )
+    if memory["alias_bytes"] < 0.99 * kept:
+        raise AssertionError(
+            f"{program['name']}: of {kept} bytes of variables {memory['alias_bytes']} are updated in place."
+        )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="from benchmarks.gpu.export")
+    parser.add_argument("program", help="a program's name")
+    arguments = parser.parse_args(argv)
+    jax.config.update("jax_enable_x64", True)  # some counters are int64
+    program = manifest.find(arguments.folder, arguments.program)
+    if program["purpose"] == "memory":
+        # Nothing is run, so nothing need be tuned.
+        memory = Executable(arguments.folder, program, xla_gpu_autotune_level=0).memory()
+        require_aliases(program, memory)
+        measure.show(contestant="fastaccum", program=program["name"], **memory)
+        return
+    executable = Executable(arguments.folder, program)
+    memory = executable.memory()
+    require_aliases(program, memory)
+    executable.start()
+    losses, seconds = measure.timed(executable.step, jax.block_until_ready)
+    measure.require_losses(program, losses)
+    peak = peak_bytes()  # before the matmul's operands
+    measure.report(
+        "fastaccum",
+        program,
+        losses,
+        seconds,
+        matmul_rate=matmul_rate(program["dtype"]),
+        peak_bytes=peak,
+        compile_seconds=executable.compile_seconds,
+        device=executable.device.device_kind,
+        versions={"jax": jax.__version__},
+        **memory,
+    )
+
+
+if __name__ == "__main__":
+    main()
