@@ -1,4 +1,4 @@
 """Benchmarks against what people use today.
 
-`pytest benchmarks` runs them, `python -m benchmarks.report` writes a run up.
+`python -m benchmarks` runs them and writes the run up; `pytest benchmarks` runs them in one process.
 """

@@ -17,15 +17,37 @@ class TrainStep:
     """One way to do one update.
 
     Args:
-        model: the Keras model that it trains.
+        model: the Keras model that it trains, or a ForeignModel.
         feed: turns one stack `(x, y)` of NumPy arrays into what `update` takes: tensors, in the form that is
             best for it. Never timed.
         update: trains on what `feed` returned, once; returns the loss, which `float()` reads.
     """
 
-    model: keras.Model
+    model: "keras.Model | ForeignModel"
     feed: Callable
     update: Callable
+
+    def block(self, workload, updates):
+        """A function that does so many updates, on data that is fed already, and ends when its last loss is read."""
+        batches = [self.feed(stack) for stack in workload.stacks(updates)]
+
+        def run():
+            for batch in batches:
+                loss = self.update(batch)
+            return float(loss)
+
+        return run
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignModel:
+    """A model of another framework, as far as the suites ask for it.
+
+    Args:
+        get_weights: returns the weights as NumPy arrays, in the order and layout of the Keras model.
+    """
+
+    get_weights: Callable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""The custom loop of tensorflow-addons' days: compiled micro-steps that add to variables, then `tfa.optimizers.LAMB`.
+
+The recipe is that of `function_loop`; tensorflow-addons' optimizers take `tf.Variable`s, and have no `build`.
+"""
+
+import tensorflow as tf
+
+from benchmarks.contestants import TrainStep
+from benchmarks.peers.eager_loop import feed_micro_batches
+
+
+def make(workload):
+    model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
+    variables = [variable.value for variable in model.trainable_variables]
+    accumulated = [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in variables]
+
+    @tf.function
+    def accumulate(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True)) / workload.micro_batches
+        for total, gradient in zip(accumulated, tape.gradient(loss, variables), strict=True):
+            total.assign_add(gradient)
+        return loss
+
+    @tf.function
+    def apply():
+        optimizer.apply_gradients(zip(accumulated, variables, strict=True))
+        for total in accumulated:
+            total.assign(tf.zeros_like(total))
+
+    def update(micro_batches):
+        total_loss = 0.0
+        for x, y in micro_batches:
+            total_loss += accumulate(x, y)
+        apply()
+        return total_loss
+
+    return TrainStep(model, feed_micro_batches, update)

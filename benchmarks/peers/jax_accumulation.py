@@ -1,0 +1,93 @@
+"""JAX: one jitted step that scans over the micro-batches, and a jitted micro-step under `optax.MultiSteps`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.contestants import ForeignModel, TrainStep
+from benchmarks.peers import jax_models
+
+
+def make_scan(workload):
+    params, loss_fn, optimizer = _start(workload)
+    opt_state = optimizer.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state, x, y):
+        def accumulate(total, micro_batch):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *micro_batch)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(accumulate, zeros, (x, y))
+        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def update(stack):
+        nonlocal params, opt_state
+        params, opt_state, loss = train_step(params, opt_state, *stack)
+        return loss
+
+    return TrainStep(ForeignModel(lambda: _arrays(params)), _feed_stack, update)
+
+
+def make_multi_steps(workload):
+    params, loss_fn, optimizer = _start(workload)
+    optimizer = optax.MultiSteps(optimizer, every_k_schedule=workload.micro_batches)
+    opt_state = optimizer.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def micro_step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def update(micro_batches):
+        nonlocal params, opt_state
+        total_loss = 0.0
+        for x, y in micro_batches:
+            params, opt_state, loss = micro_step(params, opt_state, x, y)
+            total_loss += loss
+        return total_loss / len(micro_batches)
+
+    return TrainStep(ForeignModel(lambda: _arrays(params)), _feed_micro_batches, update)
+
+
+def _start(workload):
+    """The initial parameters, `loss_fn(params, x, y)` and the optimizer."""
+    # The suites compare programs on the CPU, and a CUDA plugin of JAX may be installed.
+    jax.config.update("jax_platforms", "cpu")
+    model, theirs = workload.model(), workload.optimizer()
+    if workload.name.startswith("MLP"):
+        params, forward = jax_models.mlp_params(model.get_weights()), jax_models.mlp
+    else:
+        forward = functools.partial(jax_models.gpt, heads=model.get_layer("block_0").heads)
+        params = jax_models.gpt_params(model.get_weights())
+
+    def loss_fn(params, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(forward(params, x), y).mean()
+
+    # Without weight decay this is Adam.
+    optimizer = optax.adamw(
+        float(theirs.learning_rate),
+        b1=theirs.beta_1,
+        b2=theirs.beta_2,
+        eps=theirs.epsilon,
+        weight_decay=theirs.weight_decay or 0.0,
+    )
+    return jax.tree.map(jnp.array, params), loss_fn, optimizer
+
+
+def _arrays(params):
+    # Copies: the next step donates these buffers.
+    return [jax.device_get(leaf).copy() for leaf in jax.tree.leaves(params)]
+
+
+def _feed_stack(stack):
+    return tuple(jnp.array(array) for array in stack)
+
+
+def _feed_micro_batches(stack):
+    return [tuple(jnp.array(array) for array in pair) for pair in zip(*stack, strict=True)]
