@@ -5,6 +5,7 @@ numbers each time, so contestants that do the same arithmetic must get the same 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import keras
@@ -13,6 +14,10 @@ import numpy as np
 import fastaccum as fa
 
 SEED = 0
+
+
+def _cross_entropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Workload:
         build: makes the Keras model.
         draw: `(generator, examples) -> (x, y)`, NumPy arrays.
         optimizer: makes the Keras optimizer; takes its keyword arguments.
+        loss: makes the loss.
         fit_updates: updates in one timed epoch of `fit`.
         steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
         step_updates: updates in one timed block of train steps.
@@ -42,6 +48,7 @@ class Workload:
     step_updates: int
     rounds: int
     steps_per_execution: tuple = (1, 10, 100)
+    loss: Callable = _cross_entropy
 
     @property
     def update_size(self):
@@ -52,9 +59,6 @@ class Workload:
         """A new model; every call returns the same initial weights."""
         keras.utils.set_random_seed(SEED)
         return self.build()
-
-    def loss(self):
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def arrays(self, updates):
         """x and y for so many updates, one row per example, in the order in which they are trained on."""
@@ -79,6 +83,10 @@ class Workload:
             return model
 
         return dataclasses.replace(self, build=build)
+
+    def with_epsilon(self, epsilon):
+        """The same workload with that epsilon in its optimizer."""
+        return dataclasses.replace(self, optimizer=functools.partial(self.optimizer, epsilon=epsilon))
 
     @property
     def has_batch_statistics(self):
@@ -115,9 +123,12 @@ def _labels(generator, examples):
     return generator.integers(0, 10, size=examples).astype("int32")
 
 
-def _tokens(generator, examples):
-    ids = generator.integers(0, 256, size=(examples, 129)).astype("int32")
-    return ids[:, :-1], ids[:, 1:]
+def _tokens(vocabulary_size=256, context=128):
+    def draw(generator, examples):
+        ids = generator.integers(0, vocabulary_size, size=(examples, context + 1)).astype("int32")
+        return ids[:, :-1], ids[:, 1:]
+
+    return draw
 
 
 def _adam(**kwargs):
@@ -153,7 +164,7 @@ GPT = Workload(
     8,
     4,
     lambda: fa.gpt(width=256, layers=4, heads=4, context=128),
-    _tokens,
+    _tokens(),
     _adamw,
     fit_updates=3,
     step_updates=1,
@@ -161,4 +172,99 @@ GPT = Workload(
     steps_per_execution=(1, 10),
 )
 
+GPT_32K = Workload(
+    "GPT 32k",
+    4,
+    4,
+    lambda: fa.gpt(vocabulary_size=32_768, width=128, layers=2, heads=2, context=128),
+    _tokens(vocabulary_size=32_768),
+    _adamw,
+    fit_updates=3,
+    step_updates=1,
+    rounds=5,
+    loss=fa.LinearCrossEntropy,
+)
+
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
+
+
+# Points on an axis: each function is known by its name in every process, and so are its arguments.
+
+
+def named(name):
+    """The workload of this name.
+
+    >>> named("GPT 32k").update_size
+    16
+    """
+    return {workload.name: workload for workload in (*ALL, GPT_32K)}[name]
+
+
+def with_logits(name):
+    """The workload of this name with Keras's own loss, which needs the logits."""
+    return dataclasses.replace(named(name), loss=_cross_entropy)
+
+
+def divided(name, micro_batches, examples=64):
+    """The workload of this name with updates of so many examples, in so many micro-batches.
+
+    >>> divided("GPT", 16).batch_size
+    4
+    """
+    return dataclasses.replace(named(name), micro_batches=micro_batches, batch_size=examples // micro_batches)
+
+
+def gpt_of_depth(layers, stacked):
+    """A GPT of width 64 with so many layers, as one `LayerStack` or unrolled."""
+    return dataclasses.replace(
+        GPT,
+        micro_batches=2,
+        build=lambda: fa.gpt(width=64, layers=layers, heads=2, context=64, stacked=stacked),
+        draw=_tokens(context=64),
+    )
+
+
+def gpt_of_length(tokens):
+    """A GPT of width 128 with 2 layers on windows of so many tokens, 2 x 4,096 tokens in an update."""
+    return dataclasses.replace(
+        GPT,
+        micro_batches=2,
+        batch_size=4096 // tokens,
+        build=lambda: fa.gpt(width=128, layers=2, heads=2, context=tokens),
+        draw=_tokens(context=tokens),
+    )
+
+
+def scales(variables):
+    """A model of so many variables of 4 numbers each: next to no arithmetic."""
+    return Workload(
+        f"{variables:,} variables",
+        2,
+        8,
+        lambda: keras.Sequential([keras.Input((4,)), _Scales(variables)]),
+        _pairs,
+        functools.partial(keras.optimizers.SGD, 0.01),
+        fit_updates=1,
+        step_updates=1,
+        rounds=30,
+        loss=keras.losses.MeanSquaredError,
+    )
+
+
+class _Scales(keras.layers.Layer):
+    """Multiplies by the mean of its weights, vectors as long as the input."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def build(self, input_shape):
+        self.scales = [self.add_weight(input_shape[-1:]) for _ in range(self.count)]
+
+    def call(self, x):
+        return x * keras.ops.mean(keras.ops.stack([weight.value for weight in self.scales]), axis=0)
+
+
+def _pairs(generator, examples):
+    x = generator.normal(size=(examples, 4)).astype("float32")
+    return x, x

@@ -4,17 +4,26 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parent.parent
-WORKLOADS = ("MLP 128", "MLP 2048", "ConvNet", "GPT")
+WORKLOADS = ("MLP 128", "MLP 2048", "ConvNet", "GPT", "GPT 32k")
 
 # The measure, and what a reader is told that it is.
 OVERALL = {
     "fit: Keras GA default / ours": "`fit`: Keras 3's accumulation, its defaults / ours",
     "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",
     "fit: Keras GA best tuned / ours tuned": "the same, ours with 10 steps per execution",
+    "fit: gradient-accumulator / ours": "`fit`: tf-keras with `gradient-accumulator` / ours",
     "train step: eager loop / ours": "train step: hand-written eager loop / ours",
     "train step: tf.function loop / ours": "train step: hand-written `tf.function` loop / ours",
-    "train step: ours / full batch XLA": "train step: ours / one XLA step on the full batch",
+    "train step: full batch XLA / ours": "train step: one XLA step on the full batch / ours",
+    "train step: JAX scan / ours": "train step: JAX, `lax.scan` / ours",
+    "train step: JAX optax.MultiSteps / ours": "train step: JAX, `optax.MultiSteps` / ours",
+    "train step: PyTorch eager / ours": "train step: PyTorch / ours",
+    "train step: torch.compile / ours": "train step: PyTorch, `torch.compile` / ours",
+    "train step: addons LAMB loop / ours": "train step with LAMB: tensorflow-addons' loop / ours",
     "fit / bare train step": "`fit` / the bare train step",
+    "time per example: 64 micro-batches / 1": "time per example, 64 micro-batches / 1",
+    "steps per execution: 1 / 32": "`fit`, one step per execution / 32",
+    "fraction of the matmul rate": "arithmetic, as a fraction of the matmul rate",
     "temp memory: 64 micro-batches / 2": "XLA temp memory, 64 micro-batches / 2",
     "temp memory beyond a plain micro-step, bytes per parameter": "temp memory beyond a plain micro-step, "
     "bytes per parameter",
@@ -35,18 +44,25 @@ KERNELS = (
 
 
 def update(scores):
-    """Puts the scores of a run between the markers `<!-- measured -->` and `<!-- end -->` of both files."""
+    """Puts the scores of a run between the markers `<!-- measured -->` and `<!-- end -->` of both files.
+
+    Returns the measures of the tables that the run has no figure for; they have no row.
+    """
     _replace(ROOT / "README.md", overall(scores))
     _replace(ROOT / "docs" / "kernels.md", kernels(scores))
+    found = {score.measure for score in scores}
+    return [measure for measure in (*OVERALL, *KERNELS) if measure not in found]
 
 
 def overall(scores):
-    """A row for each measure, a column for each workload."""
-    values = {(score.measure, score.workload): score.value for score in scores}
-    rows = [["", *WORKLOADS], ["---"] * (1 + len(WORKLOADS))]
+    """A row for each measure, a column for each workload; those without any figure are left out."""
+    values = {(score.measure, score.workload): number(score.value) for score in scores if score.measure in OVERALL}
+    workloads = [workload for workload in WORKLOADS if any(w == workload for _, w in values)]
+    rows = [["", *workloads], ["---"] * (1 + len(workloads))]
     for measure, words in OVERALL.items():
-        cells = [values.get((measure, workload)) for workload in WORKLOADS]
-        rows.append([words, *("" if cell is None else number(cell) for cell in cells)])
+        cells = [values.get((measure, workload), "") for workload in workloads]
+        if any(cells):
+            rows.append([words, *cells])
     return _table(rows)
 
 

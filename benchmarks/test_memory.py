@@ -16,8 +16,8 @@ from fastaccum import compiled
 
 @pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)
 def test_memory(workload, benchmark, report):
-    counts = (2, 64) if benchmark.disabled else (2, 8, 64)
-    temp = {count: temp_bytes_of_train_step(workload, count) for count in counts}
+    own = workload.micro_batches
+    temp = {count: temp_bytes_of_train_step(workload, count) for count in sorted({2, own, 64})}
     plain, parameters = temp_bytes_of_plain_micro_step(workload)
 
     trainer = contestants.trainer(workload)
@@ -33,8 +33,9 @@ def test_memory(workload, benchmark, report):
     report(
         "temp memory beyond a plain micro-step, bytes per parameter",
         workload,
-        (temp[64] - plain) / parameters,
-        f"plain micro-step {plain / 1e6:.4g} MB, {parameters / 1e6:.3g} M parameters",
+        (temp[own] - plain) / parameters,
+        f"{own} micro-batches; {(temp[64] - plain) / parameters:.3g} with 64; plain micro-step {plain / 1e6:.4g} MB, "
+        f"{parameters / 1e6:.3g} M parameters",
     )
     report("first train step (trace, compile, run), seconds", workload, seconds)
 

@@ -1,4 +1,4 @@
-"""The `fastaccum` command: `fastaccum train | devices`.
+"""The `fastaccum` command: `fastaccum train | bench | devices`.
 
 TensorFlow is imported by the subcommand that needs it, so that `fastaccum --help` answers at once.
 """
@@ -6,6 +6,7 @@ TensorFlow is imported by the subcommand that needs it, so that `fastaccum --hel
 import argparse
 import math
 import os
+import pathlib
 import sys
 import tempfile
 
@@ -21,7 +22,11 @@ def main(argv=None):
     Raises:
         SystemExit: with code 0 for --help, 2 for bad arguments.
     """
+    argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
+    if argv[:1] == ["bench"]:
+        # Its options are known in a clone only, and the suites' processes import TensorFlow themselves.
+        return bench(argv[1:], parser)
     options = parser.parse_args(argv)
     try:
         import_tensorflow()
@@ -70,6 +75,20 @@ def train(options):
     return text_training.train(options)
 
 
+def bench(argv, parser):
+    """`fastaccum bench`: `python -m benchmarks` of the clone that this package is part of."""
+    clone = pathlib.Path(__file__).resolve().parent.parent
+    if not (clone / "benchmarks" / "__main__.py").exists():
+        parser.error(
+            "the benchmarks are not part of an installed package: "
+            "run `python -m benchmarks` in a clone of the repository, or `pip install -e .` there."
+        )
+    sys.path.insert(0, str(clone))
+    from benchmarks.__main__ import main
+
+    return main(argv, prog="fastaccum bench")
+
+
 def devices(options):
     """`fastaccum devices`: what TensorFlow can train on."""
     for kind, name in device_names():
@@ -102,6 +121,7 @@ def _parser():
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
+    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
     command = commands.add_parser("devices", help="list what TensorFlow can train on", allow_abbrev=False)
     command.set_defaults(run=devices, parser=command)
     return parser

@@ -1,0 +1,163 @@
+"""Runs the benchmarks and writes them up: `python -m benchmarks`, or `fastaccum bench`.
+
+Each suite (benchmarks/test_SUITE.py) runs in a process of its own. The report, its charts and the whole run as one JSON
+go to a folder in benchmarks/results/.
+"""
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import sys
+import tempfile
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks import readme, report, suites
+
+NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
+EPILOG = """\
+exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started; 130 ended by Ctrl-C.
+A missed bar is no failure.
+"""
+
+
+def main(argv=None, folder=suites.FOLDER, prog="python -m benchmarks"):
+    """Runs the command line `argv` on the suites in `folder`, and returns the exit code.
+
+    Raises:
+        SystemExit: with code 0 for --help, 2 for bad arguments.
+    """
+    known = suites.known(folder)
+    parser = _parser(prog, known)
+    options = parser.parse_args(argv)
+    console = Console(highlight=False, markup=False)
+    try:
+        if options.from_run:
+            return _write_up(_read(options), options, console)
+        return _run_suites(_chosen(options, known), known, options, console)
+    except BadArgument as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+class BadArgument(Exception):
+    """What the user asked for cannot be done: one line that names the value and the remedy."""
+
+
+def _parser(prog, known):
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=__doc__.partition("\n\n")[2],
+        epilog=f"suites: {', '.join(known)}\n\n{EPILOG}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("suites", nargs="*", metavar="SUITE", help="which suites to run (all)")
+    add("--quick", action="store_true", help=f"the smallest workload and few rounds of {', '.join(suites.QUICK)}")
+    add("--readme", action="store_true", help="rewrite the measured tables of README.md and docs/kernels.md too")
+    add("--from", dest="from_run", type=pathlib.Path, metavar="RUN.JSON", help="write up an earlier run; run nothing")
+    add("--out", type=pathlib.Path, metavar="FOLDER", help="for the report (benchmarks/results/DATE-DEVICE)")
+    return parser
+
+
+def _read(options):
+    if options.suites or options.quick:
+        raise BadArgument("--from runs nothing: leave out --quick and the names of suites.")
+    try:
+        run = json.loads(options.from_run.read_text())
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"--from {options.from_run} cannot be read: {error}") from error
+    if not isinstance(run, dict) or "benchmarks" not in run:
+        raise BadArgument(f"--from {options.from_run} is no run: it must be a run.json, or pytest-benchmark's JSON.")
+    _check_readme(options, run.get("left_out"), run.get("quick"))
+    return run
+
+
+def _chosen(options, known):
+    """The names of the suites to run."""
+    missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise BadArgument(f'{", ".join(missing)} must be installed: pip install -c constraints.txt -e ".[test]"')
+    unknown = [name for name in options.suites if name not in known]
+    if unknown:
+        raise BadArgument(f"unknown suite {unknown[0]!r}; the suites are {', '.join(known)}.")
+    chosen = [name for name in known if name in (options.suites or (suites.QUICK if options.quick else known))]
+    _check_readme(options, set(known) - set(chosen), options.quick)
+    return chosen
+
+
+def _check_readme(options, left_out, quick):
+    if options.readme and (left_out or quick):
+        raise BadArgument("--readme needs a run of all suites: the tables would lose their other rows.")
+
+
+def _run_suites(chosen, known, options, console):
+    left_out = [name for name in known if name not in chosen]
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}", soft_wrap=True)
+    results = []
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=len(chosen))
+        for name in chosen:
+            bar.update(task, description=name)
+            results.append(suites.run(name, known[name], pathlib.Path(scratch), options.quick))
+            _tell(results[-1], console)
+            bar.advance(task)
+        bar.update(task, description="done")
+    try:
+        run = suites.merge(results, left_out, options.quick)
+    except ValueError as error:
+        console.print(error, style="red")
+        return 1
+    return _write_up(run, options, console)
+
+
+def _tell(result, console):
+    """How one suite ended: a line, the output of a failure, and the reasons of what was skipped and failed."""
+    counts = {"passed": result.passed, "skipped": len(result.skipped), "failed": len(result.failed)}
+    summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    console.print(f"{result.name}: {summary}, {result.seconds:.0f} s", style="red" if result.failed else "")
+    if result.failed:
+        console.print(result.output, soft_wrap=True)
+    for what, tests in (("skipped", result.skipped), ("failed", result.failed)):
+        for line in suites.by_reason(tests):
+            console.print(f"  {what}: {line}", soft_wrap=True)
+
+
+def _write_up(run, options, console):
+    found = report.found_in(run)
+    console.print(_table(found, report.device(run)[0]))
+    console.print(f"report: {report.write(run, options.out) / 'README.md'}", soft_wrap=True)
+    failed = [name for name, ended in run.get("suites", {}).items() if ended["failed"]]
+    if failed:
+        kept = "; the measured tables stay as they were" if options.readme else ""
+        console.print(f"failed: {', '.join(failed)}{kept}", style="red")
+        return 1
+    if options.readme:
+        for measure in readme.update(found):
+            console.print(f"no figure in this run, hence no row: {measure}", soft_wrap=True)
+    return 0
+
+
+def _table(found, device):
+    """The scores, in colour those that have a bar."""
+    table = Table("measure", "workload", title=f"medians of interleaved rounds, {device}")
+    for header in ("figure", "bar"):
+        table.add_column(header, justify="right")
+    table.add_column("")
+    for score in found:
+        bar = f"{score.bar[0]} {score.bar[1]:g}" if score.bar else ""
+        style = {"reached": "green", "MISSED": "red"}.get(score.verdict, "")
+        table.add_row(score.measure, score.workload, readme.number(score.value), bar, score.verdict, style=style)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Train steps in processes of their own, for what a process that has done other work can no longer show.
+
+Memory that it took, the first step, and steps that a long-lived process runs slower.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import pathlib
+import sys
+import threading
+import time
+from multiprocessing.managers import BaseManager
+
+import numpy as np
+
+from benchmarks import agreement, contestants, limits, models
+
+_ROOT = str(pathlib.Path(__file__).parent.parent)
+# A fork would bring this process's memory and programs along.
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What a workload's train step takes.
+
+    Args:
+        first_step: seconds to trace, compile and run it once, in a process that has compiled nothing before.
+        temp_bytes: what XLA plans beside arguments and results.
+        process_bytes: the most memory that the process held, data and TensorFlow included.
+        flops: floating-point operations of one update that no implementation avoids.
+    """
+
+    first_step: float
+    temp_bytes: int
+    process_bytes: int
+    flops: int
+
+
+class Contestant:
+    """fastaccum's train step on the workload `make(*arguments)`, in whatever process makes this object."""
+
+    def __init__(self, make, *arguments):
+        self.workload = make(*arguments)
+        self.trainer = contestants.trainer(self.workload)
+        self.train_step = contestants.as_train_step(self.trainer)
+        self.batch = self.train_step.feed(self.workload.stacks(1)[0])
+
+    def footprint(self):
+        """The process's first step and what it took; weights and optimizer are then put back."""
+        back = agreement.rewind(self.trainer)
+        first_step = self.seconds()
+        process_bytes = limits.peak_resident_bytes()
+        back()
+        temp_bytes = self.trainer.memory_analysis(self.batch).temp_bytes
+        example = self.batch[0].shape[2:]
+        flops = self.workload.update_size * limits.train_flops(self.trainer.model, example)
+        return Footprint(first_step, temp_bytes, process_bytes, flops)
+
+    def outcome(self):
+        """Where training goes, from the initial weights: call it before `seconds`."""
+        return agreement.outcome_of_train_step(self.train_step, self.workload)
+
+    def seconds(self, updates=1):
+        """The time of so many updates, the last loss read."""
+        started = time.perf_counter()
+        for _ in range(updates):
+            loss = self.train_step.update(self.batch)
+        loss = float(loss)
+        elapsed = time.perf_counter() - started
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"the loss of {self.workload.name} is {loss}: what was timed is no training.")
+        return elapsed
+
+
+class Peer:
+    """The train step that `benchmarks.peers.<module>.<function>` makes, in whatever process makes this object.
+
+    Args:
+        module, function: by name, so that the suite's own process need not import the peer's framework.
+        workload: the name of one of `models.ALL`.
+        epsilon: of the optimizer.
+    """
+
+    def __init__(self, module, function, workload, epsilon):
+        self.workload = next(w for w in models.ALL if w.name == workload).with_epsilon(epsilon)
+        self.train_step = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)(self.workload)
+
+    def outcome(self):
+        """Where training goes, from the initial weights."""
+        return agreement.outcome_of_train_step(self.train_step, self.workload)
+
+    def prepare(self, updates):
+        """Feeds the data of a block of so many updates."""
+        self.block = self.train_step.block(self.workload, updates)
+
+    def run(self):
+        """Runs the block; returns its last loss."""
+        return self.block()
+
+
+class _Process(BaseManager):
+    """A server process that holds one contestant."""
+
+
+_Process.register("Contestant", Contestant)
+_Process.register("Peer", Peer)
+
+
+def _started():
+    process = _Process(ctx=_SPAWN)
+    process.start(_end_with_parent)
+    return process
+
+
+def _end_with_parent():
+    """Ends this process when the one that started it is gone, as a suite is that was killed for its time."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _importable():
+    """Within the scope, a new process finds this package: it gets the path of this one, which pytest may leave bare."""
+    # Last, so that no folder of the root hides an installed package.
+    sys.path.append(_ROOT)
+    try:
+        yield
+    finally:
+        sys.path.pop()
+
+
+@contextlib.contextmanager
+def contestants_of(points):
+    """Contestants, each in a process of its own, by their place on an axis.
+
+    Args:
+        points: `{place: (make, *arguments)}`; the function is one of `benchmarks.models`, known by its name there.
+
+    Yields:
+        `{place: contestant}`; all processes end with the scope.
+    """
+    with contextlib.ExitStack() as scope:
+        with _importable():
+            servers = {place: scope.enter_context(_started()) for place in points}
+        yield {place: servers[place].Contestant(*call) for place, call in points.items()}
+
+
+@contextlib.contextmanager
+def peer(*arguments):
+    """A `Peer` in a process of its own, where its framework's threads wait for no others; it ends with the scope."""
+    with _importable():
+        process = _started()
+    with process:
+        yield process.Peer(*arguments)
+
+
+def take_turns(benchmark, contestants, rounds, updates=1):
+    """Times every contestant once a round, in an order that rotates, and the matmul rate beside them.
+
+    Returns:
+        `{place: [seconds an update, one per round]}`, and the best FLOP/s of a matmul; with `--benchmark-disable`
+        there is one round.
+    """
+    order, times, rates = list(contestants), {place: [] for place in contestants}, []
+
+    def play():
+        order.append(order.pop(0))
+        for place in order:
+            times[place].append(contestants[place].seconds(updates) / updates)
+        rates.append(limits.matmul_rate())
+
+    benchmark.pedantic(play, rounds=1 if benchmark.disabled else rounds)
+    return times, max(rates)
