@@ -18,9 +18,11 @@ from rich.table import Table
 from benchmarks import readme, report, suites
 
 NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
+# What a report needs of a run.
+PARTS = {"benchmarks", "commit_info", "datetime", "machine_info"}
 EPILOG = """\
-exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started; 130 ended by Ctrl-C.
-A missed bar is no failure.
+exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started; 130 ended by Ctrl-C,
+with a report of the suites that were done. A missed bar is no failure.
 """
 
 
@@ -35,14 +37,13 @@ def main(argv=None, folder=suites.FOLDER, prog="python -m benchmarks"):
     options = parser.parse_args(argv)
     console = Console(highlight=False, markup=False)
     try:
+        if options.out and options.out.exists() and not options.out.is_dir():
+            raise BadArgument(f"--out {options.out} is a file: name a folder.")
         if options.from_run:
             return _write_up(_read(options), options, console)
         return _run_suites(_chosen(options, known), known, options, console)
     except BadArgument as error:
         parser.error(str(error))
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 130
 
 
 class BadArgument(Exception):
@@ -73,9 +74,12 @@ def _read(options):
         run = json.loads(options.from_run.read_text())
     except (OSError, ValueError) as error:
         raise BadArgument(f"--from {options.from_run} cannot be read: {error}") from error
-    if not isinstance(run, dict) or "benchmarks" not in run:
-        raise BadArgument(f"--from {options.from_run} is no run: it must be a run.json, or pytest-benchmark's JSON.")
-    _check_readme(options, run.get("left_out"), run.get("quick"))
+    if not isinstance(run, dict) or PARTS - run.keys() or not isinstance(run["benchmarks"], list):
+        raise BadArgument(
+            f"--from {options.from_run} is no run of these benchmarks: it must be a run.json, or what "
+            "`pytest benchmarks --benchmark-json` wrote."
+        )
+    _check_readme(options, set(suites.known()) - set(run.get("suites", {})), run.get("quick"))
     return run
 
 
@@ -101,22 +105,30 @@ def _run_suites(chosen, known, options, console):
     left_out = [name for name in known if name not in chosen]
     if left_out:
         console.print(f"left out: {', '.join(left_out)}", soft_wrap=True)
-    results = []
+    results, interrupted = [], False
     columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=len(chosen))
-        for name in chosen:
-            bar.update(task, description=name)
-            results.append(suites.run(name, known[name], pathlib.Path(scratch), options.quick))
-            _tell(results[-1], console)
-            bar.advance(task)
-        bar.update(task, description="done")
+        try:
+            for name in chosen:
+                bar.update(task, description=name)
+                results.append(suites.run(name, known[name], pathlib.Path(scratch), options.quick))
+                _tell(results[-1], console)
+                bar.advance(task)
+            bar.update(task, description="done")
+        except KeyboardInterrupt:
+            interrupted = True
+            left_out += chosen[len(results) :]
+            console.print(f"\ninterrupted; left out: {', '.join(left_out)}", style="red", soft_wrap=True)
     try:
         run = suites.merge(results, left_out, options.quick)
     except ValueError as error:
         console.print(error, style="red")
-        return 1
-    return _write_up(run, options, console)
+        return 130 if interrupted else 1
+    if interrupted:
+        options.readme = False  # which needs a run of all suites
+    code = _write_up(run, options, console)
+    return 130 if interrupted else code
 
 
 def _tell(result, console):

@@ -46,7 +46,7 @@ def device(run):
 
 def found_in(run):
     """The scores of all its benchmarks."""
-    extra = [benchmark["extra_info"] for benchmark in run["benchmarks"]]
+    extra = [benchmark.get("extra_info", {}) for benchmark in run["benchmarks"]]
     return [scores.Score(**score) for info in extra for score in info.get("scores", [])]
 
 
@@ -60,8 +60,8 @@ def markdown(run, charts):
 
 {device(run)[0]}; {versions}, Python {info["python_version"]}; commit {commit[:12]}{changed}.
 
-Ratios are medians over interleaved rounds. Before contestants are timed, they have trained the same model on the same
-data to the same losses and weights.
+Ratios are medians over interleaved rounds. Contestants of the same training have first trained to the same losses and
+weights (with BatchNorm, the full batch in inference mode), kernels have computed the same gradients.
 
 {pictures}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum.kernels import batch_norm, convolution, fp32_layers, pooling
+
+# In elements. Each takes a slice and a select of its own: larger windows compile longer, and run no faster.
+_LARGEST_WINDOW = 4
 
 
 def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
@@ -30,7 +34,7 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
                 found.append((layer, "convolution_op", functools.partial(_dilated, layer)))
             elif fast_gradients and layer.groups == 1:
                 found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
-        elif fast_gradients and type(layer) is keras.layers.MaxPooling2D and layer.strides == layer.pool_size:
+        elif fast_gradients and type(layer) is keras.layers.MaxPooling2D and _is_small(layer):
             found.append((layer, "call", functools.partial(_pooled, layer)))
     return found
 
@@ -46,6 +50,10 @@ def _convolved(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
     return convolution.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
 
 
+def _is_small(layer: Any) -> bool:
+    return layer.strides == layer.pool_size and math.prod(layer.pool_size) <= _LARGEST_WINDOW
+
+
 def _pooled(layer: Any, x: tf.Tensor) -> tf.Tensor:
     sizes = x.shape[1:3]
     whole = None not in sizes and all(size % window == 0 for size, window in zip(sizes, layer.pool_size, strict=True))
@@ -55,8 +63,8 @@ def _pooled(layer: Any, x: tf.Tensor) -> tf.Tensor:
 
 
 def _normalised(layer: Any, x: tf.Tensor, training: bool | None = None, mask: Any = None) -> tf.Tensor:
-    plain = mask is None and not (layer.renorm or layer.synchronized) and layer.axis in (-1, len(x.shape) - 1)
-    if not (training and layer.trainable and plain) or x.dtype == tf.float64:
+    special = layer.synchronized or getattr(layer, "renorm", False) or layer.axis not in (-1, len(x.shape) - 1)
+    if special or mask is not None or not (training and layer.trainable) or x.dtype == tf.float64:
         return type(layer).call(layer, x, training=training, mask=mask)
     x = tf.cast(x, tf.float32)
     channels = [x.shape[-1]]

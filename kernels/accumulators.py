@@ -107,9 +107,8 @@ def _factors(gradient: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
     transposed = {"MatMul": ("transpose_a", "transpose_b"), "BatchMatMulV3": ("adj_x", "adj_y")}.get(op.type)
     if transposed is None or tuple(map(op.get_attr, transposed)) != (True, False):
         return None
-    rounded = gradient.dtype in HALF
     known = all(t.shape.rank == 2 and t.shape.is_fully_defined() for t in op.inputs)
-    return tuple(op.inputs) if known and not rounded else None
+    return tuple(op.inputs) if known and gradient.dtype in (tf.float32, tf.float64) else None
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
+
+_MOST_TERMS = 4096
 
 
 def batch_norm(
@@ -31,28 +35,37 @@ def batch_norm(
     >>> y.numpy().ravel().tolist(), mean.numpy().item(), variance.numpy().item()
     ([3.0, 7.0], 2.0, 1.0)
     """
-    shape, channels = tf.shape(x), x.shape[-1]
     # Shape suffixes: M rows, C channels.
-    x_MC = tf.reshape(x, [-1, channels])
-    ones_M = tf.ones_like(x_MC[:, 0])
-    rows = tf.reduce_sum(ones_M)
-
-    def sums(t_MC):
-        return tf.linalg.matvec(t_MC, ones_M, transpose_a=True)
-
-    mean_C = tf.stop_gradient(sums(x_MC) / rows)
-    variance_C = tf.stop_gradient(sums(tf.square(x_MC - mean_C)) / rows)
+    x_MC = tf.reshape(x, [-1, x.shape[-1]])
+    rows = tf.cast(tf.shape(x_MC)[0], x.dtype)
+    mean_C = tf.stop_gradient(_sum_of_rows(x_MC) / rows)
+    variance_C = tf.stop_gradient(_sum_of_rows(tf.square(x_MC - mean_C)) / rows)
     inverse_C = tf.math.rsqrt(variance_C + epsilon)
 
     @tf.custom_gradient
     def normalise(x_MC, scale_C, offset_C):
         def gradient(dy_MC):
             normal_MC = (x_MC - mean_C) * inverse_C
-            doffset_C, dscale_C = sums(dy_MC), sums(dy_MC * normal_MC)
+            doffset_C, dscale_C = _sum_of_rows(dy_MC), _sum_of_rows(dy_MC * normal_MC)
             dx_MC = scale_C * inverse_C * (dy_MC - (doffset_C + normal_MC * dscale_C) / rows)
             return dx_MC, dscale_C, doffset_C
 
         return (x_MC - mean_C) * (inverse_C * scale_C) + offset_C, gradient
 
     y = normalise(x_MC, scale, offset)
-    return tf.ensure_shape(tf.reshape(y, shape), x.shape), mean_C, variance_C
+    return tf.ensure_shape(tf.reshape(y, tf.shape(x)), x.shape), mean_C, variance_C
+
+
+def _sum_of_rows(t_MC: tf.Tensor) -> tf.Tensor:
+    """`tf.reduce_sum(t_MC, 0)`, as products with ones.
+
+    In two levels: a product adds its terms one after the other, so that its rounding error grows with their number.
+    """
+    rows, channels = t_MC.shape
+    parts = max((n for n in range(1, math.isqrt(rows or 0) + 1) if rows % n == 0), default=0)
+    if not parts or rows // parts > _MOST_TERMS:
+        return tf.reduce_sum(t_MC, 0)
+    sums = t_MC
+    for terms in (rows // parts, parts):
+        sums = tf.linalg.matvec(tf.reshape(sums, [terms, -1]), tf.ones([terms], t_MC.dtype), transpose_a=True)
+    return tf.reshape(sums, [channels])

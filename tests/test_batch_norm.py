@@ -41,6 +41,16 @@ def test_it_is_the_unfused_expression(shape, dtype):
         np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [2**20, 10**6, 2 * 4099])
+def test_many_rows_lose_no_precision(rows):
+    """Rows that divide into a square, and those that hardly divide."""
+    x = np.random.default_rng(0).normal(5, 2, (rows, 2)).astype("float32")
+    ours = tf.function(lambda x: batch_norm(x, tf.ones([2]), tf.zeros([2]), EPSILON), jit_compile=True)
+    _, mean, variance = ours(x)
+    np.testing.assert_allclose(mean, x.mean(0, dtype="float64"), rtol=2e-5)
+    np.testing.assert_allclose(variance, x.var(0, dtype="float64"), rtol=2e-5)
+
+
 def train(make, updates=3, fast=True):
     """A model after `updates` steps, by fastaccum or by Keras on the same micro-batch, and its predictions."""
     keras.utils.set_random_seed(3)

@@ -174,11 +174,37 @@ def test_what_fails_and_what_is_skipped_is_named(tmp_path, capsys):
 
 def test_the_readme_keeps_its_figures_when_a_suite_failed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(readme, "ROOT", tmp_path)  # where there is nothing to rewrite
-    ended = {"seconds": 1.0, "passed": 0, "skipped": {}, "failed": {"test_fit": "losses differ"}}
+    ended = {name: {"seconds": 1.0, "passed": 0, "skipped": {}, "failed": {}} for name in suites.known()}
+    ended["fit"]["failed"] = {"test_fit": "losses differ"}
     path = tmp_path / "run.json"
-    path.write_text(json.dumps(run_of({}, suites={"fit": ended}, left_out=[])))
+    path.write_text(json.dumps(run_of({}, suites=ended, left_out=[])))
     assert command.main(["--from", str(path), "--readme", "--out", str(tmp_path / "out")]) == 1
     assert "failed: fit; the measured tables stay as they were" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("whole", [{}, {"suites": {"fit": {}}}])
+def test_the_readme_keeps_its_figures_when_a_run_is_not_whole(whole, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run_of({}, **whole)))
+    with pytest.raises(SystemExit):
+        command.main(["--from", str(path), "--readme"])
+    assert "--readme needs a run of all suites" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_a_report_of_the_suites_that_had_ended(tmp_path, capsys, monkeypatch):
+    body = "def test_it(benchmark):\n    benchmark.pedantic(lambda: None, rounds=1)\n"
+    folder = folder_of(tmp_path, conftest=MACHINE, test_a=body, test_b=body)
+    run = suites.run
+
+    def run_one(name, *args):
+        if name == "b":
+            raise KeyboardInterrupt
+        return run(name, *args)
+
+    monkeypatch.setattr(suites, "run", run_one)
+    assert command.main(["--out", str(tmp_path / "out")], folder) == 130
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["left_out"] == ["b"]
+    assert "interrupted; left out: b" in capsys.readouterr().out
 
 
 def test_nothing_measured_is_no_success(tmp_path, capsys):
@@ -248,6 +274,7 @@ def test_an_earlier_run_is_written_up_without_running(tmp_path, capsys):
         (["--quick", "--readme"], "--readme needs a run of all suites"),
         (["--from", "missing.json"], "--from missing.json cannot be read"),
         (["--from", "missing.json", "--quick"], "--from runs nothing"),
+        (["fit", "--out", str(ROOT / "pyproject.toml")], "is a file: name a folder"),
         (["--from", str(ROOT / "pyproject.toml")], "cannot be read"),
     ],
 )
@@ -258,9 +285,10 @@ def test_what_cannot_be_done_is_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_json_that_is_no_run_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("text", ["[]", '{"benchmarks": []}', json.dumps({**run_of(), "benchmarks": 3})])
+def test_json_that_is_no_run_is_refused(text, tmp_path, capsys):
     path = tmp_path / "other.json"
-    path.write_text("[]")
+    path.write_text(text)
     with pytest.raises(SystemExit):
         command.main(["--from", str(path)])
     assert "is no run" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import datetime
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,8 +35,9 @@ def runs(programs):
             of_size = [p for p in by_name.values() if p["purpose"] == "time" and p["preset"] == preset]
             of_dtype = [p for p in of_size if p["dtype"] == dtype]
             yield from (ours(program) for program in of_dtype)
-            model = f"{preset}-{dtype}-blockwise"  # any program whose weights are stacked tells the peers their model
-            if model in by_name:
+            # Any program whose weights are stacked tells the peers their model.
+            model = next((p["name"] for p in of_dtype if p["stacked"]), None)
+            if model is not None:
                 yield "torch.compile", model, "torch_peer", []
                 if dtype == "bfloat16":
                     yield "JAX scan", model, "jax_peer", []
@@ -45,23 +47,34 @@ def runs(programs):
 
 
 def run(folder, name, module, options, seconds):
-    """One contestant in a process of its own: what it measured, or `{"skipped": why}`."""
+    """One contestant in a process of its own: what it measured, or `{"skipped": why}`, or `{"failed": last line}`."""
     missing = [package for package in NEEDS[module] if importlib.util.find_spec(package) is None]
     if missing:
         return {"skipped": f"{' and '.join(missing)} not installed"}
     # JAX takes what it needs, as it needs it, so that its peak is the program's.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", str(folder.resolve()), name, *options]
+    # A group of its own: torch.compile's workers outlive their parent, and hold its pipes.
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        process = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1, seconds)
-        )
+        stdout, stderr = process.communicate(timeout=max(1, seconds))
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return {"skipped": f"was not done when the {MINUTES} minutes were over"}
-    if process.returncode:
-        told = process.stderr.strip().splitlines() or ["nothing on stderr"]
-        return {"skipped": told[-1], "stderr": process.stderr[-4000:]}
-    return json.loads(process.stdout.strip().splitlines()[-1])
+    found = [line for line in stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not found:
+        told = stderr.strip().splitlines() or ["nothing on stderr"]
+        return {"failed": told[-1], "stderr": stderr[-4000:]}
+    return json.loads(found[-1])
 
 
 def table(results):
@@ -84,8 +97,9 @@ def table(results):
     if planned:
         sizes = ", ".join(f"{r['micro_batches']}: {r['temp_bytes'] / 2**30:.3f}" for r in planned)
         lines += ["", f"Temp memory by micro-batches, GiB: {sizes}."]
-    skipped = [r for r in results if "skipped" in r]
-    lines += ["", *(f"Skipped: {r['label']} on {r['program']}: {r['skipped']}" for r in skipped)]
+    for how in ("failed", "skipped"):
+        without = [r for r in results if how in r]
+        lines += ["", *(f"{how.capitalize()}: {r['label']} on {r['program']}: {r[how]}" for r in without)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -126,13 +140,16 @@ def main(argv=None):
         left = deadline - time.monotonic()
         done = run(arguments.folder, name, module, options, left) if left > 0 else {"skipped": "no time was left"}
         results.append(about | done)
-        print(f"{left:4.0f} s left: {about['label']} on {name}: {done.get('skipped', 'done')}", file=sys.stderr)
+        print(
+            f"{left:4.0f} s left: {about['label']} on {name}: {done.get('failed') or done.get('skipped', 'done')}",
+            file=sys.stderr,
+        )
         # After each, so that a run that is broken off leaves what it has.
         _write(target, results)
     wrong = list(disagreements(results))
     print(table(results), *wrong, sep="\n")
     # A contestant that fell behind is a result; one that computed something else, or broke, is a failure.
-    return 1 if wrong or any("stderr" in result for result in results) else 0
+    return 1 if wrong or any("failed" in result for result in results) else 0
 
 
 def _write(target, results):
