@@ -76,12 +76,13 @@ def kernels(scores):
 def number(value):
     """Three digits from 1 on, two below.
 
-    >>> number(21.54), number(1.003), number(0.01373)
-    ('21.5', '1.00', '0.014')
+    >>> number(21.54), number(1.003), number(0.01373), number(-181.4)
+    ('21.5', '1.00', '0.014', '-181')
     """
-    if value >= 100:
+    size = abs(value)
+    if size >= 100:
         return f"{value:,.0f}"
-    return f"{value:.{2 if value < 10 else 1}f}" if value >= 0.1 else f"{value:.2g}"
+    return f"{value:.{2 if size < 10 else 1}f}" if size >= 0.1 else f"{value:.2g}"
 
 
 def _table(rows):
