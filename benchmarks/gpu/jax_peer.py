@@ -15,6 +15,7 @@ import optax
 
 from benchmarks.gpu import manifest, measure
 from benchmarks.gpu.run import matmul_rate, peak_bytes
+from benchmarks.peers.jax_models import layer_norm, rotate, scan_train_step
 
 COMPUTE = jnp.bfloat16
 
@@ -25,7 +26,7 @@ def loss_fn(params, ids_BT, labels_BT, heads):
     x_BTD = table_VD[ids_BT] * (2 * math.sqrt(table_VD.shape[1]))
     blocks = {name: value for name, value in params.items() if name.startswith("blocks/")}
     x_BTD, _ = jax.lax.scan(functools.partial(_block, heads=heads), x_BTD, blocks)
-    x_BTD = _layer_norm(x_BTD, params["final_norm/gamma"])
+    x_BTD = layer_norm(x_BTD, params["final_norm/gamma"])
     logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT).mean()
 
@@ -33,30 +34,15 @@ def loss_fn(params, ids_BT, labels_BT, heads):
 def _block(x_BTD, block, heads):
     block = {name.removeprefix("blocks/"): value for name, value in block.items()}
     kernels = {name: value.astype(COMPUTE) for name, value in block.items() if name.endswith("kernel")}
-    qkv = _layer_norm(x_BTD, block["attention_norm.gamma"]) @ kernels["attention.qkv.kernel"]
+    qkv = layer_norm(x_BTD, block["attention_norm.gamma"]) @ kernels["attention.qkv.kernel"]
     q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv.reshape(*x_BTD.shape[:2], 3 * heads, -1), 3, axis=2)
     implementation = "cudnn" if jax.devices()[0].platform == "gpu" else "xla"
     mixed_BTHK = jax.nn.dot_product_attention(
-        _rotate(q_BTHK), _rotate(k_BTHK), v_BTHK, is_causal=True, implementation=implementation
+        rotate(q_BTHK), rotate(k_BTHK), v_BTHK, is_causal=True, implementation=implementation
     )
     x_BTD += mixed_BTHK.reshape(x_BTD.shape) @ kernels["attention.out.kernel"]
-    h_BTF = jax.nn.gelu(_layer_norm(x_BTD, block["mlp_norm.gamma"]) @ kernels["mlp_in.kernel"], approximate=True)
+    h_BTF = jax.nn.gelu(layer_norm(x_BTD, block["mlp_norm.gamma"]) @ kernels["mlp_in.kernel"], approximate=True)
     return x_BTD + h_BTF @ kernels["mlp_out.kernel"], None
-
-
-def _rotate(t_BTHK):
-    """Rotary positions, halves of K paired."""
-    time, width = t_BTHK.shape[1], t_BTHK.shape[3]
-    inverse = 10000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles_T1K = jnp.tile(jnp.arange(time, dtype=jnp.float32)[:, None, None] * inverse, 2)
-    first, second = jnp.split(t_BTHK, 2, axis=-1)
-    turned_BTHK = jnp.concatenate([-second, first], axis=-1)
-    return t_BTHK * jnp.cos(angles_T1K).astype(t_BTHK.dtype) + turned_BTHK * jnp.sin(angles_T1K).astype(t_BTHK.dtype)
-
-
-def _layer_norm(x, scale):
-    """In float32, as Keras's; 1e-3 is Keras's epsilon."""
-    return (jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-3) * scale).astype(COMPUTE)
 
 
 def make_step(program):
@@ -72,19 +58,7 @@ def make_step(program):
             weight_decay=options["weight_decay"],
         ),
     )
-    gradient = jax.value_and_grad(functools.partial(loss_fn, heads=program["sizes"]["heads"]))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, x, y):
-        def accumulate(total, micro_batch):
-            return jax.tree.map(jnp.add, total, gradient(params, *micro_batch)), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(accumulate, zeros, (x, y))
-        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    train_step = scan_train_step(functools.partial(loss_fn, heads=program["sizes"]["heads"]), optimizer)
     params = jax.tree.map(jnp.array, manifest.weights(program))
     opt_state = optimizer.init(params)
     stack = jax.tree.map(jnp.array, manifest.tokens(program))

@@ -13,17 +13,7 @@ from benchmarks.peers import jax_models
 def make_scan(workload):
     params, loss_fn, optimizer = _start(workload)
     opt_state = optimizer.init(params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, x, y):
-        def accumulate(total, micro_batch):
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *micro_batch)), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(accumulate, zeros, (x, y))
-        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+    train_step = jax_models.scan_train_step(loss_fn, optimizer)
 
     def update(stack):
         nonlocal params, opt_state

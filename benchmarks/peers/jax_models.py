@@ -1,13 +1,15 @@
-"""The models in plain JAX: parameters are tuples whose leaves lie in the Keras model's order.
+"""The models in plain JAX, and the step that trains them: parameters are tuples in the Keras model's order.
 
-Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head. Imports JAX alone, so
-that a machine without TensorFlow can use it.
+Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head. Imports JAX and optax
+alone, so that a machine without TensorFlow can use it.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 class Dense(NamedTuple):
@@ -55,29 +57,51 @@ def gpt(params, ids_BT, heads):
     """Logits `[B, T, V]` of the decoder-only transformer `fa.gpt`."""
     x_BTD = params.embedding[ids_BT]
     for block in params.blocks:
-        x_BTD += _attention(block, _layer_norm(x_BTD, block.attention_norm), heads)
-        h_BTF = jax.nn.gelu(_layer_norm(x_BTD, block.mlp_norm) @ block.mlp_in, approximate=True)
+        x_BTD += _attention(block, layer_norm(x_BTD, block.attention_norm), heads)
+        h_BTF = jax.nn.gelu(layer_norm(x_BTD, block.mlp_norm) @ block.mlp_in, approximate=True)
         x_BTD += h_BTF @ block.mlp_out
-    return _layer_norm(x_BTD, params.final_norm) @ params.head
+    return layer_norm(x_BTD, params.final_norm) @ params.head
 
 
 def _attention(block, x_BTD, heads):
     batch, time, _ = x_BTD.shape
     q_BTHK, k_BTHK, v_BTHK = jnp.split((x_BTD @ block.qkv).reshape(batch, time, 3 * heads, -1), 3, axis=2)
-    mixed_BTHK = jax.nn.dot_product_attention(_rotate(q_BTHK), _rotate(k_BTHK), v_BTHK, is_causal=True)
+    mixed_BTHK = jax.nn.dot_product_attention(rotate(q_BTHK), rotate(k_BTHK), v_BTHK, is_causal=True)
     return mixed_BTHK.reshape(x_BTD.shape) @ block.out
 
 
-def _rotate(t_BTHK):
+def rotate(t_BTHK):
     """Rotary positions, halves of K paired."""
     time, width = t_BTHK.shape[1], t_BTHK.shape[3]
     inverse = 10000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles_T1K = jnp.tile(jnp.arange(time, dtype=jnp.float32)[:, None, None] * inverse, 2)
     first, second = jnp.split(t_BTHK, 2, axis=-1)
     turned_BTHK = jnp.concatenate([-second, first], axis=-1)
-    return t_BTHK * jnp.cos(angles_T1K) + turned_BTHK * jnp.sin(angles_T1K)
+    return t_BTHK * jnp.cos(angles_T1K).astype(t_BTHK.dtype) + turned_BTHK * jnp.sin(angles_T1K).astype(t_BTHK.dtype)
 
 
-def _layer_norm(x, scale):
-    """Keras's layer norm without an offset; 1e-3 is Keras's epsilon."""
-    return jax.nn.standardize(x, axis=-1, epsilon=1e-3) * scale
+def layer_norm(x, scale):
+    """Keras's layer norm without an offset, in float32 and back; 1e-3 is Keras's epsilon."""
+    return (jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-3) * scale).astype(x.dtype)
+
+
+def scan_train_step(loss_fn, optimizer):
+    """`train_step(params, opt_state, x, y) -> (params, opt_state, loss)` on stacks: one jitted scan, one update.
+
+    Args:
+        loss_fn: `loss_fn(params, x, y)`, the mean loss of one micro-batch.
+        optimizer: of optax.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state, x, y):
+        def accumulate(total, micro_batch):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *micro_batch)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(accumulate, zeros, (x, y))
+        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return train_step
