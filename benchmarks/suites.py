@@ -16,7 +16,7 @@ ROOT = FOLDER.parent
 # What `--quick` runs; the others have no small form, or are not about the workloads.
 QUICK = ("fit", "memory", "overhead", "steps_per_execution", "train_step")
 
-# Without the doctests: collecting them would pass over a suite whose imports fail.
+# Without the doctests, which are no part of a suite.
 PYTEST = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "-o", "addopts=--import-mode=importlib"]
 
 

@@ -35,7 +35,7 @@ class Program:
     """A function of nests of tensors, traced and compiled once per structure, shapes and dtypes.
 
     The same as `tf.function`, but found by these alone, and called with the variables' handles that were looked up
-    once: with thousands of variables, TensorFlow's own look-up takes longer than the step.
+    once.
 
     Args:
         function: takes nests of tensors and None only.
