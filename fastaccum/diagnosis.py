@@ -166,7 +166,7 @@ def _looker(step: Any, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
 
     def look(batch):
         layers.clear()
-        outputs: list[tf.Tensor] = []
+        outputs: list[list[tf.Tensor]] = []
         step._denominators = denominators
         with step._layers_as_compiled(), _watched(step.model, layers, outputs), tf.GradientTape() as tape:
             loss_sum, weight_sum = step._converted_loss_fn(batch)
@@ -181,7 +181,7 @@ def _looker(step: Any, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
             tf.cast(weight_sum, tf.float32),
             tf.stack([_is_bad(g) for g in gradients]),
             tf.stack([tf.reduce_max(tf.abs(tf.cast(g, tf.float32)), keepdims=False) / scale for g in gradients]),
-            _stacked(outputs),
+            _stacked([tf.reduce_any([_is_bad(t) for t in tensors]) for tensors in outputs]),
             _stacked([_is_bad(v) for v in _floats(step._state)]),
         )
 
@@ -193,8 +193,8 @@ def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def _watched(model: models.Model, layers: list[Any], outputs: list[tf.Tensor]) -> Iterator[None]:
-    """Within the scope, each layer called notes itself, and whether what it returned holds NaN or inf."""
+def _watched(model: models.Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> Iterator[None]:
+    """Within the scope, each layer called notes itself and what it returned, which nothing reads until later."""
     graph = tf.compat.v1.get_default_graph()
 
     def noting(layer, call):
@@ -204,7 +204,7 @@ def _watched(model: models.Model, layers: list[Any], outputs: list[tf.Tensor]) -
             # Those of a loop inside (a LayerStack's, an RNN's) cannot leave it: the layer around it stands for them.
             if tensors and all(t.graph is graph for t in tensors):
                 layers.append(layer)
-                outputs.append(tf.reduce_any([_is_bad(t) for t in tensors]))
+                outputs.append(tensors)
             return returned
 
         return noted

@@ -27,8 +27,8 @@ UNTOUCHED = "Weights, slots and statistics are those of the last good step"
 
 def network(*between, policy=None, **head):
     """Dense, batch normalisation, whatever comes between, and a linear head."""
-    layers = [keras.layers.Dense(4, name="first"), keras.layers.BatchNormalization(name="norm"), *between]
     keras.config.set_dtype_policy(policy or "float32")
+    layers = [keras.layers.Dense(4, name="first"), keras.layers.BatchNormalization(name="norm"), *between]
     return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1, name="head", **head)])
 
 
@@ -133,6 +133,11 @@ CASES = {
         lambda: make(loss=keras.losses.MeanAbsoluteError(reduction="sum")),
         {"sample_weight": np.full(ROWS, 1e38)},
         [r"Each micro-batch is finite by itself|The loss: inf"],
+    ),
+    "a batch variance that overflows float16": (
+        lambda: make(network(policy="mixed_float16"), loss_scale=1.0),
+        {"x": X * np.float32(6e4)},
+        [r"micro-batch 0", r"65504, where float16 ends|variance of a batch overflows"],
     ),
     "float16 past 65504, the scale static": (
         lambda: make(network(policy="mixed_float16"), loss_scale=2.0**24),
@@ -365,6 +370,15 @@ def test_dropout_is_as_it_was_in_the_failing_step():
         found.add(re.search(r"In micro-batch (\d) .*\n.*'drop' \(Dropout\)", str(raised.value))[1])
         trainer.train_step(tuple(np.zeros_like(a) for a in stack))  # goes on to other masks
     assert len(found) > 1
+
+
+def test_a_transformer_whose_loss_takes_over_the_head():
+    ids = RNG.integers(0, 9, (ROWS, 4))
+    model = fa.gpt(9, width=4, layers=2, heads=1, context=4)
+    trainer = make(model, fa.LinearCrossEntropy())
+    model.get_layer("embedding").trainable_variables[0].assign(np.full((9, 4), 3e38))
+    with ended(r"micro-batch 0", r"whose output is not finite: ", r"embedding/embeddings"):
+        fit(trainer, ids, ids)
 
 
 def test_a_tf_keras_model():
