@@ -72,6 +72,18 @@ def true_or_false(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """`value`, one of `choices`.
+
+    >>> one_of("on_nonfinite", "stop", ("skip", "raise"))
+    Traceback (most recent call last):
+    ValueError: on_nonfinite='stop' must be 'skip' or 'raise'.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
+    return value
+
+
 def class_weight(value: Any) -> dict[int, float] | None:
     """A factor for each class index, or None.
 

@@ -10,14 +10,15 @@ import keras
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api as autograph
 
-from fastaccum import models
+from fastaccum import diagnosis, models
 from fastaccum.callbacks import plain
 from fastaccum.compiled import Program
 from fastaccum.index_checks import IndexChecks
 from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, Term
 from fastaccum.metrics import Metrics
-from fastaccum.stacks import Batch
+from fastaccum.nonfinite import PATIENCE, StuckSteps
+from fastaccum.stacks import Batch, Dispatch
 from fastaccum.train_step import StepResult, TrainStep, trip_count
 
 
@@ -28,11 +29,28 @@ class Executed(NamedTuple):
         result: the last train step's.
         logs: running means since the last reset, by log name.
         indices: what `IndexChecks.require` needs to find labels or ids out of range.
+        stuck: what `StuckSteps.since_end` needs to find training that can only skip.
     """
 
     result: StepResult
     logs: dict[str, tf.Tensor]
     indices: tf.Tensor
+    stuck: tf.Tensor
+
+
+class Unread:
+    """A dispatch whose outcome has not been read yet: `require` reads it, raises what it has to say, and lets go of its
+    data, which whoever keeps the logs would hold with them.
+    """
+
+    def __init__(self, step: ModelStep, executed: Executed, dispatch: Dispatch):
+        self._parts: tuple[ModelStep, Executed, Dispatch] | None = (step, executed, dispatch)
+
+    def require(self) -> None:
+        if self._parts is not None:
+            step, executed, dispatch = self._parts
+            step.require(executed, dispatch)
+            self._parts = None
 
 
 class ModelStep(TrainStep):
@@ -54,9 +72,12 @@ class ModelStep(TrainStep):
         *,
         jit_compile: bool,
         fp32_weight_gradients: bool,
+        on_nonfinite: str,
         **options,
     ):
         self.model, self.losses, self.metrics = model, losses, metrics
+        self.on_nonfinite = on_nonfinite
+        self.stuck_steps = StuckSteps(patience=1 if on_nonfinite == "raise" else PATIENCE)
         self._jit_compile = jit_compile
         self._fp32_weight_gradients = fp32_weight_gradients
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
@@ -178,7 +199,7 @@ class ModelStep(TrainStep):
         return self.model.penalty()
 
     def _accept(self) -> tf.Tensor:
-        return self.index_checks.in_range()
+        return self.index_checks.in_range() & self.stuck_steps.running()
 
     def _typical_weight(self, *stacks: Batch) -> float:
         rows = sum(math.prod(tf.nest.flatten(stack.x)[0].shape[:2]) for stack in stacks)
@@ -211,9 +232,13 @@ class ModelStep(TrainStep):
         return self._report(result)
 
     def _tracked(self, *stacks: Batch) -> StepResult:
+        scale = self.loss_scale.scale()
         result = self.run(*stacks)
+        valid = tf.not_equal(result.weight, 0.0)
+        skipped = ~result.grads_finite & valid
+        self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)
         self._loss_mean.update_state(result.loss, result.weight)
-        self._skipped.assign_add(tf.cast(~result.grads_finite, tf.int64))
+        self._skipped.assign_add(tf.cast(skipped, tf.int64))
         return result
 
     def _report(self, result: StepResult) -> Executed:
@@ -225,7 +250,27 @@ class ModelStep(TrainStep):
             "loss_scale": result.loss_scale,
             "skipped_steps": self._skipped.read_value(),
         }
-        return Executed(result, logs, self.index_checks.seen())
+        return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen())
+
+    def require(self, executed: Executed, dispatch: Dispatch) -> None:
+        """Raises what a dispatch has to say; waits for it.
+
+        Raises:
+            ValueError: labels or ids out of range.
+            NonFiniteError: training that can only skip its steps.
+        """
+        self.index_checks.require(executed.indices)
+        since = self.stuck_steps.since_end(executed.stuck)
+        if since is None:
+            return
+        stacks = dispatch.stacks
+        if dispatch.many:
+            (stack,) = stacks
+            stacks = (tf.nest.map_structure(lambda t: t[trip_count(stack) - 1 - since], stack),)
+        try:
+            raise diagnosis.error(self, stacks)
+        finally:
+            self.stuck_steps.reset()
 
     def reset(self) -> None:
         """Starts the running means of a new epoch."""
@@ -233,6 +278,7 @@ class ModelStep(TrainStep):
             mean.reset_state()
         self.metrics.reset()
         self._skipped.assign(0)
+        self.stuck_steps.start_epoch()
         # What a fit that broke off had seen is not this one's.
         self.index_checks.reset()
 

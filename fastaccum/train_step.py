@@ -24,7 +24,8 @@ class StepResult(NamedTuple):
         loss: float32, loss sum / weight sum over the whole stack (0 when the weight sum is 0).
         weight: float32, the weight sum.
         grad_norm: float32, global norm of the final gradient, before clipping.
-        grads_finite: bool, whether that norm is finite; where it is not, the step changed nothing.
+        grads_finite: bool, whether that norm, the loss and the state it would leave are finite; where one is not, the
+            step changed nothing.
         loss_scale: float32, the loss scale as this step left it.
     """
 
@@ -64,7 +65,7 @@ class TrainStep:
             gradient += grad(loss_sum_i * scale)                 # float32 sums
             loss_sum, weight_sum = loss_sum + loss_sum_i, weight_sum + weight_sum_i
         gradient = clip_by_global_norm(gradient / (scale * weight_sum), clip_norm)
-        if weight_sum != 0 and isfinite(norm(gradient)):
+        if weight_sum != 0 and isfinite(norm(gradient)) and isfinite(loss_sum) and isfinite(state):
             optimizer.apply(gradient, variables)
         loss_scale.update(isfinite(norm(gradient)))
 
@@ -221,16 +222,19 @@ class TrainStep:
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
         penalty, grads = self._with_penalty(sums.gradients, denominator)
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
-        counted = tf.not_equal(weight_sum, 0.0)
-        ok = reduced.finite & counted & self._accept()
+        loss += penalty
+        counted, accepted = tf.not_equal(weight_sum, 0.0), self._accept()
+        # A loss or a variance can overflow where the gradient is still finite.
+        finite = reduced.finite & tf.math.is_finite(loss) & _still_finite(self._state, sums.state)
+        ok = finite & counted & accepted
         with tf.name_scope("update"):
             final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
             self.optimizer.apply(final, self.trained, ok)
             _keep_where(ok, self._state, sums.state)
         before = [v.read_value() for v in self.loss_scale.variables]
         self.loss_scale.update(reduced.finite)
-        _keep_where(counted, self.loss_scale.variables, before)
-        return StepResult(loss + penalty, weight_sum, reduced.norm, reduced.finite, self.loss_scale.scale())
+        _keep_where(counted & accepted, self.loss_scale.variables, before)
+        return StepResult(loss, weight_sum, reduced.norm, finite, self.loss_scale.scale())
 
     def _with_penalty(self, grads, denominator):
         """The penalty, and the accumulators with its gradient added at their own scale."""
@@ -269,6 +273,18 @@ def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequenc
     """Variables keep what was assigned to them where `ok`, and return to `before` elsewhere."""
     for variable, value in zip(variables, before, strict=True):
         variable.assign(tf.where(ok, variable.read_value(), value))
+
+
+def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether no element has become NaN or infinite: bool scalar. A running minimum may start at infinity."""
+    return tf.reduce_all(
+        [
+            tf.reduce_all(tf.math.is_finite(variable.read_value()) | ~tf.math.is_finite(value))
+            for variable, value in zip(variables, before, strict=True)
+            if value.dtype.is_floating
+        ]
+        or True
+    )
 
 
 def _times(gradient, factor):

@@ -16,7 +16,7 @@ from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, by_output, takes_class_indices
 from fastaccum.metrics import Metrics
-from fastaccum.model_step import Executed, ModelStep
+from fastaccum.model_step import Executed, ModelStep, Unread
 from fastaccum.stacks import Batch, Dispatch, Layout
 from fastaccum.train_step import StepResult, trip_count
 
@@ -50,6 +50,9 @@ class Trainer:
         jit_compile: compile with XLA; False runs the same step op by op.
         steps_per_execution: train steps per dispatch, as one more loop in the same program. Callbacks see the last
             step of each dispatch, as in Keras.
+        on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite although the loss scale
+            cannot go lower (no scaling, a static scale, or a dynamic one at its floor). Such a step changes nothing.
+            "skip" goes on, and raises after 10 of them in a row; "raise" raises at the first.
 
     Raises:
         TypeError: a model, optimizer, loss or metric that is none.
@@ -79,6 +82,7 @@ class Trainer:
         fp32_weight_gradients: bool = True,
         jit_compile: bool = True,
         steps_per_execution: int = 1,
+        on_nonfinite: str = "skip",
     ):
         self._model = models.get(model)
         self.model = model
@@ -92,6 +96,7 @@ class Trainer:
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
         self.fp32_weight_gradients = checks.true_or_false("fp32_weight_gradients", fp32_weight_gradients)
         self.jit_compile = checks.true_or_false("jit_compile", jit_compile)
+        self.on_nonfinite = checks.one_of("on_nonfinite", on_nonfinite, ("skip", "raise"))
         self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._step: ModelStep | None = None
         self._known_shapes: set[tuple] = set()
@@ -141,6 +146,7 @@ class Trainer:
         Raises:
             TypeError, ValueError: data that does not fit, before any weight moves; labels or ids out of range, with
                 no weight moved by them.
+            NonFiniteError: training that can only skip its steps (see `on_nonfinite`).
         """
         epochs = checks.whole_number("epochs", epochs)
         initial_epoch = checks.whole_number("initial_epoch", initial_epoch, minimum=0)
@@ -185,6 +191,7 @@ class Trainer:
             history=True,
         )
         self.model.stop_training = False
+        step.stuck_steps.reset()
         logs: dict[str, float] = {}
         hooks.list.on_train_begin()
         if resumed := getattr(self.model, "_initial_epoch", None):  # by BackupAndRestore, for this fit only
@@ -212,15 +219,16 @@ class Trainer:
             executed = self._execute(step, dispatch)
             if waiting is not None:
                 # Read only now that the next step is on its way: the device never runs dry.
-                step.index_checks.require(waiting.indices)
-            waiting = executed
+                waiting.require()
+            waiting = Unread(step, executed, dispatch)
             first += dispatch.steps
-            check = functools.partial(step.index_checks.require, executed.indices)
-            logs = LateLogs(executed.logs, check)
+            logs = LateLogs(executed.logs, waiting.require)
             end(first - 1, lambda logs=logs: logs)
             if self.model.stop_training:
                 break
-        return dict(logs)
+        logs = dict(logs)
+        step.stuck_steps.warn(executed.stuck)
+        return logs
 
     def _execute(self, step: ModelStep, dispatch: Dispatch) -> Executed:
         if dispatch.many:
@@ -336,16 +344,18 @@ class Trainer:
         Raises:
             ValueError: axes that do not match, or labels or ids out of range (with a GPU, which this does not wait
                 for, at the next call).
+            NonFiniteError: training that can only skip its steps (likewise; see `on_nonfinite`).
         """
         batch = self._batch(stack)
         step = self._step_for(batch)
         executed = self._run(step.compiled_execute, batch)
-        late, self._unchecked = (executed, None) if not has_gpu() else (self._unchecked, executed)
+        unread = Unread(step, executed, Dispatch((batch,)))
+        late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
         if late is not None:
-            step.index_checks.require(late.indices)
+            late.require()
         return executed.result
 
-    _unchecked: Executed | None = None
+    _unread: Unread | None = None
 
     def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
@@ -411,6 +421,7 @@ class Trainer:
                 clip_norm=self.clip_norm,
                 fp32_weight_gradients=self.fp32_weight_gradients,
                 jit_compile=self.jit_compile,
+                on_nonfinite=self.on_nonfinite,
             )
             self._model.adopt(self.optimizer, self._metrics, **self._compile_arguments)
         if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.trained]:
@@ -418,7 +429,7 @@ class Trainer:
                 "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
                 "`trainable` was switched). Make a new Trainer, with a new optimizer."
             )
-        for name in ("clip_norm", "loss_scale"):
+        for name in ("clip_norm", "loss_scale", "on_nonfinite"):
             if getattr(self, name) != getattr(self._step, name):
                 raise ValueError(
                     f"{name} was set to {getattr(self, name)!r} after the train step was built with "

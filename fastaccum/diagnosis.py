@@ -1,0 +1,276 @@
+"""Why a train step is not finite: it is run once more, one micro-batch at a time, when training ends for it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import optree
+import tensorflow as tf
+
+from fastaccum import models
+from fastaccum.compiled import Program
+from fastaccum.nonfinite import NonFiniteError
+from fastaccum.train_step import trip_count
+
+NAMES = 5  # of variables, layers or rows in one line; the rest are counted
+
+
+class Seen(NamedTuple):
+    """What one micro-batch gave.
+
+    Attributes:
+        loss_sum, weight_sum: float32 scalars.
+        gradients: bool [variables], which gradients (of the scaled loss) hold NaN or inf.
+        largest: float32 [variables], the gradients' largest absolute element, unscaled.
+        outputs: bool [layer calls], which outputs hold NaN or inf, in the order of the forward pass.
+        state: bool [state variables], which of them hold NaN or inf after it.
+    """
+
+    loss_sum: tf.Tensor
+    weight_sum: tf.Tensor
+    gradients: tf.Tensor
+    largest: tf.Tensor
+    outputs: tf.Tensor
+    state: tf.Tensor
+
+    @property
+    def is_bad(self) -> bool:
+        return any(np.any(flags) for flags in (self.gradients, self.state, ~np.isfinite(self.loss_sum)))
+
+
+def error(step: Any, stacks: Sequence[Any]) -> NonFiniteError:
+    """The error of a train step that was not finite, and that no lower loss scale can help.
+
+    Weights, slots, statistics and seeds are those that the step began with, since it changed nothing: run again, each
+    micro-batch gives what it gave then. The second program leaves them as they are too.
+
+    Args:
+        step: the `ModelStep`.
+        stacks: the failing step's.
+    """
+    patience = step.stuck_steps.patience
+    lines = [
+        ("A train step is" if patience == 1 else f"{patience} train steps in a row were")
+        + f" not finite, after {int(step.optimizer.iterations):,} updates, and no lower loss scale can help: it is "
+        f"{float(step.loss_scale.scale()):g}, of {type(step.loss_scale).__name__}. "
+        "Weights, slots and statistics are those of the last good step."
+    ]
+    try:
+        lines += _findings(step, stacks)
+    except Exception as failure:  # the error matters more than its explanation
+        lines.append(f"Why could not be found out: {type(failure).__name__}: {failure}")
+    return NonFiniteError("\n  ".join(lines))
+
+
+def _findings(step: Any, stacks: Sequence[Any]) -> list[str]:
+    """What is not finite, where it begins, and what to do about it: one line each."""
+    spoilt = [v for v in (*step.variables, *step.optimizer.variables) if _is_bad(v).numpy()]
+    if spoilt:
+        return [
+            f"The variables {_some(_name(step, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
+            "overflowed, from a gradient that was finite, or they were set so.",
+            "What to do: go back to weights that are finite, and lower the learning rate or set clip_norm.",
+        ]
+    micro_batches = [(s, i) for s, stack in enumerate(stacks) for i in range(trip_count(stack))]
+    with _kept(step):
+        look, layers = _looker(step, stacks)
+        for at, (s, i) in enumerate(micro_batches):
+            batch = tf.nest.map_structure(lambda t, i=i: t[i], stacks[s])
+            seen = Seen(*(t.numpy() for t in look(batch)))
+            if seen.is_bad:
+                place = f"In micro-batch {at} of the step's {len(micro_batches)} (counted from 0), the first such:"
+                return [place, *_of_micro_batch(step, batch, seen, layers)]
+        return _of_step(step, seen)
+
+
+def _of_micro_batch(step: Any, batch: Any, seen: Seen, layers: list[Any]) -> list[str]:
+    inputs = list(_bad_inputs(batch))
+    lines = [f"{each}." for each in inputs]
+    bad = [layer for layer, flag in zip(layers, seen.outputs, strict=True) if flag]
+    layer = f"{bad[0].name!r} ({type(bad[0]).__name__})" if bad else None
+    if layer:
+        lines.append(f"The first layer whose output is not finite: {layer}.")
+    loss = float(seen.loss_sum) / float(seen.weight_sum) if seen.weight_sum else float(seen.loss_sum)
+    lines.append(f"The loss: {loss:g}.")
+    variables = list(itertools.compress(step.variables, seen.gradients))
+    if variables:
+        owners = dict.fromkeys(name for v in variables if (name := _owner(step, v)))
+        lines.append(
+            f"Gradients that are not finite: {len(variables)} of {len(step.variables)}: "
+            f"{_some(_name(step, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
+        )
+    statistics = list(itertools.compress(_floats(step._state), seen.state))
+    if statistics:
+        lines.append(f"Statistics that became NaN or inf: {_some(_name(step, v) for v in statistics)}.")
+    return [*lines, f"What to do: {_remedy(step, inputs, layer, bool(variables), bool(statistics))}"]
+
+
+def _remedy(step: Any, inputs: list[str], layer: str | None, gradients: bool, statistics: bool) -> str:
+    if inputs:
+        return "correct these rows, or leave them out (a sample_weight of 0 does not: 0 * NaN is NaN)."
+    if statistics and not layer:
+        return "scale the inputs of these layers down: the variance of a batch overflows."
+    half = step.model.compute_dtype == "float16"
+    if layer:
+        return (
+            f"lower the learning rate or set clip_norm; or look in layer {layer} for a division, logarithm or root at "
+            "0" + (", or for values above 65504, where float16 ends: bfloat16 does not." if half else ".")
+        )
+    if gradients and half and float(step.loss_scale.scale()) > 1.0:
+        return "lower the loss scale or its floor, or pass loss_scale='auto'."
+    if gradients:
+        return (
+            "the outputs are finite, the gradients are not: look in the loss, and in these layers, for a division, "
+            "logarithm, root or norm at 0, and add an epsilon" + (", or use bfloat16." if half else ".")
+        )
+    return "look in the loss for a logarithm of 0, a division by 0 or an overflow: its gradient is finite."
+
+
+def _of_step(step: Any, seen: Seen) -> list[str]:
+    """Where each micro-batch is finite by itself."""
+    with tf.GradientTape() as tape:
+        penalty = step._penalty()
+    if penalty is not None:
+        gradients = tape.gradient(penalty, step.variables)
+        bad = [v for v, g in zip(step.variables, gradients, strict=True) if g is not None and _is_bad(g).numpy()]
+        if bad or _is_bad(penalty).numpy():
+            largest = max(step.variables, key=lambda v: np.abs(v.numpy()).max(initial=0.0))
+            return [
+                f"The weight regularisers give {float(penalty):g}"
+                + (f", and gradients that are not finite to {_some(_name(step, v) for v in bad)}" if bad else "")
+                + f"; the largest weight stands in {_name(step, largest)}.",
+                "What to do: go back to smaller weights, and lower the learning rate or set clip_norm.",
+            ]
+    i = int(np.argmax(seen.largest))
+    return [
+        f"Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient is that of "
+        f"{_name(step, step.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
+        "What to do: scale the loss down (the mean rather than the sum), or lower the learning rate.",
+    ]
+
+
+def _looker(step: Any, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
+    """A function of one micro-batch that gives a `Seen`, as a tuple; and, once traced, the layers of its `outputs`."""
+    layers: list[Any] = []
+    several = len(step._term_weights) > 1
+    scale = step.loss_scale.scale() / step._typical_weight(*stacks)
+    denominators = None
+    if several:
+        with step._layers_as_compiled():
+            denominators = Program(step._count, step._jit_compile)(*stacks)
+
+    def look(batch):
+        layers.clear()
+        outputs: list[list[tf.Tensor]] = []
+        step._denominators = denominators
+        with step._layers_as_compiled(), _watched(step.model, layers, outputs), tf.GradientTape() as tape:
+            loss_sum, weight_sum = step._converted_loss_fn(batch)
+            scaled = tf.cast(loss_sum, tf.float32) * scale
+            forward = len(outputs)
+            gradients = tape.gradient(scaled, step.variables)
+        # What a layer that recomputes its activations put out again, in the backward pass, is no news.
+        del layers[forward:], outputs[forward:]
+        gradients = [tf.zeros([1]) if g is None else tf.convert_to_tensor(g) for g in gradients]
+        return (
+            tf.cast(loss_sum, tf.float32),
+            tf.cast(weight_sum, tf.float32),
+            tf.stack([_is_bad(g) for g in gradients]),
+            tf.stack([tf.reduce_max(tf.abs(tf.cast(g, tf.float32)), keepdims=False) / scale for g in gradients]),
+            _stacked([tf.reduce_any([_is_bad(t) for t in tensors]) for tensors in outputs]),
+            _stacked([_is_bad(v) for v in _floats(step._state)]),
+        )
+
+    return Program(look, step._jit_compile), layers
+
+
+def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
+    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
+
+
+@contextlib.contextmanager
+def _watched(model: models.Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> Iterator[None]:
+    """Within the scope, each layer called notes itself and what it returned, which nothing reads until later."""
+    graph = tf.compat.v1.get_default_graph()
+
+    def noting(layer, call):
+        def noted(*args, **kwargs):
+            returned = call(*args, **kwargs)
+            tensors = [t for t in tf.nest.flatten(returned) if tf.is_tensor(t) and t.dtype.is_floating]
+            # Those of a loop inside (a LayerStack's, an RNN's) cannot leave it: the layer around it stands for them.
+            if tensors and all(t.graph is graph for t in tensors):
+                layers.append(layer)
+                outputs.append(tensors)
+            return returned
+
+        return noted
+
+    with models.replaced([(layer, "call", noting(layer, layer.call)) for layer in model._called_layers]):
+        yield
+
+
+@contextlib.contextmanager
+def _kept(step: Any) -> Iterator[None]:
+    """Within the scope, what a micro-batch moves is moved; then it is as before."""
+    means = [step._loss_mean, *step._loss_means.values()]
+    raw = [getattr(v, "value", v) for v in (*step.metrics.variables, *(v for m in means for v in m.variables))]
+    variables = [*step._state, *(v for v in raw if isinstance(v, tf.Variable))]
+    before = [v.numpy() for v in variables]
+    denominators = step._denominators
+    try:
+        with step.index_checks.paused():
+            yield
+    finally:
+        step._denominators = denominators
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def _bad_inputs(batch: Any) -> Iterator[str]:
+    """Which rows of which tensor of a micro-batch hold NaN or inf."""
+    for name, nest in (("x", batch.x), ("y", batch.y), ("sample_weight", batch.sample_weight)):
+        for path, tensor in zip(optree.tree_paths(nest), optree.tree_leaves(nest), strict=True):
+            if not tensor.dtype.is_floating:
+                continue
+            values = tf.cast(tensor, tf.float64).numpy()
+            values = values.reshape(len(values), -1)
+            rows = np.flatnonzero(~np.isfinite(values).all(1))
+            if len(rows):
+                kinds = [k for k, test in (("NaN", np.isnan), ("inf", np.isinf)) if test(values).any()]
+                whole = name + "".join(f"[{key!r}]" for key in path)
+                yield f"{whole} holds {' and '.join(kinds)} in its rows {_some(map(str, rows))}"
+
+
+def _is_bad(tensor: Any) -> tf.Tensor:
+    return ~tf.reduce_all(tf.math.is_finite(tensor)) if tensor.dtype.is_floating else tf.constant(False)
+
+
+def _floats(variables: Sequence[tf.Variable]) -> list[tf.Variable]:
+    return [v for v in variables if v.dtype.is_floating]
+
+
+def _some(names: Any) -> str:
+    names = list(names)
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return ", ".join(names[:NAMES]) + more
+
+
+def _name(step: Any, variable: tf.Variable) -> str:
+    """The variable's path in the model, as Keras has it."""
+    for each in (*step.model.model.variables, *getattr(step.optimizer.optimizer, "variables", ())):
+        if isinstance(each, keras.Variable) and each.value is variable:
+            return each.path
+    return variable.name
+
+
+def _owner(step: Any, variable: tf.Variable) -> str | None:
+    """The name of the layer that made the variable."""
+    for layer in step.model._called_layers:
+        own = (*layer._trainable_variables,) if hasattr(layer, "_trainable_variables") else layer._trainable_weights
+        if any(getattr(v, "value", v) is variable for v in own):
+            return layer.name
+    return None
