@@ -162,7 +162,7 @@ def _looker(step: Any, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
     denominators = None
     if several:
         with step._layers_as_compiled():
-            denominators = Program(step._count, step._jit_compile)(*stacks)
+            denominators = step._divisors(Program(step.count, step._jit_compile)(*stacks))
 
     def look(batch):
         layers.clear()

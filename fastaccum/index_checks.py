@@ -59,6 +59,11 @@ Correct the data, or make room for 13 classes or rows.
         """The smallest and the largest index of each lookup: int64 [lookups, 2]."""
         return tf.reshape(tf.stack([r.read_value() for r in self._ranges] or tf.zeros([0, 2], tf.int64)), [-1, 2])
 
+    def assign(self, seen: tf.Tensor) -> None:
+        """Takes over what was seen elsewhere: int64 [lookups, 2], as `seen` returns it."""
+        for variable, range_ in zip(self._ranges, tf.unstack(seen, num=len(self._ranges)), strict=True):
+            variable.assign(range_)
+
     @contextmanager
     def paused(self):
         """Within the scope nothing is observed: for a second pass over the same data."""

@@ -159,10 +159,17 @@ class ModelStep(TrainStep):
         with self._layers_as_compiled():
             # Several losses, each with a divisor of its own, share one accumulator only if the divisors are
             # known before the first gradient. XLA drops from this pass whatever they do not depend on.
-            several = len(self._term_weights) > 1
-            self._denominators = self._count(*stacks) if several else None
+            self._denominators = self._divisors(self._counts(*stacks)) if self._has_several_terms else None
             self._observe_labels(*stacks)
             return super().accumulate(*stacks)
+
+    @property
+    def _has_several_terms(self) -> bool:
+        return len(self._term_weights) > 1
+
+    def _counts(self, *stacks: Batch) -> list[tf.Tensor]:
+        """What `count` returns, over the stacks of all devices."""
+        return self.count(*stacks)
 
     @contextlib.contextmanager
     def _layers_as_compiled(self):
@@ -178,15 +185,19 @@ class ModelStep(TrainStep):
             for i, labels in enumerate(self.losses.class_indices(stack.y)):
                 self.index_checks.observe(i, labels)
 
-    def _count(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Each term's divisor over the stacks, and the number of valid rows."""
+    def count(self, *stacks: Batch) -> list[tf.Tensor]:
+        """Each term's weight sum over the stacks, and the number of valid rows."""
 
         def count(batch):
             with self.index_checks.paused():
                 terms, _ = self.terms(batch, training=False)
             return [*(t.weight_sum for t in terms), _rows(batch)]
 
-        *weight_sums, rows = _sum_over(stacks, count, len(self._term_weights) + 1)
+        return _sum_over(stacks, count, len(self._term_weights) + 1)
+
+    def _divisors(self, counts: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Each term's divisor, and the number of valid rows."""
+        *weight_sums, rows = counts
         return [
             tf.constant(1.0) if reduction == "sum" else weight_sum
             for reduction, weight_sum in zip(self._reductions, weight_sums, strict=True)
@@ -211,16 +222,22 @@ class ModelStep(TrainStep):
 
     # One dispatch.
 
+    def dispatch(self, dispatch: Dispatch) -> Executed:
+        """Runs the train steps of a dispatch."""
+        program = self.compiled_execute_many if dispatch.many else self.compiled_execute
+        return program(*dispatch.stacks)
+
     def execute(self, *stacks: Batch) -> Executed:
         """One train step on the stacks, one after the other, and the logs so far."""
-        return self._report(self._tracked(*stacks))
+        return self._report(self._tracked(self.loss_scale.scale(), self.run(*stacks)))
 
     def execute_many(self, stack: Batch) -> Executed:
         """Train steps over the leading axis of [steps, micro-batches, rows, ...], in one program."""
         steps = trip_count(stack)
 
         def body(i, _):
-            return i + 1, self._tracked(tf.nest.map_structure(lambda t: tf.gather(t, i), stack))
+            step = tf.nest.map_structure(lambda t: tf.gather(t, i), stack)
+            return i + 1, self._tracked(self.loss_scale.scale(), self.run(step))
 
         nothing = StepResult(*(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32)))
         _, result = tf.while_loop(
@@ -231,9 +248,8 @@ class ModelStep(TrainStep):
         )
         return self._report(result)
 
-    def _tracked(self, *stacks: Batch) -> StepResult:
-        scale = self.loss_scale.scale()
-        result = self.run(*stacks)
+    def _tracked(self, scale: tf.Tensor, result: StepResult) -> StepResult:
+        """`result`, counted in the logs; `scale` is the loss scale that the step began with."""
         valid = tf.not_equal(result.weight, 0.0)
         skipped = ~result.grads_finite & valid
         self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)

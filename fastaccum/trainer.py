@@ -10,13 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import arrays, checks, compilable, compiled, data, models, optimizers
+from fastaccum import arrays, checks, compilable, compiled, data, distribution, models, optimizers
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, by_output, takes_class_indices
 from fastaccum.metrics import Metrics
 from fastaccum.model_step import Executed, ModelStep, Unread
+from fastaccum.replicated_step import ReplicatedStep
 from fastaccum.stacks import Batch, Dispatch, Layout
 from fastaccum.train_step import StepResult, trip_count
 
@@ -101,6 +102,9 @@ class Trainer:
         self._step: ModelStep | None = None
         self._known_shapes: set[tuple] = set()
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
+        self._replicas = distribution.of(self._model)
+        if self._replicas is not None:
+            self._replicas.require_optimizer(self._optimizer)
         if jit_compile:
             compilable.require(self._model)
 
@@ -216,7 +220,7 @@ class Trainer:
         first, logs, waiting = 0, None, None
         for dispatch in dispatches:
             begin(first)
-            executed = self._execute(step, dispatch)
+            executed = self._run(step.dispatch, dispatch)
             if waiting is not None:
                 # Read only now that the next step is on its way: the device never runs dry.
                 waiting.require()
@@ -229,11 +233,6 @@ class Trainer:
         logs = dict(logs)
         step.stuck_steps.warn(executed.stuck)
         return logs
-
-    def _execute(self, step: ModelStep, dispatch: Dispatch) -> Executed:
-        if dispatch.many:
-            return self._run(step.compiled_execute_many, *dispatch.stacks)
-        return self._run(step.compiled_execute, *dispatch.stacks)
 
     def evaluate(
         self,
@@ -405,14 +404,16 @@ class Trainer:
     def _built(self, sample: Batch) -> ModelStep:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
         if self._step is None:
-            y_pred = self._model.symbolic_call(sample.x, training=True)
+            with distribution.scope_of(self._replicas):  # a model that is not built yet
+                y_pred = self._model.symbolic_call(sample.x, training=True)
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 compilable.require(self._model)
             self._y_pred = y_pred
             self._losses.build(y_true, y_pred, self._model.output_names)
             self._metrics.build(y_true, y_pred, self._model.output_names)
-            self._step = ModelStep(
+            step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
+            self._step = step(
                 self._model,
                 self._losses,
                 self._metrics,

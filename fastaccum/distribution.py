@@ -1,0 +1,268 @@
+"""The replicas of tf.distribute: which strategy a model has, its variables on each device, what workers agree on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
+
+from fastaccum.models import LegacyModel, Model
+
+SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def of(model: Model) -> Replicas | None:
+    """The replicas of a model that was made under a strategy's scope; None for one that was not.
+
+    Raises:
+        ValueError: a strategy, or a layer, that is not supported; or a scope entered only after the model was made.
+    """
+    strategy = model.model.distribute_strategy if hasattr(model.model, "distribute_strategy") else None
+    if strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy):
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                f"The model was made outside the scope of {type(tf.distribute.get_strategy()).__name__}, in which this "
+                "Trainer is made: make the model inside it too."
+            )
+        return None
+    name = type(strategy).__name__
+    if not isinstance(strategy, SUPPORTED):
+        raise ValueError(
+            f"The model was made under {name}: use {' or '.join(s.__name__ for s in SUPPORTED)}, whose replicas hold "
+            "all weights and take every step together."
+        )
+    if isinstance(model, LegacyModel):
+        raise ValueError(f"model={model.model.name!r} is a tf_keras model: under {name}, use a Keras 3 model.")
+    for layer in model.layers:
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) has synchronized=True, which reduces over the replicas "
+                "in every micro-batch: make it with synchronized=False."
+            )
+    return Replicas(strategy)
+
+
+def scope_of(replicas: Replicas | None) -> contextlib.AbstractContextManager:
+    """The scope of the replicas' strategy; without replicas, none."""
+    return contextlib.nullcontext() if replicas is None else replicas.strategy.scope()
+
+
+@contextlib.contextmanager
+def outside_scope() -> Iterator[None]:
+    """Within it variables and programs are made as if no strategy's scope had been entered."""
+    mode = distribute_lib._DefaultReplicaThreadMode()
+    distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+class _FirstComponent:
+    """In place of `keras.Variable._value`: the first local component of a distributed variable."""
+
+    def __get__(self, variable: Any, owner: type | None = None) -> Any:
+        value = vars(variable)["_value"]
+        return value.values[0] if isinstance(value, values.DistributedVariable) else value
+
+    def __set__(self, variable: Any, value: Any) -> None:
+        vars(variable)["_value"] = value
+
+
+@contextlib.contextmanager
+def first_components() -> Iterator[None]:
+    """Within it every Keras variable is that of the first local replica alone, and no strategy is seen.
+
+    So a program is traced for one device as if there were no others; `Replicas.on` then finds the variables of another.
+    """
+    with outside_scope():
+        keras.Variable._value = _FirstComponent()
+        try:
+            yield
+        finally:
+            del keras.Variable._value
+
+
+class Replicas:
+    """The replicas of a strategy, those of this process among them.
+
+    Attributes:
+        count: replicas on all workers.
+        devices: this process's devices, one a replica.
+        ids: the index of each local replica among all, int64 scalars.
+        first: the index, among all replicas, of this process's first.
+        workers: processes.
+        worker: this process's index among them; the chief's is 0.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self.strategy = strategy
+        self.count = strategy.num_replicas_in_sync
+        self.devices = list(strategy.extended.worker_devices)
+        self.workers = self.count // len(self.devices)
+        self.worker = getattr(strategy.extended, "_id_in_cluster", 0)
+        self.first = self.worker * len(self.devices)
+        self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]
+        self._reducer = tf.function(self._all_reduce, autograph=False)
+        self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes what all share."""
+        return self.worker == 0
+
+    def require_optimizer(self, optimizer: Any) -> None:
+        """Raises ValueError for an optimizer that is not of Keras 3."""
+        if not isinstance(optimizer.optimizer, keras.Optimizer):
+            raise ValueError(
+                f"optimizer={type(optimizer.optimizer).__name__} is not a Keras 3 optimizer: under "
+                f"{type(self.strategy).__name__}, use one."
+            )
+
+    # Variables.
+
+    def mirror(self, variables: Sequence[keras.Variable]) -> None:
+        """Gives Keras variables that were made outside the scope a component on every replica, of the same value."""
+        for variable in variables:
+            own = variable.value
+            if not isinstance(own, values.DistributedVariable):
+                with self.strategy.scope():
+                    variable._value = tf.Variable(
+                        own.numpy(), dtype=own.dtype, trainable=own.trainable, name=own.name[:-2]
+                    )
+
+    def unmirror(self, variables: Sequence[keras.Variable]) -> None:
+        """Gives Keras variables that were made under the scope one component alone, with the first replica's value."""
+        for variable in variables:
+            own = variable.value
+            if isinstance(own, values.DistributedVariable):
+                with outside_scope():
+                    variable._value = tf.Variable(own.values[0].numpy(), dtype=own.dtype, trainable=False)
+
+    def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
+        """The handle of a local replica's variable, from that of the first's.
+
+        A variable that no strategy knows (a running mean, a loss scale) is copied from the first replica
+        before each step, by `synchronize`: the host may have assigned it.
+        """
+        if replica == 0 or handle.dtype != tf.resource:
+            return handle
+        if hasattr(handle, "_distributed_container"):
+            return handle._distributed_container().values[replica].handle
+        if id(handle) not in self._copies:
+            spec = get_eager_safe_handle_data(handle).shape_and_type[0]
+            with tf.init_scope(), outside_scope():
+                zeros = tf.zeros(tf.TensorShape(spec.shape), spec.dtype)
+                copies = []
+                for device in self.devices[1:]:
+                    with tf.device(device):
+                        copies.append(tf.Variable(zeros, trainable=False))
+            self._copies[id(handle)] = handle, copies
+        return self._copies[id(handle)][1][replica - 1].handle
+
+    def synchronize(self) -> None:
+        """In the graph: what `on` copied takes the first replica's values."""
+        for handle, copies in self._copies.values():
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=copies[0].dtype)
+            for copy in copies:
+                with tf.device(copy.device):
+                    copy.assign(value)
+
+    # Reduction.
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        """The sums over all replicas, one nest of tensors for each local one; one collective a tensor.
+
+        Traced once for each shape, however many programs call it: workers then agree on the collective even
+        where their programs differ.
+        """
+        return self._reducer(tensors)
+
+    def _all_reduce(self, tensors: list[Any]) -> list[Any]:
+        def reduce(own):
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+        with outside_scope():
+            leaves = zip(*map(tf.nest.flatten, tensors), strict=True)
+            per_replica = [values.PerReplica(each) for each in leaves]
+            reduced = self.strategy.run(reduce, args=(per_replica,))
+            local = [self.strategy.experimental_local_results(each) for each in reduced]
+            return [tf.nest.pack_sequence_as(tensors[0], each) for each in zip(*local, strict=True)]
+
+    # Workers.
+
+    def gather(self, numbers: Sequence[int]) -> np.ndarray:
+        """Every worker's numbers, on every worker: int64 [workers, numbers]. Waits for them all."""
+        table = np.zeros([self.workers, len(numbers)], np.int64)
+        table[self.worker] = numbers
+        if self.workers == 1:
+            return table
+        tables = [tf.constant(table if i == 0 else 0 * table) for i in range(len(self.devices))]
+        return self.all_reduce(tables)[0].numpy()
+
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        """The chief's numbers, on every worker."""
+        return self.gather(numbers)[0].tolist()
+
+    def barrier(self) -> None:
+        """Returns once every worker has come here."""
+        self.gather([0])
+
+    def require_same(self, **numbers: int) -> None:
+        """Raises ValueError, on every worker, where workers differ in one of the numbers."""
+        table = self.gather(list(numbers.values()))
+        for name, column in zip(numbers, table.T.tolist(), strict=True):
+            if len(set(column)) > 1:
+                raise ValueError(
+                    f"Workers differ in {name}: {column}, by worker. All must run the same program on the same data."
+                )
+
+
+class ReplicaProgram:
+    """A compiled function of one replica: traced on the first one's variables, and called with those of any.
+
+    `program(*args)` traces it, if need be; `program(*args)(i, *args)` calls it on local replica i, in a graph.
+
+    Args:
+        function: takes nests of tensors and None only.
+        replicas: whose variables it may use.
+        jit_compile: compile with XLA.
+        around: a scope for the trace.
+    """
+
+    def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
+        self._function = tf.function(function, jit_compile=jit_compile, autograph=False)
+        self._replicas, self._around = replicas, around
+
+    def __call__(self, *args: Any) -> TracedProgram:
+        specs = tf.nest.map_structure(lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), args)
+        with first_components(), self._around():
+            concrete = self._function.get_concrete_function(*specs)
+        return TracedProgram(concrete, self._replicas)
+
+
+class TracedProgram:
+    """A `ReplicaProgram` for arguments of known shapes.
+
+    Attributes:
+        outputs: specs of what it returns.
+    """
+
+    def __init__(self, concrete: Any, replicas: Replicas):
+        self._concrete, self._replicas = concrete, replicas
+        self.outputs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), concrete.structured_outputs)
+        # Copies of variables must exist before the graph that synchronizes them.
+        self._captured = [
+            [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in range(len(replicas.devices))
+        ]
+
+    def __call__(self, replica: int, *args: Any) -> Any:
+        with tf.device(self._replicas.devices[replica]):
+            tensors = [t for t in tf.nest.flatten(args) if t is not None]
+            return self._concrete._call_flat(tensors, self._captured[replica])
