@@ -16,7 +16,7 @@ from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, by_output, takes_class_indices
 from fastaccum.metrics import Metrics
-from fastaccum.model_step import Executed, ModelStep, Unread
+from fastaccum.model_step import ModelStep, Unread
 from fastaccum.replicated_step import ReplicatedStep
 from fastaccum.stacks import Batch, Dispatch, Layout
 from fastaccum.train_step import StepResult, trip_count

@@ -14,7 +14,7 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum import data, nonfinite
 from fastaccum.kernels import LayerStack
-from fastaccum.stacks import Layout
+from fastaccum.stacks import Dispatch, Layout
 
 RNG = np.random.default_rng(0)
 STEPS, K, B = 4, 2, 3
@@ -402,14 +402,16 @@ def test_logs_that_are_kept_hold_no_data():
 
     kept = logs
     trainer = make()
-    execute = trainer._execute
-    trainer._execute = lambda step, dispatch: (
-        stacks.append(weakref.ref(dispatch.stacks[0].x)),
-        execute(step, dispatch),
-    )[1]
+    run = trainer._run
+
+    def noting(program, *args):
+        stacks.extend(weakref.ref(each.stacks[0].x) for each in args if isinstance(each, Dispatch))
+        return run(program, *args)
+
+    trainer._run = noting
     fit(trainer, callbacks=[Keeps()])
     gc.collect()
-    assert len(logs) == STEPS and not any(stack() is not None for stack in stacks)
+    assert len(logs) == len(stacks) == STEPS and not any(stack() is not None for stack in stacks)
 
 
 @pytest.mark.parametrize("value", ["stop", None, True])
