@@ -125,6 +125,11 @@ class Replicas:
                 f"{type(self.strategy).__name__}, use one."
             )
 
+    @property
+    def shares(self) -> slice:
+        """Of the shares that a micro-batch is cut into, this process's."""
+        return slice(self.first, self.first + len(self.devices))
+
     # Variables.
 
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
