@@ -191,6 +191,7 @@ class Replicas:
 
     def _all_reduce(self, tensors: list[Any]) -> list[Any]:
         def reduce(own):
+            own = tf.nest.map_structure(tf.identity, own)  # on the replica's device, which the collective asks for
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         with outside_scope():
