@@ -7,6 +7,7 @@ import itertools
 import math
 import queue
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,8 @@ class ArraySource:
 
     def epochs(self, first: int, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
         """One iterator of dispatches per epoch, from epoch `first` on, without end."""
+        for size in {self.batch_size, self.rows % self.batch_size if self.layout.exact_rows else 0} - {0}:
+            self.layout.columns(size)  # refuses, before the first step, what cannot be shared
         if steps_per_epoch in (None, self.steps_per_epoch):
             per_dispatch = self.layout.steps_per_execution
             stream, count = _ahead(self._stream(first, per_dispatch)), len(self._chunks(per_dispatch))
@@ -72,6 +75,11 @@ class ArraySource:
             chunks.append((size, math.ceil(taken / self.rows_per_step)))
             left -= taken
         return chunks
+
+    def checksum(self) -> int:
+        """Of some rows from all over the arrays: workers that hold other rows find another."""
+        rows = np.linspace(0, self.rows - 1, min(self.rows, 64)).astype(int)
+        return checksum(tf.nest.map_structure(lambda a: _taken(a, rows), self.arrays))
 
     def order(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, in the order of their use: int64 [rows]."""
@@ -99,9 +107,12 @@ class ArraySource:
                 yield Dispatch(tuple(self._gathered(rows[span], valid[span], shape) for span, shape in spans))
 
     def _gathered(self, rows: np.ndarray, valid: np.ndarray, shape: tuple[int, ...]) -> Batch:
-        indices = rows.reshape(shape)
+        indices, valid = rows.reshape(shape), valid.reshape(shape)
+        if self.layout.replicas > 1:
+            columns, real = self.layout.columns(shape[-1])
+            indices, valid = indices[..., columns], valid[..., columns] & real
         batch = tf.nest.map_structure(lambda a: _taken(a, indices), self.arrays)
-        return batch._replace(valid=tf.constant(valid.reshape(shape)))
+        return batch._replace(valid=tf.constant(valid))
 
 
 def _ahead(items: Iterator, depth: int = PREFETCH) -> Iterator:
@@ -204,6 +215,14 @@ def _taken(array: np.ndarray | tf.Tensor, rows: Any) -> tf.Tensor:
         return tf.cast(array if rows is ... else tf.gather(array, rows), _dtype(array))
     taken = array if rows is ... else array.take(rows, axis=0)
     return tf.convert_to_tensor(taken.astype(_dtype(array).as_numpy_dtype, copy=False))
+
+
+def checksum(nest: Any) -> int:
+    """CRC-32 of the bytes of all tensors of a nest."""
+    value = 0
+    for tensor in tf.nest.flatten(nest):
+        value = zlib.crc32(np.ascontiguousarray(tensor.numpy()).view(np.uint8), value)
+    return value
 
 
 def common_rows(batch: Batch) -> int:

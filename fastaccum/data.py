@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from fastaccum.arrays import PREFETCH, ArraySource, as_arrays, as_tensors, common_rows, is_array_nest
+from fastaccum.arrays import PREFETCH, ArraySource, as_arrays, as_tensors, checksum, common_rows, is_array_nest
 from fastaccum.stacks import Batch, Dispatch, Layout, grouped, reshaped, split_rows
 
 
@@ -136,8 +136,9 @@ class DatasetSource:
             raise ValueError(f"{what} is empty: it has no batch to work on.")
         if self.batches > 0:
             layout = layout._replace(accumulation=min(layout.accumulation, self.batches))
-        self.layout = layout
+        self.layout = _own_shares(layout, dataset, what)
         self.batch_size = 0
+        self._checksum = 0
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -185,12 +186,15 @@ class DatasetSource:
         begin()
         empty = True
         for pooled, lengths in self._pooled():
-            empty = False
             self._require_rows(pooled, lengths)
+            if empty and not self.layout.all_here:
+                self._checksum = checksum(pooled)
+            empty = False
             if self.layout.exact_rows:
-                yield Dispatch(split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths))
+                stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths)
             else:
-                yield Dispatch((self._dealt(pooled, lengths),))
+                stacks = (self._dealt(pooled, lengths),)
+            yield Dispatch(tuple(self.layout.share(stack) for stack in stacks))
         if empty:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         end()
@@ -238,6 +242,10 @@ class DatasetSource:
             sizes = {k: [int(t.shape[0]) for t in tf.nest.flatten(v)] for k, v in batch._asdict().items()}
             raise ValueError(f"{self.what}: x, y and sample_weight have different numbers of rows: {sizes}.")
 
+    def checksum(self) -> int:
+        """Of the first step of the pass begun last, where workers must read the same; else 0."""
+        return self._checksum
+
     def _require_same_shapes(self, step: list[Batch]) -> None:
         for parts in zip(*map(tf.nest.flatten, step), strict=True):
             shapes = {tuple(t.shape[1:]) for t in parts}
@@ -246,6 +254,21 @@ class DatasetSource:
                     f"{self.what}: the micro-batches of one train step have rows of different shapes {sorted(shapes)}. "
                     "Pad them alike: .padded_batch(..., padded_shapes=...), or group equal lengths."
                 )
+
+
+def _own_shares(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
+    """The layout for a dataset of which each worker reads all, or with a sharding policy of OFF its own part."""
+    policy, policies = dataset.options().experimental_distribute.auto_shard_policy, tf.data.experimental.AutoShardPolicy
+    if layout.all_here or policy in (policies.AUTO, policies.DATA):
+        return layout
+    if policy != policies.OFF:
+        raise ValueError(
+            f"{what} has auto_shard_policy={policy.name}, which divides what is read before it is batched. Use DATA, "
+            "where each worker reads all and takes its share of every batch, or OFF with a dataset that each worker "
+            "has sharded itself."
+        )
+    local = layout.shares.stop - layout.shares.start
+    return layout._replace(replicas=local, shares=slice(0, local))
 
 
 def _pool(batch: Batch):

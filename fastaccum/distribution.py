@@ -125,6 +125,11 @@ class Replicas:
                 f"{type(self.strategy).__name__}, use one."
             )
 
+    @property
+    def shares(self) -> slice:
+        """Of the shares that a micro-batch is cut into, this process's."""
+        return slice(self.first, self.first + len(self.devices))
+
     # Variables.
 
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
@@ -186,6 +191,7 @@ class Replicas:
 
     def _all_reduce(self, tensors: list[Any]) -> list[Any]:
         def reduce(own):
+            own = tf.nest.map_structure(tf.identity, own)  # on the replica's device, which the collective asks for
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         with outside_scope():

@@ -248,7 +248,7 @@ class ReplicatedStep(ModelStep):
         total = self._total(sums.outputs)
         replicas.synchronize()
         parts = [sums(i, replica, *share) for i, (replica, share) in enumerate(zip(replicas.ids, shares, strict=True))]
-        return [total(i, part) for i, part in enumerate(replicas.all_reduce(parts))][0]
+        return next(total(i, part) for i, part in enumerate(replicas.all_reduce(parts)))
 
     def _shares(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
         """Each local replica's rows of the stacks."""

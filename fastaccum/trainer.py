@@ -179,8 +179,7 @@ class Trainer:
             steps_per_execution=self.steps_per_execution,
         )
         step = self._built(source.sample)
-        exact = self._model.couples_rows or self._metrics.need_exact_rows
-        source.layout = source.layout._replace(exact_rows=exact)
+        source.layout = source.layout._replace(exact_rows=self._exact_in_training())
         if source.read_once and steps_per_epoch is None and epochs - initial_epoch > 1:
             raise data.used_up(source.what)
         passes = source.epochs(initial_epoch, steps_per_epoch)
@@ -347,6 +346,7 @@ class Trainer:
         """
         batch = self._batch(stack)
         step = self._step_for(batch)
+        batch = self._layout(self._exact_in_training()).share(batch)
         executed = self._run(step.compiled_execute, batch)
         unread = Unread(step, executed, Dispatch((batch,)))
         late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
@@ -389,9 +389,20 @@ class Trainer:
         return batch
 
     def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
-        layout = Layout(accumulation or self.gradient_accumulation_steps, steps_per_execution)
+        layout = self._layout()._replace(steps_per_execution=steps_per_execution)
+        if accumulation is not None:
+            layout = layout._replace(accumulation=accumulation)
         sparse = takes_class_indices(self._compile_arguments["loss"])
         return data.source(x, y, sample_weight, layout=layout, sparse_labels=sparse, **options)
+
+    def _layout(self, exact_rows: bool = False) -> Layout:
+        layout = Layout(self.gradient_accumulation_steps, exact_rows=exact_rows)
+        if self._replicas is None:
+            return layout
+        return layout._replace(replicas=self._replicas.count, shares=self._replicas.shares)
+
+    def _exact_in_training(self) -> bool:
+        return self._model.couples_rows or self._metrics.need_exact_rows
 
     def _step_for(self, batch: Batch) -> ModelStep:
         """The model's step, for a stack; a stack of known shapes is not checked again."""
