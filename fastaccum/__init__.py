@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastaccum.head_loss import LinearCrossEntropy
+    from fastaccum.interrupt import Preempted
     from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from fastaccum.train_step import StepResult, TrainStep
     from fastaccum.trainer import Trainer
@@ -16,6 +17,7 @@ __all__ = [
     "DynamicLossScale",
     "LinearCrossEntropy",
     "NoLossScale",
+    "Preempted",
     "StaticLossScale",
     "StepResult",
     "TrainStep",
@@ -31,6 +33,7 @@ _MODULES = {
     "DynamicLossScale": "loss_scale",
     "LinearCrossEntropy": "head_loss",
     "NoLossScale": "loss_scale",
+    "Preempted": "interrupt",
     "StaticLossScale": "loss_scale",
     "StepResult": "train_step",
     "TrainStep": "train_step",

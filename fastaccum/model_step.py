@@ -227,6 +227,12 @@ class ModelStep(TrainStep):
         }
         return Executed(result, logs, self.index_checks.seen())
 
+    @property
+    def running(self) -> list[tf.Variable]:
+        """What a step changes beside the model, the optimizer and the loss scale: means of logs, indices seen."""
+        means = [v.value for mean in (self._loss_mean, *self._loss_means.values()) for v in mean.variables]
+        return [*means, *self.metrics.variables, self._skipped, *self.index_checks.variables]
+
     def reset(self) -> None:
         """Starts the running means of a new epoch."""
         for mean in (self._loss_mean, *self._loss_means.values()):
