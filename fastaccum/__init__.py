@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastaccum.head_loss import LinearCrossEntropy
+    from fastaccum.interrupt import Preempted
     from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from fastaccum.nonfinite import NonFiniteError
     from fastaccum.train_step import StepResult, TrainStep
@@ -18,6 +19,7 @@ __all__ = [
     "LinearCrossEntropy",
     "NoLossScale",
     "NonFiniteError",
+    "Preempted",
     "StaticLossScale",
     "StepResult",
     "TrainStep",
@@ -34,6 +36,7 @@ _MODULES = {
     "LinearCrossEntropy": "head_loss",
     "NoLossScale": "loss_scale",
     "NonFiniteError": "nonfinite",
+    "Preempted": "interrupt",
     "StaticLossScale": "loss_scale",
     "StepResult": "train_step",
     "TrainStep": "train_step",

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.stacks import Batch, Dispatch, Layout, grouped
+from fastaccum.stacks import Batch, Dispatch, Layout, Position, grouped
 
 PREFETCH = 2
 
@@ -52,16 +52,34 @@ class ArraySource:
         """Specs of one micro-batch."""
         return tf.nest.map_structure(lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], _dtype(a)), self.arrays)
 
-    def epochs(self, first: int, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
-        """One iterator of dispatches per epoch, from epoch `first` on, without end."""
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What must be the same for a fit to be resumed."""
+        return {"rows": self.rows, "batch_size": self.batch_size, "shuffle": self.seed is not None}
+
+    def position(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `restore` needs beside the steps done, as plain values and tensors: the order follows from the seed."""
+        return {"seed": self.seed}, {}
+
+    def restore(self, saved: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Takes up the order of the fit that `saved` comes from."""
+        self.seed = saved["seed"]
+
+    def epochs(self, at: int | Position, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
+        """One iterator of dispatches per epoch, from epoch or position `at` on, without end."""
         for size in {self.batch_size, self.rows % self.batch_size if self.layout.exact_rows else 0} - {0}:
             self.layout.columns(size)  # refuses, before the first step, what cannot be shared
+        at = Position(at, at) if isinstance(at, int) else at
         if steps_per_epoch in (None, self.steps_per_epoch):
             per_dispatch = self.layout.steps_per_execution
-            stream, count = _ahead(self._stream(first, per_dispatch)), len(self._chunks(per_dispatch))
+            count, done = len(self._chunks(per_dispatch)), self._dispatches(per_dispatch, at.step)
+            stream = _ahead(self._stream(at.epoch, per_dispatch, done))
+            yield itertools.islice(stream, count - done)
             while True:
                 yield itertools.islice(stream, count)
-        stream = _ahead(self._stream(first, 1))
+        passes, done = divmod((at.epoch - at.first) * steps_per_epoch + at.step, self.steps_per_epoch)
+        stream = _ahead(self._stream(at.first + passes, 1, done))
+        yield grouped(itertools.islice(stream, steps_per_epoch - at.step), self.layout)
         while True:
             yield grouped(itertools.islice(stream, steps_per_epoch), self.layout)
 
@@ -81,18 +99,26 @@ class ArraySource:
         rows = np.linspace(0, self.rows - 1, min(self.rows, 64)).astype(int)
         return checksum(tf.nest.map_structure(lambda a: _taken(a, rows), self.arrays))
 
+    def _dispatches(self, per_dispatch: int, steps: int) -> int:
+        """How many of a pass's dispatches hold its first `steps` steps."""
+        ends = itertools.accumulate(steps for _, steps in self._chunks(per_dispatch))
+        return sum(end <= steps for end in ends)
+
     def order(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, in the order of their use: int64 [rows]."""
         if self.seed is None:
             return np.arange(self.rows)
         return np.random.default_rng((self.seed, epoch)).permutation(self.rows)
 
-    def _stream(self, first: int, per_dispatch: int) -> Iterator[Dispatch]:
+    def _stream(self, first: int, per_dispatch: int, done: int) -> Iterator[Dispatch]:
         # NumPy, since tf.data costs several times that for every stack of a small model.
         chunks = self._chunks(per_dispatch)
         for epoch in itertools.count(first):
             order, start = self.order(epoch), 0
-            for size, steps in chunks:
+            for chunk, (size, steps) in enumerate(chunks):
+                if epoch == first and chunk < done:
+                    start += size
+                    continue
                 # Padded rows repeat the last real one, which belongs to the same step.
                 position = np.arange(start, start + size)
                 rows, valid = order[np.minimum(position, self.rows - 1)], position < self.rows

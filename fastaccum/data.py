@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -13,7 +14,8 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 
 from fastaccum.arrays import PREFETCH, ArraySource, as_arrays, as_tensors, checksum, common_rows, is_array_nest
-from fastaccum.stacks import Batch, Dispatch, Layout, grouped, reshaped, split_rows
+from fastaccum.passes import Passes
+from fastaccum.stacks import Batch, Dispatch, Layout, Position, grouped, reshaped, split_rows
 
 
 def source(
@@ -58,16 +60,17 @@ def source(
     if y is not None or sample_weight is not None:
         raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
     name, hooks, read_once = f"{what} ({type(x).__name__})", (_nothing, _nothing), hasattr(x, "__next__")
-    if not isinstance(x, tf.data.Dataset):
+    python, shuffled = not isinstance(x, tf.data.Dataset), shuffle and isinstance(x, keras.utils.PyDataset)
+    if python:
         if isinstance(x, keras.utils.PyDataset):
             hooks = x.on_epoch_begin, x.on_epoch_end
         elif read_once:
             hooks = _only_once(name), _nothing
-        adapter = data_adapters.get_data_adapter(x, shuffle=shuffle and isinstance(x, keras.utils.PyDataset))
+        adapter = data_adapters.get_data_adapter(x, shuffle=shuffled)
         x = adapter.get_tf_dataset()
         if adapter.num_batches is not None:
             x = x.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
-    return DatasetSource(x, layout, name, weigh, hooks, read_once)
+    return DatasetSource(x, layout, name, weigh, hooks, read_once, python, shuffled)
 
 
 def used_up(what: str) -> ValueError:
@@ -107,6 +110,8 @@ class DatasetSource:
         weigh: maps (y, sample_weight) to the sample weight to use (class weights).
         hooks: called before and after each pass over the data.
         read_once: whether a second pass is impossible.
+        python: whether Python code yields the batches.
+        shuffled: whether each pass draws its order from Python's `random`, as Keras does for a PyDataset.
 
     Raises:
         TypeError: elements that hold no dense numbers.
@@ -121,8 +126,10 @@ class DatasetSource:
         weigh: Callable | None = None,
         hooks: tuple[Callable[[], None], Callable[[], None]] = (_nothing, _nothing),
         read_once: bool = False,
+        python: bool = False,
+        shuffled: bool = False,
     ):
-        self.what, self._hooks, self.read_once = what, hooks, read_once
+        self.what, self.read_once = what, read_once
 
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
@@ -139,6 +146,22 @@ class DatasetSource:
         self.layout = _own_shares(layout, dataset, what)
         self.batch_size = 0
         self._checksum = 0
+        self._passes = Passes(lambda: self._steps, self.dataset.element_spec, what, hooks, python, shuffled)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What must be the same for a fit to be resumed."""
+        return {"batches": self.batches}
+
+    def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
+        """What `restore` needs to go on after the dispatch given out last, as plain values and tensors."""
+        plain, tensors = self._passes.position()
+        return {"batch_size": self.batch_size, **plain}, tensors
+
+    def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
+        """Goes to the place that `position` returned; ValueError for that of another dataset."""
+        self.batch_size = saved["batch_size"]
+        self._passes.restore(saved, tensors)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -151,29 +174,32 @@ class DatasetSource:
         spec = self.dataset.element_spec
         return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec)
 
-    def epochs(self, first: int, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
+    def epochs(self, at: int | Position, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
         """One iterator of dispatches per epoch; ValueError where the data runs dry before its time."""
+        done = 0 if isinstance(at, int) else at.step
         if steps_per_epoch is None and self.batches == tf.data.INFINITE_CARDINALITY:
             raise ValueError(f"{self.what} is infinite: pass steps_per_epoch, counted in train steps.")
         known = self.steps_per_epoch
         if steps_per_epoch is not None and known is not None and known < steps_per_epoch:
             raise self._dry(known, steps_per_epoch)
-        return self._epochs(steps_per_epoch)
+        return self._epochs(steps_per_epoch, done)
 
-    def _epochs(self, steps_per_epoch):
-        endless = self._endless(steps_per_epoch)
+    def _epochs(self, steps_per_epoch, done):
+        held = map(self._passes.read, self._passes.take_held())
+        endless = itertools.chain(held, self._endless(steps_per_epoch))
         while True:
-            steps = self._pass() if steps_per_epoch is None else itertools.islice(endless, steps_per_epoch)
-            yield grouped(steps, self.layout)
+            if steps_per_epoch is None:
+                steps = itertools.chain(held, self._pass())
+            else:
+                steps = itertools.islice(endless, steps_per_epoch - done)
+            done = 0
+            yield self._passes.given_out(grouped(steps, self.layout))
 
     def _endless(self, steps_per_epoch):
         while True:
-            count = 0
-            for step in self._pass():
-                yield step
-                count += 1
-            if count < steps_per_epoch:
-                raise self._dry(count, steps_per_epoch)
+            yield from self._pass()
+            if self._passes.steps_in_last < steps_per_epoch:
+                raise self._dry(self._passes.steps_in_last, steps_per_epoch)
 
     def _dry(self, available: int, wanted: int) -> ValueError:
         return ValueError(
@@ -182,37 +208,44 @@ class DatasetSource:
         )
 
     def _pass(self) -> Iterator[Dispatch]:
-        begin, end = self._hooks
-        begin()
-        empty = True
-        for pooled, lengths in self._pooled():
+        dropped = self._passes.begin()
+        for pooled, lengths in itertools.islice(self._pooled(), dropped, None):
             self._require_rows(pooled, lengths)
-            if empty and not self.layout.all_here:
+            if not self._passes.steps and not self.layout.all_here:
                 self._checksum = checksum(pooled)
-            empty = False
             if self.layout.exact_rows:
                 stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths)
             else:
                 stacks = (self._dealt(pooled, lengths),)
-            yield Dispatch(tuple(self.layout.share(stack) for stack in stacks))
-        if empty:
+            yield self._passes.read(Dispatch(tuple(self.layout.share(stack) for stack in stacks)))
+        if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
-        end()
+        self._passes.end()
 
     def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
         """The rows of each step's batches, one after the other, and how many each batch had."""
-        count = self.layout.accumulation
-        spec = tf.nest.flatten(self.dataset.element_spec)
-        if all(s.shape[1:].is_fully_defined() for s in spec):
-            pooled = self.dataset.ragged_batch(count).map(_pool).prefetch(PREFETCH)
-            for batch, lengths in pooled:
+        batches = self._passes.iterator()
+        if self._equal_rows:
+            for batch, lengths in batches:
                 yield batch, lengths.numpy().tolist()
             return
-        batches = iter(self.dataset.prefetch(PREFETCH * count))
-        while step := list(itertools.islice(batches, count)):
+        while step := list(itertools.islice(batches, self.layout.accumulation)):
             self._require_same_shapes(step)
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *step), lengths
+
+    @property
+    def _equal_rows(self) -> bool:
+        """Whether all rows have the same shape, so that TensorFlow can pool them."""
+        return all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(self.dataset.element_spec))
+
+    @functools.cached_property
+    def _steps(self) -> tf.data.Dataset:
+        """What a pass iterates over: the rows pooled by step, or else the batches."""
+        count = self.layout.accumulation
+        if self._equal_rows:
+            return self.dataset.ragged_batch(count).map(_pool).prefetch(PREFETCH)
+        return self.dataset.prefetch(PREFETCH * count)
 
     def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
         count, rows = self.layout.accumulation, sum(lengths)

@@ -288,6 +288,13 @@ class ModelStep(TrainStep):
         finally:
             self.stuck_steps.reset()
 
+    @property
+    def running(self) -> list[tf.Variable]:
+        """What a step changes beside the model, the optimizer and the loss scale: means of logs, counts, indices seen."""
+        means = [v.value for mean in (self._loss_mean, *self._loss_means.values()) for v in mean.variables]
+        counts = [self._skipped, *self.stuck_steps.variables]
+        return [*means, *self.metrics.variables, *counts, *self.index_checks.variables]
+
     def reset(self) -> None:
         """Starts the running means of a new epoch."""
         for mean in (self._loss_mean, *self._loss_means.values()):

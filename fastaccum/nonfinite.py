@@ -41,8 +41,8 @@ class StuckSteps(tf.Module):
     def __init__(self, patience: int):
         super().__init__()
         self.patience = patience
-        self._in_a_row = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._in_epoch = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._in_a_row = tf.Variable(0, trainable=False, dtype=tf.int64, name="stuck_in_a_row")
+        self._in_epoch = tf.Variable(0, trainable=False, dtype=tf.int64, name="stuck_in_epoch")
 
     def running(self) -> tf.Tensor:
         """Whether steps are still to be applied: bool scalar."""

@@ -10,6 +10,7 @@ new values undoes a step in full.
 
 import contextlib
 import difflib
+import functools
 
 import keras
 import tensorflow as tf
@@ -142,6 +143,12 @@ class Optimizer:
     def _selecting(self, ok):
         """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
         yield set()
+
+    @functools.cached_property
+    def config(self):
+        """The optimizer's class and configuration, as first asked for: a learning rate that changes is a variable."""
+        config = {name: value for name, value in self.optimizer.get_config().items() if name != "name"}
+        return {"class": type(self.optimizer).__name__, **config}
 
     @property
     def iterations(self):

@@ -47,6 +47,20 @@ class Dispatch(NamedTuple):
     many: bool = False
 
 
+class Position(NamedTuple):
+    """Where a fit stands.
+
+    Attributes:
+        first: the epoch that it began with.
+        epoch: the epoch that it is in.
+        step: train steps done of that epoch.
+    """
+
+    first: int
+    epoch: int
+    step: int = 0
+
+
 class Layout(NamedTuple):
     """How rows become stacks.
 
@@ -111,8 +125,11 @@ def grouped(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
             yield from pending
             pending = []
         pending.append(step)
-        if len(pending) == size and len(step.stacks) == 1:
-            yield _joined(pending, size)
+        if len(pending) == size:
+            if len(step.stacks) == 1:
+                yield _joined(pending, size)
+            else:
+                yield from pending
             pending = []
     if layout.exact_rows or not pending:
         yield from pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import arrays, checks, compilable, compiled, data, distribution, models, optimizers
+from fastaccum import arrays, checks, compilable, compiled, data, distribution, models, optimizers, training_state
 from fastaccum import loss_scale as loss_scales
 from fastaccum.callbacks import Callbacks, LateLogs
 from fastaccum.kernels.device import has_gpu
@@ -134,6 +135,9 @@ class Trainer:
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int | Sequence[int] = 1,
+        checkpoint_dir: str | os.PathLike | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
     ) -> keras.callbacks.History:
         """Trains for `epochs` passes, with the arguments and callbacks of Keras's `fit`.
 
@@ -144,13 +148,29 @@ class Trainer:
 
         Shuffling follows `keras.utils.set_random_seed`.
 
+        With `checkpoint_dir` the training state is saved there, between train steps and at the end, and a fit that
+        finds checkpoints there goes on from the last good one, bit-identical to one that was never interrupted
+        (docs/reliability.md). A fit that was complete returns its History at once. SIGTERM saves, then raises
+        `fastaccum.Preempted`, which ends the process with code 143. Data that Python code yields (generators,
+        `keras.utils.PyDataset`, a `tf.py_function`) is read again from the start of the pass, and what was used is
+        dropped, so it must yield the same again.
+
+        Args:
+            checkpoint_dir: a folder for checkpoints, of this training alone.
+            checkpoint_every: train steps from one to the next, at the end of a dispatch; None for the end of every
+                epoch.
+            keep: how many of the newest are kept.
+
         Returns:
             The `History`, also found as `model.history`.
 
         Raises:
             TypeError, ValueError: data that does not fit, before any weight moves; labels or ids out of range, with
-                no weight moved by them.
+                no weight moved by them; a `checkpoint_dir` without a good checkpoint among those in it, or of another
+                model, optimizer, loss scale or batch plan, before anything moves.
             NonFiniteError: training that can only skip its steps (see `on_nonfinite`).
+            RuntimeError: a checkpoint could not be written.
+            Preempted: after SIGTERM, with the state saved.
         """
         epochs = checks.whole_number("epochs", epochs)
         initial_epoch = checks.whole_number("initial_epoch", initial_epoch, minimum=0)
@@ -166,6 +186,7 @@ class Trainer:
         shuffle = checks.true_or_false("shuffle", shuffle)
         class_weight = checks.class_weight(class_weight)
         should_validate = _schedule(validation_freq)
+        saver = training_state.saver(checkpoint_dir, checkpoint_every, keep)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)
         source = self._source(
@@ -193,30 +214,39 @@ class Trainer:
             steps=steps_per_epoch or source.steps_per_epoch,
             history=True,
         )
+        plan = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
         self.model.stop_training = False
         step.stuck_steps.reset()
         logs: dict[str, float] = {}
-        hooks.list.on_train_begin()
-        if resumed := getattr(self.model, "_initial_epoch", None):  # by BackupAndRestore, for this fit only
-            self.model._initial_epoch = None
-            initial_epoch, passes = resumed, source.epochs(resumed, steps_per_epoch)
-        for epoch in range(initial_epoch, epochs):
-            step.reset()
-            hooks.list.on_epoch_begin(epoch)
-            logs = self._train_epoch(step, next(passes), hooks)
-            if validate is not None and should_validate(epoch):
-                val_logs = validate(callbacks=hooks.list)
-                logs.update({f"val_{name}": value for name, value in val_logs.items()})
-            hooks.list.on_epoch_end(epoch, logs)
-            if self.model.stop_training:
-                break
-        self._optimizer.finalize(self._model.trainable_variables)
-        hooks.list.on_train_end(logs)
+        with saver:
+            position = saver.resume(self, source, plan, hooks, initial_epoch, epochs, verbose)
+            if position is not None:
+                initial_epoch, passes = position.epoch, source.epochs(position, steps_per_epoch)
+                epochs = initial_epoch if saver.stopped else epochs
+            hooks.list.on_train_begin()
+            saver.begin()
+            if resumed := getattr(self.model, "_initial_epoch", None):  # by BackupAndRestore, for this fit only
+                self.model._initial_epoch = None
+                initial_epoch, passes = resumed, source.epochs(resumed, steps_per_epoch)
+            for epoch in range(initial_epoch, epochs):
+                step.reset()
+                hooks.list.on_epoch_begin(epoch)
+                done = saver.begin_epoch(epoch)
+                logs = self._train_epoch(step, saver.watched(next(passes)), hooks, done)
+                if validate is not None and should_validate(epoch):
+                    val_logs = validate(callbacks=hooks.list)
+                    logs.update({f"val_{name}": value for name, value in val_logs.items()})
+                hooks.list.on_epoch_end(epoch, logs)
+                saver.end_epoch(last=self.model.stop_training or epoch == epochs - 1)
+                if self.model.stop_training:
+                    break
+            self._optimizer.finalize(self._model.trainable_variables)
+            hooks.list.on_train_end(logs)
         return self.model.history
 
-    def _train_epoch(self, step: ModelStep, dispatches: Any, hooks: Callbacks) -> dict[str, float]:
+    def _train_epoch(self, step: ModelStep, dispatches: Any, hooks: Callbacks, first: int) -> dict[str, float]:
         begin, end = hooks.hooks("train")
-        first, logs, waiting = 0, None, None
+        logs, waiting = None, None
         for dispatch in dispatches:
             begin(first)
             executed = self._run(step.dispatch, dispatch)

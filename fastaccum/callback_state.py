@@ -1,0 +1,123 @@
+"""The state of callbacks in a checkpoint: plain values and arrays."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# What Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
+_COUNTERS = {
+    "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
+}
+_RESUMING = ("BackupAndRestore",)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it: NumPy's and TensorFlow's numbers as Python's, arrays as lists, anything else as its
+    type's name.
+
+    >>> plain({"rate": np.float32(0.5), 1: (None, keras.layers.Dense)})
+    {'rate': 0.5, '1': [None, 'type']}
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    if isinstance(value, (np.generic, np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
+        return np.asarray(value).tolist()
+    return type(value).__name__
+
+
+def value_of(saved: Any) -> Any:
+    """A log value from what `plain` made of it: a number, or an array where a metric has a value for each class."""
+    return np.array(saved, np.float32) if isinstance(saved, list) else saved
+
+
+def _stateful(hooks: Any) -> list[tuple[str, Any]]:
+    """The callbacks whose state is saved, each with a name of its own."""
+    counts: dict[str, int] = {}
+    found = []
+    for callback in hooks.list.callbacks:
+        kind = _kind(callback)
+        if kind in _COUNTERS or hasattr(callback, "get_state"):
+            kind = type(callback).__name__
+            counts[kind] = counts.get(kind, 0) + 1
+            found.append((kind if counts[kind] == 1 else f"{kind}-{counts[kind]}", callback))
+    return found
+
+
+def _kind(callback: Any) -> str | None:
+    """The name of the callback's class among Keras's own."""
+    names = (c.__name__ for c in type(callback).__mro__ if c.__module__.split(".")[0] in ("keras", "tf_keras"))
+    return next(names, None)
+
+
+def state(hooks: Any) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
+    """Each callback's plain values, and all their arrays, by name."""
+    values: dict[str, dict[str, Any]] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for name, callback in _stateful(hooks):
+        own = values[name] = {}
+        if hasattr(callback, "get_state"):
+            own.update(plain(callback.get_state()))
+            continue
+        for attribute in _COUNTERS[_kind(callback)]:
+            value = getattr(callback, attribute, None)
+            if isinstance(value, list):  # weights
+                own[attribute] = {"arrays": len(value)}
+                arrays.update({f"{name}/{attribute}/{i}": np.array(each) for i, each in enumerate(value)})
+            else:
+                own[attribute] = plain(value)
+    return values, arrays
+
+
+def restore(hooks: Any, values: dict[str, dict[str, Any]], arrays: dict[str, tf.Tensor]) -> None:
+    """Puts back what `state` returned."""
+    for name, callback in _stateful(hooks):
+        own = values.get(name)
+        if own is None:
+            warnings.warn(f"the callback {name} has no state in the checkpoint: it starts afresh.", stacklevel=2)
+        elif hasattr(callback, "get_state"):
+            callback.set_state(own)
+        else:
+            for attribute in _COUNTERS[_kind(callback)]:
+                value = own.get(attribute)
+                if isinstance(value, dict):
+                    value = [arrays[f"{name}/{attribute}/{i}"].numpy() for i in range(value["arrays"])]
+                setattr(callback, attribute, value)
+
+
+def prepare(hooks: Any) -> None:
+    """Readies callbacks for a fit that goes on, before `on_train_begin`."""
+    for callback in hooks.list.callbacks:
+        kind = _kind(callback)
+        if kind == "CSVLogger":
+            callback.append = True  # or it would begin its file anew
+        elif kind == "Callback" and not hasattr(callback, "get_state"):
+            held = sorted(n for n in vars(callback) if n not in ("validation_data", "_model", "params", "model"))
+            if held:
+                warnings.warn(
+                    f"the callback {type(callback).__name__} starts afresh where training is resumed: give it "
+                    f"get_state() and set_state(state) to save what it holds ({', '.join(held)}).",
+                    stacklevel=3,
+                )
+
+
+def require_one_resume(hooks: Any) -> None:
+    """Raises ValueError for callbacks that would resume as well."""
+    for callback in hooks.list.callbacks:
+        if _kind(callback) in _RESUMING:
+            raise ValueError(
+                f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it out with "
+                "checkpoint_dir."
+            )

@@ -1,0 +1,210 @@
+"""Passes over a dataset, whose place can be saved and found again in another process."""
+
+from __future__ import annotations
+
+import collections
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops.options import ExternalStatePolicy
+from tensorflow.python.ops import gen_dataset_ops
+
+from fastaccum.stacks import Batch, Dispatch
+
+_ITERATOR = "iterator"
+
+
+class Passes:
+    """One iterator after the other over a dataset, and the steps that were read from them.
+
+    The place is what was given out, not what was read ahead. It is saved as TensorFlow's own iterator state, shuffle
+    buffers and random numbers included. Where TensorFlow cannot save that (Python code in the pipeline, several
+    shuffles, a cache of shuffled elements), it is the number of steps: they are read again, and dropped.
+
+    Args:
+        pipeline: returns the dataset to iterate over; the same one each time.
+        structure: specs of a batch.
+        what: what the user passed, for messages.
+        hooks: called before and after each pass.
+        python: whether Python code yields the elements.
+        shuffled: whether each pass draws its order from Python's `random`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Callable[[], tf.data.Dataset],
+        structure: Batch,
+        what: str,
+        hooks: tuple[Callable[[], None], Callable[[], None]],
+        python: bool,
+        shuffled: bool,
+    ):
+        self._pipeline, self._structure, self._what = pipeline, structure, what
+        self._begin, self._end = hooks
+        self._python, self._shuffled = python, shuffled
+        self._ended, self.steps, self.steps_in_last = 0, 0, 0
+        self._skip = 0
+        self._random: list | None = None
+        self._saved_random: list | None = None
+        self._held: list[Dispatch] = []
+        self._iterator: Any = None
+        self._resumed: Any = None
+        self._read: collections.deque[tuple[dict, Dispatch]] = collections.deque()
+        self._by_steps: str | None = None
+
+    # A pass: begin, iterator, read for each step, end.
+
+    def begin(self) -> int:
+        """Begins a pass; returns how many of its steps are to be dropped."""
+        self.steps, self._skip = self._skip, 0
+        if self._resumed is not None:
+            return 0
+        if self._shuffled:
+            if self._saved_random is not None:
+                random.setstate(_state_of(self._saved_random))
+                self._saved_random = None
+            self._random = _plain_state(random.getstate())
+        self._begin()
+        return self.steps
+
+    def iterator(self) -> Iterator:
+        """The pass's iterator."""
+        self._iterator, self._resumed = self._resumed or iter(self._pipeline()), None
+        return self._iterator
+
+    def read(self, step: Dispatch) -> Dispatch:
+        """Notes a step that was read."""
+        self._read.append((self._mark(), step))
+        self.steps += 1
+        return step
+
+    def end(self) -> None:
+        """Ends a pass."""
+        self._ended, self.steps_in_last, self.steps, self._random = self._ended + 1, self.steps, 0, None
+        self._end()
+
+    # What becomes of the steps read.
+
+    def given_out(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """The dispatches that the steps were grouped to: those given out are no longer held."""
+        for dispatch in dispatches:
+            for _ in range(dispatch.steps):
+                self._read.popleft()
+            yield dispatch
+
+    def take_held(self) -> list[Dispatch]:
+        """Steps that had been read but not given out where training is resumed."""
+        self._read.clear()
+        held, self._held = self._held, []
+        return held
+
+    # Its place.
+
+    def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
+        """The place after the dispatch given out last, as plain values and tensors."""
+        if not self._python and self._by_steps is None:
+            self._by_steps = _obstacle(self._pipeline())
+            _warn_of_unseeded(self._pipeline(), self._what)
+            if self._by_steps is None:
+                try:
+                    return self._state()
+                except tf.errors.OpError as error:
+                    self._by_steps = str(error).splitlines()[0]
+            warnings.warn(
+                f"{self._what}: TensorFlow cannot save the iterator's state ({self._by_steps}). To resume, what was "
+                "used of a pass is read again and dropped: exact if the dataset yields the same order again.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return (self._read[0][0] if self._read else self._mark()), {}
+
+    def _state(self):
+        state = gen_dataset_ops.serialize_iterator(
+            self._iterator._iterator_resource, external_state_policy=ExternalStatePolicy.FAIL.value
+        )
+        held = {
+            f"held/{i}/{j}/{k}": leaf
+            for i, (_, step) in enumerate(self._read)
+            for j, stack in enumerate(step.stacks)
+            for k, leaf in enumerate(tf.nest.flatten(stack))
+        }
+        return {**self._mark(), "held": [len(step.stacks) for _, step in self._read]}, {_ITERATOR: state, **held}
+
+    def _mark(self) -> dict[str, Any]:
+        mark = {"passes": self._ended, "steps": self.steps}
+        if self._shuffled:
+            mark["random"] = self._random or _plain_state(random.getstate())
+        return mark
+
+    def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
+        """Goes to the place that `position` returned.
+
+        Raises:
+            ValueError: a state that is not of such a dataset.
+        """
+        self._ended, self._skip, self._saved_random = saved["passes"], saved["steps"], saved.get("random")
+        if _ITERATOR not in tensors:
+            for _ in range(self._ended):
+                self._begin()
+                if not self._python:  # a shuffle draws its seeds as a pass begins
+                    next(iter(self._pipeline()), None)
+                self._end()
+            return
+        iterator = iter(self._pipeline())
+        try:
+            gen_dataset_ops.deserialize_iterator(iterator._iterator_resource, tensors[_ITERATOR])
+        except tf.errors.OpError as error:
+            raise ValueError(
+                f"{self._what} is another dataset than the one that the checkpoint was made with: its iterator's state "
+                f"does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another checkpoint_dir."
+            ) from error
+        if self._skip:
+            self._resumed = iterator
+        with_valid = self._structure._replace(valid=0)
+        leaves = len(tf.nest.flatten(with_valid))
+        for i, stacks in enumerate(saved["held"]):
+            flat = [[tensors[f"held/{i}/{j}/{k}"] for k in range(leaves)] for j in range(stacks)]
+            self._held.append(Dispatch(tuple(tf.nest.pack_sequence_as(with_valid, each) for each in flat)))
+
+
+def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """A dataset and all that it is made from, the last transformation first."""
+    return [dataset, *(each for source in dataset._inputs() for each in _chain(source))]
+
+
+def _named(datasets: list[tf.data.Dataset], name: str) -> list[tf.data.Dataset]:
+    return [each for each in datasets if name in type(each).__name__]
+
+
+def _obstacle(dataset: tf.data.Dataset) -> str | None:
+    """What in a pipeline TensorFlow saves the state of, but not so that later passes go on as they would have."""
+    shuffles = _named(_chain(dataset), "ShuffleDataset")
+    if any(_named(_chain(shuffle)[1:], "ShuffleDataset") for shuffle in shuffles):
+        return "a shuffle of a shuffle"
+    if any(_named(_chain(cache), "ShuffleDataset") for cache in _named(_chain(dataset), "CacheDataset")):
+        return "a cache of shuffled elements"
+    return None
+
+
+def _warn_of_unseeded(dataset: tf.data.Dataset, what: str) -> None:
+    for shuffle in _named(_chain(dataset), "ShuffleDataset"):
+        if int(shuffle._seed) == 0 == int(shuffle._seed2):
+            warnings.warn(
+                f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
+                "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _plain_state(state: tuple) -> list:
+    version, numbers, gauss = state
+    return [version, list(numbers), gauss]
+
+
+def _state_of(plain: list) -> tuple:
+    version, numbers, gauss = plain
+    return version, tuple(numbers), gauss
