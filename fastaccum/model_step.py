@@ -290,7 +290,7 @@ class ModelStep(TrainStep):
 
     @property
     def running(self) -> list[tf.Variable]:
-        """What a step changes beside the model, the optimizer and the loss scale: means of logs, counts, indices seen."""
+        """What a step changes beside model, optimizer and loss scale: means of logs, counts, indices seen."""
         means = [v.value for mean in (self._loss_mean, *self._loss_means.values()) for v in mean.variables]
         counts = [self._skipped, *self.stuck_steps.variables]
         return [*means, *self.metrics.variables, *counts, *self.index_checks.variables]
