@@ -36,6 +36,10 @@ class Damaged(ValueError):
     """A checkpoint that is not as it was written; the message says in what."""
 
 
+class NotWritten(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """One good checkpoint.

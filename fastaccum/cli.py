@@ -11,8 +11,10 @@ import sys
 import tempfile
 
 EPILOG = """\
-exit codes: 0 done; 1 failed while training; 2 bad arguments, nothing started; 130 ended by Ctrl-C.
+exit codes: 0 done; 1 failed while training; 2 bad arguments, nothing started; 130 ended by Ctrl-C;
+143 ended by SIGTERM (preemption), after a checkpoint was saved.
 The first Ctrl-C ends training after the current step and saves what was learned; a second one aborts.
+However a run ended, `fastaccum train --resume FOLDER` goes on from its last checkpoint.
 """
 
 
@@ -132,7 +134,8 @@ def _add_train(commands):
         "train",
         help="train a small byte-level transformer on text",
         description="Trains a byte-level decoder-only transformer on text, evaluates it on a part\n"
-        "held out, and writes a run folder: config.json, metrics.csv, curve.png and model.keras.",
+        "held out, and writes a run folder: config.json, metrics.csv, curve.png, model.keras\n"
+        "and checkpoints.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -174,6 +177,18 @@ def _add_train(commands):
         "--out",
         metavar="FOLDER",
         help="run folder, new or empty (by default a new one: runs/PRESET-OPTIMIZER-seedN)",
+    )
+    add(
+        "--checkpoint-every",
+        type=_whole(1),
+        default=50,
+        metavar="N",
+        help="updates between checkpoints (%(default)s)",
+    )
+    add(
+        "--resume",
+        metavar="FOLDER",
+        help="go on with the run in FOLDER, from its last checkpoint and with its options: name none beside it",
     )
 
 

@@ -146,7 +146,8 @@ class DatasetSource:
         self.layout = _own_shares(layout, dataset, what)
         self.batch_size = 0
         self._checksum = 0
-        self._passes = Passes(lambda: self._steps, self.dataset.element_spec, what, hooks, python, shuffled)
+        alike = not self.layout.all_here
+        self._passes = Passes(lambda: self._steps, self.dataset.element_spec, what, hooks, python, shuffled, alike)
 
     @property
     def plan(self) -> dict[str, Any]:

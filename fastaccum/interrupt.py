@@ -50,19 +50,23 @@ class Preemption:
     Only the main thread can do so: in another it stays as it was.
 
     >>> with Preemption() as preemption:
+    ...     Preemption.entered.requested = True  # as SIGTERM would
     ...     preemption.requested
-    False
+    True
     """
 
     requested = False
+    entered = None
 
     def __enter__(self):
+        Preemption.entered = self
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def __exit__(self, *_):
+        Preemption.entered = None
         if self._main:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 

@@ -22,7 +22,8 @@ class Passes:
 
     The place is what was given out, not what was read ahead. It is saved as TensorFlow's own iterator state, shuffle
     buffers and random numbers included. Where TensorFlow cannot save that (Python code in the pipeline, several
-    shuffles, a cache of shuffled elements), it is the number of steps: they are read again, and dropped.
+    shuffles, a cache of shuffled elements), and with several workers, it is the number of steps: they are read again,
+    and dropped.
 
     Args:
         pipeline: returns the dataset to iterate over; the same one each time.
@@ -31,6 +32,7 @@ class Passes:
         hooks: called before and after each pass.
         python: whether Python code yields the elements.
         shuffled: whether each pass draws its order from Python's `random`.
+        alike: whether other processes read the same data, and are to find the place too: by the number of steps.
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class Passes:
         hooks: tuple[Callable[[], None], Callable[[], None]],
         python: bool,
         shuffled: bool,
+        alike: bool,
     ):
         self._pipeline, self._structure, self._what = pipeline, structure, what
         self._begin, self._end = hooks
-        self._python, self._shuffled = python, shuffled
+        self._python, self._shuffled, self._alike = python, shuffled, alike
         self._ended, self.steps, self.steps_in_last = 0, 0, 0
         self._skip = 0
         self._random: list | None = None
@@ -105,7 +108,7 @@ class Passes:
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
         """The place after the dispatch given out last, as plain values and tensors."""
-        if not self._python and self._by_steps is None:
+        if not (self._python or self._alike) and self._by_steps is None:
             self._by_steps = _obstacle(self._pipeline())
             _warn_of_unseeded(self._pipeline(), self._what)
             if self._by_steps is None:

@@ -1,10 +1,14 @@
-"""The folder that a run leaves behind: config.json, metrics.csv, curve.png, model.keras."""
+"""The folder that a run leaves behind: config.json, metrics.csv, curve.png, model.keras and checkpoints."""
 
+import contextlib
 import csv
 import itertools
 import json
+import os
 from pathlib import Path
 
+CHECKPOINTS = "checkpoints"
+WHOLE = ("step", "tokens_per_second", "skipped_steps")
 COLUMNS = (
     "step",
     "seconds",
@@ -18,13 +22,16 @@ COLUMNS = (
 
 
 class RunFolder:
-    """Writes a run's files into `path`, which is new or empty.
+    """Writes a run's files into `path`, which is new or empty, or the folder of a run that goes on.
+
+    Every file but metrics.csv, which grows line by line, is there as a whole or not at all.
 
     Args:
         path: the folder; made with its parents.
+        rows: of metrics.csv so far, for a run that goes on.
 
     Raises:
-        FileExistsError: something is there already.
+        FileExistsError: something is there already, and no `rows` say that it is this run's.
         OSError: it cannot be made.
 
     >>> import tempfile
@@ -35,28 +42,47 @@ class RunFolder:
     ['config.json', 'metrics.csv']
     """
 
-    def __init__(self, path):
+    def __init__(self, path, rows=None):
         self.path = Path(path)
-        refuse_used(self.path)
+        if rows is None:
+            refuse_used(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.rows = []
+        self.rows = list(rows or [])
+
+    @property
+    def checkpoints(self):
+        """Where the run's checkpoints lie."""
+        return self.path / CHECKPOINTS
 
     def write_config(self, config):
         """Writes config.json."""
-        (self.path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        with self._replacing("config.json") as path:
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def keep_rows(self, last_step):
+        """Takes the rows beyond `last_step`, which a run that goes on will write again, off metrics.csv."""
+        self.rows = [row for row in self.rows if row["step"] <= last_step]
+        with (
+            self._replacing("metrics.csv") as path,
+            open(path, "w", newline="", encoding="utf-8") as file,
+        ):
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows)
 
     def add_row(self, row):
         """Appends to metrics.csv a dict with keys of `COLUMNS`; what is missing stays blank."""
         with open(self.path / "metrics.csv", "a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
-            if not self.rows:
+            if not file.tell():
                 writer.writeheader()
             writer.writerow(row)
         self.rows.append(row)
 
     def save_model(self, model):
         """Writes model.keras; `import fastaccum.transformer`, then `keras.models.load_model` reads it."""
-        model.save(self.path / "model.keras")
+        with self._replacing("model.keras") as path:
+            model.save(path)
 
     def draw_curve(self):
         """Draws curve.png, bits per byte over steps.
@@ -80,8 +106,52 @@ class RunFolder:
         axes.set(xlabel="step", ylabel="bits per byte")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.path / "curve.png", dpi=150)
+        with self._replacing("curve.png") as path:
+            figure.savefig(path, dpi=150)
         return True
+
+    @contextlib.contextmanager
+    def _replacing(self, name):
+        """The path to write a file to; at the end it takes its place at once."""
+        path = self.path / f".partial-{name}"
+        yield path
+        os.replace(path, self.path / name)
+
+
+def read_config(path):
+    """What config.json of the run folder `path` holds.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(file)!r} cannot be read, so {str(path)!r} is no run folder: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{str(file)!r} holds a {type(config).__name__}, and not what a run's options were")
+    return config
+
+
+def read_rows(path):
+    """The rows of metrics.csv in the run folder `path`, with numbers as values; the last one left out if cut short.
+
+    Raises:
+        ValueError: other columns, or something that is no number.
+    """
+    file = Path(path) / "metrics.csv"
+    if not file.exists():
+        return []
+    with open(file, newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+        rows = [{name: value for name, value in row.items() if value != ""} for row in reader]
+    try:
+        if set(reader.fieldnames or COLUMNS) != set(COLUMNS):
+            raise ValueError(f"its columns are {reader.fieldnames}")
+        return [{n: int(v) if n in WHOLE else float(v) for n, v in row.items()} for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{str(file)!r} is not what a run writes: {error}") from None
 
 
 def refuse_used(path):

@@ -1,5 +1,6 @@
-"""`fastaccum train`: a byte-level transformer on text, from files to a run folder."""
+"""`fastaccum train`: a byte-level transformer on text, from files to a run folder, and on from there."""
 
+import hashlib
 import inspect
 import math
 import platform
@@ -10,10 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import optimizers, progress, run_folder, text
+from fastaccum import checkpoint, optimizers, progress, run_folder, text
 from fastaccum.cli import BadArgument, device_names
 from fastaccum.head_loss import LinearCrossEntropy
-from fastaccum.interrupt import Interrupt
+from fastaccum.interrupt import Interrupt, Preempted, Preemption
+from fastaccum.nonfinite import NonFiniteError
 from fastaccum.trainer import Trainer
 from fastaccum.transformer import PRESETS, gpt
 
@@ -22,6 +24,9 @@ EVALUATIONS = 10
 HELD_OUT_WINDOWS = 512  # 64 KiB at 128 a window: a standard error of about 0.02 bits per byte
 SAMPLE_BYTES = 400
 BYTES = 256
+# What `--resume` takes from config.json, and what must be then as it was.
+OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
+SAME = ("text_sha256", "parameters")
 
 
 def train(options):
@@ -30,22 +35,31 @@ def train(options):
     Raises:
         BadArgument: before anything is trained or written.
     """
-    keras.utils.set_random_seed(options.seed)
     try:
-        run = Run(options)
+        run = Run(options) if options.resume is None else resumed(options)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise BadArgument(str(error)) from error
     run.announce()
     try:
-        folder = run_folder.RunFolder(run.path)
-        folder.write_config(run.config)
+        folder = run_folder.RunFolder(run.path, run.rows)
+        if run.rows is None:
+            folder.write_config(run.config)
     except OSError as error:
         raise BadArgument(f"--out: {error}") from error
     try:
         with Interrupt() as interrupt:
             recorder = Recorder(run, folder, interrupt)
-            recorder.fit()
+            try:
+                recorder.fit()
+            except Preempted as preempted:
+                say("to go on", f"fastaccum train --resume {folder.path}")
+                if not interrupt.requested:
+                    return preempted.code
+                recorder.end_row()
             finish(run, folder, recorder, sample=not interrupt.requested)
+    except (NonFiniteError, checkpoint.NotWritten) as error:
+        print(f"{error}\nto go on: fastaccum train --resume {folder.path}", file=sys.stderr)
+        return 1
     except tf.errors.ResourceExhaustedError:
         print(
             f"out of memory at --batch-size {options.batch_size}: "
@@ -56,15 +70,53 @@ def train(options):
     return 130 if interrupt.requested else 0
 
 
-class Run:
-    """All that a run needs, made from the options and checked: text, model, trainer, where to write."""
+def resumed(options):
+    """The `Run` that goes on in the folder `options.resume`.
 
-    def __init__(self, options):
-        self.options = options
+    Raises:
+        ValueError: other options beside it, a folder that is no run's, or a text that has changed since.
+    """
+    given = [name for name, value in vars(options).items() if value != options.parser.get_default(name)]
+    if extra := sorted({*given} - {"resume", "paths"}) + ["FILE or FOLDER"] * bool(options.paths):
+        raise ValueError(f"--resume {options.resume}: the run has its options; leave out {', '.join(extra)}")
+    path = run_folder.Path(options.resume)
+    config = run_folder.read_config(path)
+    if missing := sorted({*OPTIONS, "paths", *SAME} - config.keys()):
+        raise ValueError(f"{str(path / 'config.json')!r} lacks {', '.join(missing)}: no run that can go on")
+    # Through the parser again: it knows what each may be.
+    arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
+    paths = config["paths"]
+    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+        raise ValueError(f"{str(path / 'config.json')!r}: paths={paths!r} is no list of names")
+    options = options.parser.parse_args([*arguments, "--", *paths], options)
+    run = Run(options, path, run_folder.read_rows(path))
+    now = run.config
+    if changed := [f"{name} was {config[name]!r}, is {now[name]!r}" for name in SAME if config[name] != now[name]]:
+        raise ValueError(f"--resume {path}: the run cannot go on as it began: {'; '.join(changed)}")
+    found = checkpoint.latest(path / run_folder.CHECKPOINTS)
+    say("resuming", f"{path}: " + (f"{found.step:,} steps are done" if found else "no checkpoint, so from the start"))
+    for name in ("device", "versions"):
+        if config.get(name) != now[name]:
+            say("note", f"{name} was {config.get(name)}, is {now[name]}: results will differ by rounding")
+    return run
+
+
+class Run:
+    """All that a run needs, made from the options and checked: text, model, trainer, where to write.
+
+    Args:
+        options: the parsed options of `fastaccum train`.
+        path: the run's folder, and
+        rows: what its metrics.csv holds so far, for a run that goes on.
+    """
+
+    def __init__(self, options, path=None, rows=None):
+        self.options, self.rows = options, rows
+        keras.utils.set_random_seed(options.seed)
         if options.preset not in PRESETS:
             raise ValueError(f"--preset {options.preset!r} is unknown: choose {', '.join(PRESETS)}")
-        self.path = run_folder.unused_path(default_path(options))
-        if options.out is not None:
+        self.path = path or run_folder.unused_path(default_path(options))
+        if path is None and options.out is not None:
             self.path = run_folder.Path(options.out)
             run_folder.refuse_used(self.path)
         self.device = " ".join(device_names()[0])
@@ -99,15 +151,17 @@ class Run:
     @property
     def config(self):
         """What config.json holds."""
-        options = {name: value for name, value in vars(self.options).items() if name not in {"run", "parser", "out"}}
         return {
-            **options,
+            **{name: getattr(self.options, name) for name in OPTIONS},
+            # From wherever the run goes on.
+            "paths": [str(run_folder.Path(path).resolve()) for path in self.options.paths],
             "precision": self.precision,
             "device": self.device,
             **self.sizes,
             "parameters": self.model.count_params(),
             "train_bytes": len(self.text.train),
             "held_out_bytes": len(self.text.held_out),
+            "text_sha256": hashlib.sha256(self.text.train.tobytes() + self.text.held_out.tobytes()).hexdigest(),
             "versions": {
                 "python": platform.python_version(),
                 "tensorflow": tf.__version__,
@@ -153,10 +207,13 @@ class Recorder(keras.callbacks.Callback):
         self.run, self.folder, self.interrupt = run, folder, interrupt
         self.total = run.options.steps
         self.steps_per_row = math.ceil(self.total / ROWS)
-        self.steps = self.skipped = 0
-        self.held_out = math.nan
-        self.started = self.shown = self.row_started = time.monotonic()
-        self.steps_at_row = 0
+        # A run that goes on where it had ended has nothing to train, and reports what it reached.
+        last = folder.rows[-1] if folder.rows else {}
+        self.steps, self.skipped = last.get("step", 0), last.get("skipped_steps", 0)
+        self.held_out = last.get("held_out_bits_per_byte", math.nan)
+        self.shown = self.row_started = time.monotonic()
+        self.started = self.shown - last.get("seconds", 0)
+        self.steps_at_row = self.steps_before = None
         self.rate = math.nan
 
     def fit(self):
@@ -168,21 +225,46 @@ class Recorder(keras.callbacks.Callback):
                 shuffle=False,
                 callbacks=[self],
                 verbose=0,
+                checkpoint_dir=self.folder.checkpoints,
+                checkpoint_every=self.run.options.checkpoint_every,
             )
 
+    def get_state(self):
+        """Nothing for the checkpoint: what a run that goes on needs to know is in metrics.csv."""
+        return {}
+
+    def set_state(self, state):
+        """Nothing to take up."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.steps_before = epoch * self.steps_per_row
+        if self.folder.rows and self.folder.rows[-1]["step"] > self.steps_before:
+            # Written after the checkpoint from which the run goes on.
+            self.folder.keep_rows(self.steps_before)
+            self.skipped = self.folder.rows[-1]["skipped_steps"] if self.folder.rows else 0
+
     def on_train_batch_end(self, batch, logs=None):
-        self.steps += 1
-        if self.steps == 1:
+        self.steps = self.steps_before + batch + 1
+        if self.steps_at_row is None:
             # Until here it compiled, which says nothing of its speed.
             float(logs["loss"])
-            self.row_started, self.steps_at_row = time.monotonic(), 1
-        if self.interrupt.requested or self.steps == self.total:
+            self.row_started, self.steps_at_row = time.monotonic(), self.steps
+        if self.steps == self.total:
             self.model.stop_training = True
+        elif self.interrupt.requested:
+            Preemption.entered.requested = True
+        self.logs = logs
         # A look at the logs waits for the step, so it must be rare.
         if time.monotonic() - self.shown > 0.25:
             self._show(logs)
 
     def on_epoch_end(self, epoch, logs=None):
+        self.logs = logs
+        self.end_row()
+
+    def end_row(self):
+        """Writes a row of metrics.csv for the steps since the last one."""
+        logs = self.logs
         bits = float(logs["loss"]) / math.log(2)
         now = time.monotonic()
         if self.steps > self.steps_at_row:
@@ -200,7 +282,7 @@ class Recorder(keras.callbacks.Callback):
             row["tokens_per_second"] = round(self.rate)
         rows = math.ceil(self.total / self.steps_per_row)
         last = self.steps == self.total or self.interrupt.requested
-        if last or (epoch + 1) % math.ceil(rows / EVALUATIONS) == 0:
+        if last or self.steps // self.steps_per_row % math.ceil(rows / EVALUATIONS) == 0:
             self.held_out = row["held_out_bits_per_byte"] = self._evaluate()
             status = self._status(bits, row["loss_scale"], self.skipped)
             self.progress.note(

@@ -157,7 +157,8 @@ class Saver(NotSaved):
     """Saves the state of a fit, and takes it up again.
 
     The state is copied between two train steps and written by a thread, one write at a time. While entered, SIGTERM
-    saves and then raises `Preempted`.
+    saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the others go on after
+    SIGTERM for as long as the chief does, which would wait in vain for the one that had left.
 
     Args:
         directory: of the checkpoints.
@@ -169,6 +170,7 @@ class Saver(NotSaved):
         self.directory, self.every, self.keep = directory, every, keep
         self._resumed: checkpoint.Checkpoint | None = None
         self._done = self._saved = 0
+        self._is_chief = True
         self._write: concurrent.futures.Future | None = None
 
     def __enter__(self):
@@ -184,8 +186,8 @@ class Saver(NotSaved):
                 if error is None:
                     raise
                 warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
-            if error is None and self._preemption.requested:
-                raise Preempted(self._path(self._saved))
+            if self._preemption.requested and (error is None or not self._is_chief):
+                raise Preempted(self._path(self._saved)) from error
         finally:
             self._writer.shutdown()
             self._preemption.__exit__()
@@ -201,9 +203,18 @@ class Saver(NotSaved):
         self._variables = variables_of(trainer)
         self._description = description(trainer, source, plan)
         callback_state.require_one_resume(hooks)
-        checkpoint.remove_leftovers(self.directory)
+        replicas = trainer._replicas
+        if replicas is not None:
+            self._is_chief = replicas.is_chief
+            replicas.barrier()  # an earlier fit's last checkpoint may still be on its way
+        if self._is_chief:
+            checkpoint.remove_leftovers(self.directory)
         self._position = Position(first, first)
         found = checkpoint.latest(self.directory)
+        self._tensors = {} if found is None else found.tensors()
+        if replicas is not None:
+            # Also holds the chief back, whose next checkpoint may take the place of the one that others still read.
+            replicas.require_same(**{"the checkpoint's step": -1 if found is None else found.step})
         if found is None:
             return None
         different = differences(found.manifest["description"], self._description)
@@ -212,7 +223,6 @@ class Saver(NotSaved):
                 f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "
                 f"another checkpoint_dir: {'; '.join(different)}"
             )
-        self._tensors = found.tensors()
         source.restore(found.manifest["data"], self._of("data"))
         self._resumed = found
         progress = found.manifest["progress"]
@@ -279,7 +289,7 @@ class Saver(NotSaved):
 
     def _due(self) -> bool:
         crossed = self.every is not None and self._done // self.every > self._saved // self.every
-        return crossed or self._preemption.requested
+        return crossed or (self._preemption.requested and self._is_chief)
 
     def _ended(self) -> bool:
         """Whether steps are skipped until an error that is still to be read: no state to go on from."""
@@ -319,11 +329,13 @@ class Saver(NotSaved):
     def _save(self, manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
         self._wait()
         self._saved = manifest["progress"]["step"]
+        if not self._is_chief:
+            return
         self._write = self._writer.submit(checkpoint.write, self.directory, manifest, tensors, self.keep)
         if self._preemption.requested:
             self._wait()
             path = self._path(self._saved)
-            print(f"saved {path}; ending with code 143, as SIGTERM asked", file=sys.stderr, flush=True)
+            print(f"saved {path}, from which fit goes on", file=sys.stderr, flush=True)
             raise Preempted(path)
 
     def _path(self, step: int) -> Path:
@@ -337,7 +349,7 @@ class Saver(NotSaved):
             write.result()
         except Exception as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
-            raise RuntimeError(
+            raise checkpoint.NotWritten(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: {reason}. "
                 "Earlier ones are as they were. Make room or mend the folder, then call fit again to go on from the "
                 "last of them."

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import keras
 import pytest
 
-from fastaccum import cli, progress, text, text_training
+from fastaccum import checkpoint, cli, progress, text, text_training
 from fastaccum.interrupt import Interrupt
 from fastaccum.run_folder import RunFolder
 from fastaccum.transformer import PRESETS
@@ -63,6 +64,7 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
         "metrics.csv",
         "curve.png",
         "model.keras",
+        "checkpoints",
     }
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -105,6 +107,7 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, source):
         "metrics.csv",
         "curve.png",
         "model.keras",
+        "checkpoints",
     }
     assert json.loads((folder / "config.json").read_text())["precision"] == "mixed_float16"
     last = rows_of(folder)[-1]
@@ -115,10 +118,94 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, source):
     assert f"after {last['step']:,.0f} steps" in printed
 
 
+def wait_for(path, process):
+    deadline = time.monotonic() + 240
+    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def what_was_learned(folder):
+    """Every tensor of the last checkpoint, and what metrics.csv says but for times."""
+    tensors = {
+        name: tensor.numpy().tobytes() for name, tensor in checkpoint.latest(folder / "checkpoints").tensors().items()
+    }
+    rows = [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows_of(folder)]
+    return {"tensors": tensors, "rows": rows}
+
+
+def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
+    """SIGKILL, SIGTERM, then Ctrl-C, each in mid-run, with an overflow and a short last row on the way."""
+    options = ["--steps", "301", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "20"]
+    whole = start(["train", source, *options, "--out", "whole"], tmp_path)
+    process = start(["train", source, *options, "--out", "ended"], tmp_path)
+    folder, moved = tmp_path / "ended", tmp_path / "moved"
+    ends = [(20, signal.SIGKILL, -9), (80, signal.SIGTERM, 143), (140, signal.SIGINT, 130), (301, None, 0)]
+    for step, end, code in ends:
+        wait_for(folder / "checkpoints" / f"step-{step:08d}", process)
+        if end is not None:
+            process.send_signal(end)
+        printed, errors = process.communicate(timeout=240)
+        assert process.returncode == code, errors
+        if code in (130, 143):
+            assert f"fastaccum train --resume {folder.name}" in printed
+        if end is None:
+            break
+        process = start(["train", "--resume", folder.name], tmp_path)
+    assert "steps are done" in printed and "after 301 steps" in printed
+    _, errors = whole.communicate(timeout=240)
+    assert whole.returncode == 0, errors
+    expected = what_was_learned(tmp_path / "whole")
+    assert what_was_learned(folder) == expected and expected["rows"][-1]["step"] == 301
+
+    # Complete: nothing is trained, and what it leaves is written again. It may lie elsewhere by then.
+    folder.rename(moved)
+    (moved / "model.keras").unlink()
+    done = start(["train", "--resume", moved], tmp_path)
+    printed, errors = done.communicate(timeout=240)
+    assert (done.returncode, errors) == (0, "")
+    assert "after 301 steps" in printed and (moved / "model.keras").exists()
+    assert what_was_learned(moved) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: (run / "config.json").unlink(), "'run/config.json' cannot be read, so 'run' is no run folder"),
+        (lambda run: (run / "config.json").write_text("[1]"), "'run/config.json' holds a list"),
+        (lambda run: rewrite(run, steps=None), "--steps: 'None' must be a whole number"),
+        (lambda run: rewrite(run, steps="__import__('os')"), "must be a whole number of at least 1"),
+        (lambda run: rewrite(run, paths="source.txt"), "paths='source.txt' is no list of names"),
+        (lambda run: rewrite(run, seed=...), "lacks seed: no run that can go on"),
+        (lambda run: rewrite(run, parameters=7), "parameters was 7, is"),
+        (lambda run: (run.parent / "source.txt").write_bytes(TEXT + b"."), "cannot go on as it began: text_sha256 was"),
+        (lambda run: (run / "metrics.csv").write_text("step,pickle\n1,2\n"), "its columns are ['step', 'pickle']"),
+        (lambda run: (run / "checkpoints" / "step-00000020").mkdir(parents=True), "None of the 1 checkpoints in"),
+    ],
+)
+def test_a_folder_that_is_no_runs_is_refused(tmp_path, source, monkeypatch, capsys, change, message):
+    monkeypatch.chdir(tmp_path)
+    run = text_training.Run(cli._parser().parse_args(["train", str(source), "--out", "run"]))
+    RunFolder("run").write_config(run.config)
+    change(tmp_path / "run")
+    with pytest.raises(SystemExit) as exit, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the checkpoint that is passed over
+        cli.main(["train", "--resume", "run"])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def rewrite(run, **values):
+    config = {**json.loads((run / "config.json").read_text()), **values}
+    (run / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "COMMAND"),
+        (["train", "--resume", "empty"], "'empty/config.json' cannot be read"),
+        (["train", "--resume", "used", "--steps", "3", "SOURCE"], "leave out steps, FILE or FOLDER"),
+        (["train", "--checkpoint-every", "0"], "--checkpoint-every: '0' must be a whole number of at least 1"),
         (["train", "--steps", "0"], r"--steps: '0' must be a whole number of at least 1"),
         (["train", "--accum", "-2"], r"--accum: '-2' must be"),
         (["train", "--batch-size", "2.5"], r"--batch-size: '2.5' must be"),
