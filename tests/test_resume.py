@@ -4,9 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from resuming import assert_same
+from resuming import Interruption, StopAfter, assert_same, bits, edit_manifest, interrupted, scramble
 
 import fastaccum as fa
+from fastaccum import checkpoint, training_state
 
 X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -160,16 +161,166 @@ def test_dataset_of_rows_of_varying_shape(tmp_path):
 
     def data():
         def rows(i):
-            length = [3, 4, 4, 4, 3, 3][i % 6]
-            return np.full((2, length, 2), i, "float32"), np.full((2, 1), i, "float32")
+            x = tf.fill([2, tf.gather([3, 4, 4, 4, 3, 3], i % 6), 2], tf.cast(i, tf.float32))
+            return tf.ensure_shape(x, [2, None, 2]), x[:, 0, :1]
 
-        signature = tf.TensorSpec([2, None, 2]), tf.TensorSpec([2, 1])
-        shapes = [tf.data.Dataset.from_tensors(rows(i)) for i in range(12)]
-        parts = [tf.data.Dataset.range(i, i + 1).map(lambda _, p=p: p) for i, p in enumerate(map(rows, range(12)))]
-        assert len(shapes) == len(parts)
-        dataset = parts[0].map(lambda x, y: (tf.ensure_shape(x, signature[0].shape), y))
-        for part in parts[1:]:
-            dataset = dataset.concatenate(part.map(lambda x, y: (tf.ensure_shape(x, signature[0].shape), y)))
-        return {"x": dataset}
+        return {"x": tf.data.Dataset.range(12).map(rows)}
 
     assert_same(make, data, [1, 2, 2], tmp_path, epochs=2)
+
+
+class Windows(keras.utils.PyDataset):
+    """Batches in an order that each pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = list(range(12))
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        at = 8 * self.order[index]
+        return X[at : at + 8], Y[at : at + 8]
+
+    def on_epoch_end(self):
+        self.order = self.order[5:] + self.order[:5]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_py_dataset(tmp_path, shuffle):
+    options = {"epochs": 3, "shuffle": shuffle}
+    assert_same(lambda: trainer(False), drawn_anew(lambda: {"x": Windows()}), [2, 5], tmp_path, **options)
+
+
+def test_generator(tmp_path):
+    def data():
+        return {"x": ((X[i % 90 : i % 90 + 8], Y[i % 90 : i % 90 + 8]) for i in range(0, 1000, 8))}
+
+    options = {"epochs": 3, "steps_per_epoch": 4}
+    assert_same(lambda: trainer(False, steps_per_execution=2), data, [1, 2], tmp_path, **options)
+
+
+def test_keras_callbacks(tmp_path):
+    """Counters and best values, an epoch-wise rate that multiplies itself, the best weights, and a CSV file."""
+    runs = iter("abcd")
+
+    def callbacks():
+        run = next(runs) if callbacks.first else "b"
+        callbacks.first = False
+        return [
+            keras.callbacks.EarlyStopping("loss", patience=3, min_delta=0.5, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0, cooldown=1),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.CSVLogger(tmp_path / f"{run}.csv"),
+        ]
+
+    callbacks.first = True
+
+    def make():
+        return trainer(False, keras.optimizers.Adam(0.01))
+
+    folder = tmp_path / "checkpoints"
+    whole, _ = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
+    assert 3 < len(whole.model.history.epoch) < 9  # it did stop early
+    assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+
+def test_a_callback_of_ones_own(tmp_path):
+    class Counter(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+
+    class Saved(Counter):
+        def get_state(self):
+            return {"batches": self.batches}
+
+        def set_state(self, state):
+            self.batches = state["batches"]
+
+    forgetful, saved, trained = Counter(), Saved(), trainer(False)
+    interrupted(trained, arrays, [3], tmp_path, callbacks=lambda: [Counter(), Saved()], epochs=1)
+    with pytest.warns(UserWarning, match=r"Counter starts afresh .* \(batches\)"):
+        trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, callbacks=[forgetful, saved], verbose=0)
+    assert (forgetful.batches, saved.batches) == (5, 10)
+
+
+def test_a_save_at_an_epochs_last_step(tmp_path):
+    """It is made after validation and callbacks: neither is lost, nor done twice."""
+    validations = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            validations.append(dict(logs))
+
+    def callbacks():
+        return [Watch()]
+
+    trained = trainer(False)
+    options = {"epochs": 3, "validation_data": (X, Y), "callbacks": callbacks}
+    history = interrupted(trained, arrays, [5], tmp_path, every=5, **options)  # stops in the 2nd epoch's first step
+    assert len(validations) == 3
+    assert history.history["val_loss"] == [logs["loss"] for logs in validations]
+
+
+def test_complete_training_returns_its_history(tmp_path, capsys):
+    trained = trainer(False)
+    expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, verbose=0)
+    after = bits(trained)
+    scramble(trained)
+    history = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, verbose=2)
+    assert history.history == expected.history and history.epoch == [0, 1]
+    assert bits(trained) == after
+    assert "training was complete in" in capsys.readouterr().out
+    longer = trained.fit(**arrays(), epochs=3, checkpoint_dir=tmp_path, verbose=2)
+    assert longer.epoch == [0, 1, 2]
+    assert "resumed from" in capsys.readouterr().out
+
+
+# What must fail: a state with something missing is told from a whole one.
+
+
+def lose_seed(manifest):
+    manifest["data"]["seed"] += 1
+
+
+def lose_position(manifest):
+    manifest["progress"]["step_in_epoch"] -= 1
+
+
+@pytest.mark.parametrize("lose", [lose_seed, lose_position])
+def test_a_lost_place_in_the_data_shows(tmp_path, lose):
+    trained = trainer(False)
+    expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path / "a", verbose=0)
+    whole = bits(trained)
+    scramble(trained)
+    with pytest.raises(Interruption):
+        keras.utils.set_random_seed(0)
+        options = {"checkpoint_dir": tmp_path / "b", "checkpoint_every": 1, "verbose": 0, "epochs": 2}
+        trained.fit(**arrays(), callbacks=[StopAfter(2)], **options)
+    edit_manifest(checkpoint.latest(tmp_path / "b").path, lose)
+    history = trained.fit(**arrays(), **options)
+    assert bits(trained) != whole
+    assert history.history != expected.history
+
+
+@pytest.mark.parametrize("lost", ["good_steps", "current_scale", "iteration", "velocity", "seed_generator", "skipped"])
+def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
+    original = training_state.variables_of
+
+    def without(trainer):
+        groups = original(trainer)
+        kept = {
+            group: {name: v for name, v in named.items() if lost not in f"{name} {v.name}"}
+            for group, named in groups.items()
+        }
+        assert sum(map(len, kept.values())) < sum(map(len, groups.values()))
+        return kept
+
+    monkeypatch.setattr(training_state, "variables_of", without)
+    with pytest.raises(AssertionError):
+        assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
