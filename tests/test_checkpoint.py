@@ -6,12 +6,14 @@ docs/reliability.md has a row for each test here that injects a fault.
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -91,6 +93,17 @@ def test_the_trainings_agree_with_one_without_checkpoints(run):
     assert bits(trainer) == run.end
 
 
+def test_the_document_names_tests_that_exist():
+    folder = Path(__file__).parent
+    rows = [row for row in (folder.parent / "docs" / "reliability.md").read_text().splitlines() if ".py::" in row]
+    named = [match for row in rows for match in re.findall(r"`(\w+\.py)::(\w+)", row)]
+    assert len(rows) >= 20
+    for file, test in named:
+        assert f"def {test}(" in (folder / file).read_text()
+    for damage in re.findall(r"\[([^\]]+)\]`", "".join(rows)):
+        assert damage in DAMAGE
+
+
 # What a folder holds.
 
 
@@ -105,7 +118,7 @@ def test_the_folder(run):
 
 
 def test_nothing_is_unpickled(run, tmp_path):
-    """CPython announces every class that a pickle names, and every code object and exec."""
+    """CPython announces every class that a pickle names."""
     seen = []
     watching = [True]
     sys.addaudithook(lambda event, _: seen.append(event) if watching and event == "pickle.find_class" else None)

@@ -98,6 +98,18 @@ def test_optimizers(tmp_path, make):
     assert_same(make, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
 
 
+def test_tf_keras_model(tmp_path):
+    import tf_keras
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [tf_keras.layers.Dense(8, activation="relu"), tf_keras.layers.BatchNormalization()]
+        model = tf_keras.Sequential([tf_keras.Input((4,)), *layers, tf_keras.layers.Dense(1)])
+        return fa.Trainer(model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+
+    assert_same(make, drawn_anew(arrays), [3, 9], tmp_path, epochs=2)
+
+
 def test_several_outputs(tmp_path):
     def make():
         keras.utils.set_random_seed(1)
