@@ -61,6 +61,9 @@ class ArraySource:
         """What `restore` needs beside the steps done, as plain values and tensors: the order follows from the seed."""
         return {"seed": self.seed}, {}
 
+    def track(self) -> None:
+        """Keeps what `position` needs: nothing."""
+
     def restore(self, saved: dict[str, Any], tensors: dict[str, Any]) -> None:
         """Takes up the order of the fit that `saved` comes from."""
         self.seed = saved["seed"]

@@ -159,6 +159,10 @@ class DatasetSource:
         plain, tensors = self._passes.position()
         return {"batch_size": self.batch_size, **plain}, tensors
 
+    def track(self) -> None:
+        """Keeps what `position` needs, from the first pass on."""
+        self._passes.tracked = True
+
     def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned; ValueError for that of another dataset."""
         self.batch_size = saved["batch_size"]

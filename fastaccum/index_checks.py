@@ -43,7 +43,9 @@ Correct the data, or make room for 13 classes or rows.
         super().__init__()
         self.lookups = list(lookups)
         self._sizes = np.array([size for _, size in self.lookups], np.int64)
-        self._ranges = [tf.Variable(NOTHING_SEEN, trainable=False, dtype=tf.int64) for _ in self.lookups]
+        self._ranges = [
+            tf.Variable(NOTHING_SEEN, trainable=False, dtype=tf.int64, name="indices_seen") for _ in self.lookups
+        ]
         self._paused = False
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:

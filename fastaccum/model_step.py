@@ -94,7 +94,7 @@ class ModelStep(TrainStep):
             f"{output.name}_loss": keras.metrics.Mean() for output in losses.outputs if len(losses.outputs) > 1
         }
         self._loss_mean = keras.metrics.Mean()
-        self._skipped = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
         self._denominators: list[tf.Tensor] | None = None
         super().__init__(
             self._objective,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from fastaccum.stacks import Batch, Dispatch
 
-_ITERATOR = "iterator"
+_ITERATOR, _START = "iterator", "start of the pass"
 
 
 class Passes:
@@ -54,9 +55,11 @@ class Passes:
         self._saved_random: list | None = None
         self._held: list[Dispatch] = []
         self._iterator: Any = None
+        self._start: tf.Tensor | None = None
+        self.tracked = False
         self._resumed: Any = None
         self._read: collections.deque[tuple[dict, Dispatch]] = collections.deque()
-        self._by_steps: str | None = None
+        self._known_savable: bool | None = None
 
     # A pass: begin, iterator, read for each step, end.
 
@@ -75,7 +78,12 @@ class Passes:
 
     def iterator(self) -> Iterator:
         """The pass's iterator."""
-        self._iterator, self._resumed = self._resumed or iter(self._pipeline()), None
+        if self._resumed is None:
+            self._iterator = iter(self._pipeline())
+            if self.tracked and self._savable() and not _endless(self._pipeline()):
+                self._start = self._serialized()
+        else:
+            self._iterator, self._resumed = self._resumed, None
         return self._iterator
 
     def read(self, step: Dispatch) -> Dispatch:
@@ -108,33 +116,39 @@ class Passes:
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
         """The place after the dispatch given out last, as plain values and tensors."""
-        if not (self._python or self._alike) and self._by_steps is None:
-            self._by_steps = _obstacle(self._pipeline())
-            _warn_of_unseeded(self._pipeline(), self._what)
-            if self._by_steps is None:
-                try:
-                    return self._state()
-                except tf.errors.OpError as error:
-                    self._by_steps = str(error).splitlines()[0]
-            warnings.warn(
-                f"{self._what}: TensorFlow cannot save the iterator's state ({self._by_steps}). To resume, what was "
-                "used of a pass is read again and dropped: exact if the dataset yields the same order again.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return (self._read[0][0] if self._read else self._mark()), {}
-
-    def _state(self):
-        state = gen_dataset_ops.serialize_iterator(
-            self._iterator._iterator_resource, external_state_policy=ExternalStatePolicy.FAIL.value
-        )
+        if not self._savable():
+            return (self._read[0][0] if self._read else self._mark()), {}
         held = {
             f"held/{i}/{j}/{k}": leaf
             for i, (_, step) in enumerate(self._read)
             for j, stack in enumerate(step.stacks)
             for k, leaf in enumerate(tf.nest.flatten(stack))
         }
-        return {**self._mark(), "held": [len(step.stacks) for _, step in self._read]}, {_ITERATOR: state, **held}
+        states = {} if self._start is None else {_START: self._start}
+        if self.steps:
+            states[_ITERATOR] = self._serialized()
+        return {**self._mark(), "held": [len(step.stacks) for _, step in self._read]}, {**states, **held}
+
+    def _serialized(self) -> tf.Tensor:
+        return gen_dataset_ops.serialize_iterator(
+            self._iterator._iterator_resource, external_state_policy=ExternalStatePolicy.FAIL.value
+        )
+
+    def _savable(self) -> bool:
+        """Whether TensorFlow can save the iterator's state; warns where it cannot."""
+        if self._alike:
+            return False
+        if self._known_savable is None:
+            obstacle = _obstacle(self._pipeline())
+            if obstacle is None:
+                try:
+                    self._serialized()
+                except tf.errors.OpError as error:
+                    obstacle = str(error).splitlines()[0]
+            self._known_savable = obstacle is None and not self._python
+            if not self._python:
+                _warn(self._pipeline(), self._what, obstacle)
+        return self._known_savable
 
     def _mark(self) -> dict[str, Any]:
         mark = {"passes": self._ended, "steps": self.steps}
@@ -149,28 +163,41 @@ class Passes:
             ValueError: a state that is not of such a dataset.
         """
         self._ended, self._skip, self._saved_random = saved["passes"], saved["steps"], saved.get("random")
-        if _ITERATOR not in tensors:
-            for _ in range(self._ended):
-                self._begin()
-                if not self._python:  # a shuffle draws its seeds as a pass begins
-                    next(iter(self._pipeline()), None)
-                self._end()
+        if "held" not in saved:
+            self._repeat_passes()
             return
-        iterator = iter(self._pipeline())
-        try:
-            gen_dataset_ops.deserialize_iterator(iterator._iterator_resource, tensors[_ITERATOR])
-        except tf.errors.OpError as error:
-            raise ValueError(
-                f"{self._what} is another dataset than the one that the checkpoint was made with: its iterator's state "
-                f"does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another checkpoint_dir."
-            ) from error
         if self._skip:
-            self._resumed = iterator
+            self._resumed = self._deserialized(tensors[_ITERATOR])
+        # What a shuffle draws for the next pass hangs on its dataset, and is in the state of an iterator only as long
+        # as that has not read all of its input. A new one always has it.
+        self._start = tensors.get(_START)
+        if self._start is not None:
+            self._deserialized(self._start)
         with_valid = self._structure._replace(valid=0)
         leaves = len(tf.nest.flatten(with_valid))
         for i, stacks in enumerate(saved["held"]):
             flat = [[tensors[f"held/{i}/{j}/{k}"] for k in range(leaves)] for j in range(stacks)]
             self._held.append(Dispatch(tuple(tf.nest.pack_sequence_as(with_valid, each) for each in flat)))
+
+    def _repeat_passes(self) -> None:
+        """Leaves hooks and shuffles as the passes that ended had left them."""
+        whole = not self._python and _shuffled_within(self._pipeline())
+        for _ in range(self._ended):
+            self._begin()
+            if not self._python:  # a shuffle draws its seeds as a pass begins
+                collections.deque(itertools.islice(self._pipeline(), None if whole else 1), 0)
+            self._end()
+
+    def _deserialized(self, state: tf.Tensor) -> Any:
+        iterator = iter(self._pipeline())
+        try:
+            gen_dataset_ops.deserialize_iterator(iterator._iterator_resource, state)
+        except tf.errors.OpError as error:
+            raise ValueError(
+                f"{self._what} is another dataset than the one that the checkpoint was made with: its iterator's state "
+                f"does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another checkpoint_dir."
+            ) from error
+        return iterator
 
 
 def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
@@ -182,24 +209,50 @@ def _named(datasets: list[tf.data.Dataset], name: str) -> list[tf.data.Dataset]:
     return [each for each in datasets if name in type(each).__name__]
 
 
-def _obstacle(dataset: tf.data.Dataset) -> str | None:
-    """What in a pipeline TensorFlow saves the state of, but not so that later passes go on as they would have."""
-    shuffles = _named(_chain(dataset), "ShuffleDataset")
-    if any(_named(_chain(shuffle)[1:], "ShuffleDataset") for shuffle in shuffles):
-        return "a shuffle of a shuffle"
-    if any(_named(_chain(cache), "ShuffleDataset") for cache in _named(_chain(dataset), "CacheDataset")):
-        return "a cache of shuffled elements"
+def _shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    return _named(_chain(dataset), "ShuffleDataset")
+
+
+def _endless(dataset: tf.data.Dataset) -> bool:
+    return any(int(each._count) < 0 for each in _named(_chain(dataset), "RepeatDataset"))
+
+
+def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
+    """What holds shuffles of its own that begin anew, or not, where a pass does not."""
+    for name, what in {
+        "CacheDataset": "a cache",
+        "ConcatenateDataset": "a concatenation",
+        "RepeatDataset": "a finite repetition",
+    }.items():
+        for each in _named(_chain(dataset), name):
+            if _shuffles(each) and not _endless(each):
+                return f"{what} of shuffled elements"
     return None
 
 
-def _warn_of_unseeded(dataset: tf.data.Dataset, what: str) -> None:
-    for shuffle in _named(_chain(dataset), "ShuffleDataset"):
+def _obstacle(dataset: tf.data.Dataset) -> str | None:
+    """What in a pipeline TensorFlow saves the state of, but not so that later passes go on as they would have."""
+    if any(len(_shuffles(shuffle)) > 1 for shuffle in _shuffles(dataset)):
+        return "a shuffle of a shuffle"
+    return _shuffled_within(dataset)
+
+
+def _warn(dataset: tf.data.Dataset, what: str, obstacle: str | None) -> None:
+    """Says what of a dataset will not be as it would have been."""
+    if obstacle is not None:
+        warnings.warn(
+            f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass is "
+            "read again and dropped: exact if the dataset, made anew, yields the same in the same order.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    for shuffle in _shuffles(dataset):
         if int(shuffle._seed) == 0 == int(shuffle._seed2):
             warnings.warn(
                 f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
                 "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 

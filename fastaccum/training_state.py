@@ -200,6 +200,7 @@ class Saver(NotSaved):
                 was changed.
         """
         self._trainer, self._source, self._hooks = trainer, source, hooks
+        source.track()
         self._variables = variables_of(trainer)
         self._description = description(trainer, source, plan)
         callback_state.require_one_resume(hooks)

@@ -1,0 +1,102 @@
+"""A training that is interrupted and goes on, against one that is not: what every test of checkpoints compares."""
+
+import contextlib
+import json
+
+import keras
+import numpy as np
+
+from fastaccum import checkpoint
+
+
+class Interruption(Exception):
+    """What ends a fit in these tests."""
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Raises at the end of the dispatch with the given train step of this fit, counted from 0 over epochs."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.before = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise Interruption
+
+
+def state(trainer):
+    """Every variable of a trainer, found by Keras's own lists rather than by the code under test."""
+    optimizer = trainer.optimizer
+    parts = [optimizer]
+    while hasattr(parts[-1], "_optimizer"):  # tensorflow-addons's wrappers
+        parts.append(parts[-1]._optimizer)
+    slots = [v for part in parts for v in (part.variables() if callable(part.variables) else part.variables)]
+    rule = trainer.loss_scale
+    scale = [v for v in vars(rule).values() if hasattr(v, "assign")]
+    return [*trainer.model.variables, *slots, *scale]
+
+
+def bits(trainer):
+    """The bytes of every variable."""
+    return [np.asarray(v).tobytes() for v in state(trainer)]
+
+
+def scramble(trainer):
+    """Puts nonsense in every variable, those of the running means too: what is not restored will show."""
+    step = trainer._step
+    means = [step._loss_mean, *step._loss_means.values(), *trainer._metrics.compiled.metrics]
+    for variable in [*state(trainer), *(v for mean in means for v in mean.variables), step._skipped]:
+        value = np.asarray(variable)
+        variable.assign(np.full_like(value, 3))
+
+
+def interrupted(trainer, data, stops, folder, every=1, callbacks=list, **options):
+    """Fits with a stop in each of `stops`, counted in dispatches of that fit, and then to the end: the History."""
+    for stop in stops:
+        with contextlib.suppress(Interruption):
+            trainer.fit(
+                **data(),
+                **options,
+                checkpoint_dir=folder,
+                checkpoint_every=every,
+                callbacks=[*callbacks(), StopAfter(stop)],
+                verbose=0,
+            )
+            raise AssertionError(f"the training ended before its dispatch {stop}")
+        assert checkpoint.latest(folder) is not None
+        scramble(trainer)
+    return trainer.fit(
+        **data(), **options, checkpoint_dir=folder, checkpoint_every=every, callbacks=callbacks(), verbose=0
+    )
+
+
+def assert_same(make, data, stops, folder, every=1, callbacks=list, **options):
+    """An interrupted training ends bit for bit as one without checkpoints does."""
+    whole, parts = make(), make()
+    expected = whole.fit(**data(), **options, callbacks=callbacks(), verbose=0)
+    history = interrupted(parts, data, stops, folder, every, callbacks, **options)
+    assert history.epoch == expected.epoch
+    assert json.dumps(history.history) == json.dumps(expected.history)  # a NaN equals itself there
+    assert bits(parts) == bits(whole)
+    return whole, parts
+
+
+def edit_manifest(path, change):
+    """Changes a manifest and seals it again: what a mistake in what is saved would look like."""
+    file = path / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    del manifest["sha256"]
+    manifest["sha256"] = checkpoint._digest(manifest)
+    file.write_text(json.dumps(manifest))

@@ -1,0 +1,71 @@
+"""SIGKILL at random moments, during saves too: whatever a process was doing, another goes on bit-identically."""
+
+import json
+import multiprocessing
+import random
+import signal
+
+import killed
+import pytest
+
+from fastaccum import checkpoint
+
+KILLS_OF_A_TRAINING = 5
+# Within a save, in the order in which they come: the hidden folder, the files read back and flushed, the checkpoint
+# in place, an older one out of sight, its files gone.
+WITHIN_SAVES = ("os.mkdir", "open", "os.rename", "shutil.rmtree", "os.remove")
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Processes that begin with everything imported, and nothing run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed", "fastaccum.trainer"])
+    return context
+
+
+def process(context, *arguments, **options):
+    begun = context.Event()
+    child = context.Process(target=killed.train, args=(*arguments, begun), kwargs=options)
+    child.start()
+    return child, begun
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(context, tmp_path_factory):
+    results = {}
+    for kind in ("arrays", "dataset"):
+        result = tmp_path_factory.mktemp("whole") / kind
+        child, _ = process(context, None, kind, result=result)
+        child.join()
+        results[kind] = json.loads(result.read_text())
+    return results
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind"), list(enumerate(["arrays", "dataset", "arrays", "dataset", "arrays"])), ids=str
+)
+def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
+    """Five kills of one training, each followed by a new process; 25 in all, 10 of them certain to be within a save."""
+    moments, folder = random.Random(seed), tmp_path / "checkpoints"
+    within = set(moments.sample(range(KILLS_OF_A_TRAINING), 2))
+    steps = []
+    for kill in range(KILLS_OF_A_TRAINING):
+        if kill in within:
+            count = moments.randint(3, 12)  # the first come before the first save
+            child, _ = process(context, folder, kind, kill=(WITHIN_SAVES[(2 * seed + kill) % 5], count))
+        else:
+            child, begun = process(context, folder, kind)
+            assert begun.wait(120)
+            child.join(moments.uniform(0, 0.15))
+            child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        last = checkpoint.latest(folder)  # with no warning: a kill damages nothing
+        steps.append(last.step if last else 0)
+    child, _ = process(context, folder, kind, result=tmp_path / "result")
+    child.join()
+    assert json.loads((tmp_path / "result").read_text()) == uninterrupted[kind]
+    assert 0 < steps[-1] < killed.STEPS
+    assert steps == sorted(steps)
+    assert not [each.name for each in folder.iterdir() if each.name.startswith(".")]

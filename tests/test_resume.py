@@ -1,0 +1,338 @@
+"""A fit that is interrupted and resumed ends bit for bit as one that was not."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from resuming import Interruption, StopAfter, assert_same, bits, edit_manifest, interrupted, scramble
+
+import fastaccum as fa
+from fastaccum import checkpoint, training_state
+
+X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+WEIGHTS = np.linspace(0.5, 2.0, 100).astype("float32")
+
+
+def mlp(norm=True, dtype=None):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(8, activation="relu", dtype=dtype)]
+    if norm:
+        layers.append(keras.layers.BatchNormalization(dtype=dtype))
+    layers += [keras.layers.Dropout(0.3, dtype=dtype), keras.layers.Dense(1, dtype=dtype)]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def trainer(norm=True, optimizer=None, dtype=None, **options):
+    rate = keras.optimizers.schedules.CosineDecay(0.01, 30)
+    options = {"gradient_accumulation_steps": 3, "metrics": ["mae"], **options}
+    return fa.Trainer(mlp(norm, dtype), optimizer or keras.optimizers.AdamW(rate), "mse", **options)
+
+
+def arrays():
+    return {"x": X, "y": Y, "sample_weight": WEIGHTS, "batch_size": 8}
+
+
+def drawn_anew(data):
+    """`data` in a process that drew other random numbers before: the same order can only come from the checkpoint."""
+    seeds = iter(range(100))
+
+    def make():
+        keras.utils.set_random_seed(7)
+        first = next(seeds)
+        # The uninterrupted and the first interrupted fit must draw the same order to be compared.
+        if first > 1:
+            keras.utils.set_random_seed(first)
+        return data()
+
+    return make
+
+
+def test_arrays(tmp_path):
+    """Dropout, BatchNorm, metrics, validation, weights, a schedule, and a tail of another shape, in mid-epoch."""
+    assert_same(trainer, drawn_anew(arrays), [2, 4, 1], tmp_path, epochs=3, validation_data=(X[:20], Y[:20]))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["padded", "exact rows"])
+def test_arrays_through_steps_per_execution(tmp_path, norm):
+    def make():
+        return trainer(norm, steps_per_execution=2)
+
+    assert_same(make, drawn_anew(arrays), [2, 3], tmp_path, every=3, epochs=3)
+
+
+def test_arrays_with_epochs_that_are_no_passes(tmp_path):
+    def make():
+        return trainer(False, steps_per_execution=2)
+
+    assert_same(make, drawn_anew(arrays), [1, 4], tmp_path, epochs=3, steps_per_epoch=7)
+
+
+def test_initial_epoch(tmp_path):
+    options = {"epochs": 5, "initial_epoch": 2, "steps_per_epoch": 3}
+    assert_same(lambda: trainer(False), drawn_anew(arrays), [4, 2], tmp_path, **options)
+
+
+def half():
+    rule = fa.DynamicLossScale(init_scale=2.0**24, growth_interval=4, max_scale=2.0**24)
+    return trainer(False, keras.optimizers.Adam(0.01), "mixed_float16", loss_scale=rule)
+
+
+def test_half_precision_after_overflows(tmp_path):
+    options = {"epochs": 3}
+    whole, _ = assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, **options)
+    assert sum(whole.model.history.history["skipped_steps"]) > 0  # in the first epoch, whose count was resumed
+
+
+def lookahead():
+    optimizers = fa.addons.optimizers
+    return trainer(False, optimizers.Lookahead(optimizers.LAMB(0.01), sync_period=4))
+
+
+def averaging():
+    return trainer(False, keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3))
+
+
+@pytest.mark.parametrize("make", [lookahead, averaging], ids=["Lookahead(LAMB)", "Adam with averages"])
+def test_optimizers(tmp_path, make):
+    assert_same(make, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
+
+
+def test_tf_keras_model(tmp_path):
+    import tf_keras
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [tf_keras.layers.Dense(8, activation="relu"), tf_keras.layers.BatchNormalization()]
+        model = tf_keras.Sequential([tf_keras.Input((4,)), *layers, tf_keras.layers.Dense(1)])
+        return fa.Trainer(model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+
+    assert_same(make, drawn_anew(arrays), [3, 9], tmp_path, epochs=2)
+
+
+def test_several_outputs(tmp_path):
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+        outputs = [keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")]
+        return fa.Trainer(keras.Model(inputs, outputs), keras.optimizers.SGD(0.1, momentum=0.9), ["mse", "mae"])
+
+    def data():
+        return {"x": X, "y": [Y, -Y], "batch_size": 16}
+
+    assert_same(make, drawn_anew(data), [3, 6], tmp_path, epochs=2)
+
+
+def batches(*, seed=None, count=100, repeat=False, known=True):
+    dataset = tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).shuffle(30, seed=seed)
+    if not known:
+        dataset = dataset.filter(lambda x, y: x[0] > -1.0)
+    return (dataset.repeat() if repeat else dataset).batch(8)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        pytest.param(lambda: batches(seed=3), {}, id="seeded"),
+        pytest.param(batches, {}, id="seeded by Keras"),
+        pytest.param(lambda: batches(known=False), {}, id="of unknown length"),
+        pytest.param(lambda: batches(repeat=True), {"steps_per_epoch": 4}, id="endless"),
+        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes"),
+        pytest.param(lambda: batches().cache(), {}, id="shuffled, then cached"),
+        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice"),
+        pytest.param(lambda: batches().map(numpy_identity), {}, id="with Python code in it"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*cannot save the iterator.s state:RuntimeWarning")
+@pytest.mark.parametrize("per_execution", [1, 2])
+def test_datasets(tmp_path, dataset, options, per_execution):
+    def data():
+        keras.utils.set_random_seed(5)  # as a script would: TensorFlow draws the seeds of shuffles from it
+        return {"x": dataset()}
+
+    def make():
+        return trainer(False, steps_per_execution=per_execution)
+
+    stops = [3, 4] if per_execution == 1 else [1, 2]
+    assert_same(make, data, stops, tmp_path, epochs=3, **options)
+
+
+def numpy_identity(x, y):
+    x = tf.ensure_shape(tf.numpy_function(lambda x: x, [x], tf.float32), (None, 4))
+    return x, y
+
+
+def test_dataset_of_rows_of_varying_shape(tmp_path):
+    """Steps that cannot share a dispatch wait for each other: what was read and not executed is saved too."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
+        return fa.Trainer(model, "adam", "mse", steps_per_execution=3)
+
+    def data():
+        def rows(i):
+            x = tf.fill([2, tf.gather([3, 4, 4, 4, 3, 3], i % 6), 2], tf.cast(i, tf.float32))
+            return tf.ensure_shape(x, [2, None, 2]), x[:, 0, :1]
+
+        return {"x": tf.data.Dataset.range(12).map(rows)}
+
+    assert_same(make, data, [1, 2, 2], tmp_path, epochs=2)
+
+
+class Windows(keras.utils.PyDataset):
+    """Batches in an order that each pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = list(range(12))
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        at = 8 * self.order[index]
+        return X[at : at + 8], Y[at : at + 8]
+
+    def on_epoch_end(self):
+        self.order = self.order[5:] + self.order[:5]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_py_dataset(tmp_path, shuffle):
+    options = {"epochs": 3, "shuffle": shuffle}
+    assert_same(lambda: trainer(False), drawn_anew(lambda: {"x": Windows()}), [2, 5], tmp_path, **options)
+
+
+def test_generator(tmp_path):
+    def data():
+        return {"x": ((X[i % 90 : i % 90 + 8], Y[i % 90 : i % 90 + 8]) for i in range(0, 1000, 8))}
+
+    options = {"epochs": 3, "steps_per_epoch": 4}
+    assert_same(lambda: trainer(False, steps_per_execution=2), data, [1, 2], tmp_path, **options)
+
+
+def test_keras_callbacks(tmp_path):
+    """Counters and best values, an epoch-wise rate that multiplies itself, the best weights, and a CSV file."""
+    runs = iter("abcd")
+
+    def callbacks():
+        run = next(runs) if callbacks.first else "b"
+        callbacks.first = False
+        return [
+            keras.callbacks.EarlyStopping("loss", patience=3, min_delta=0.5, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0, cooldown=1),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.CSVLogger(tmp_path / f"{run}.csv"),
+        ]
+
+    callbacks.first = True
+
+    def make():
+        return trainer(False, keras.optimizers.Adam(0.01))
+
+    folder = tmp_path / "checkpoints"
+    whole, _ = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
+    assert 3 < len(whole.model.history.epoch) < 9  # it did stop early
+    assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+
+def test_a_callback_of_ones_own(tmp_path):
+    class Counter(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+
+    class Saved(Counter):
+        def get_state(self):
+            return {"batches": self.batches}
+
+        def set_state(self, state):
+            self.batches = state["batches"]
+
+    forgetful, saved, trained = Counter(), Saved(), trainer(False)
+    interrupted(trained, arrays, [3], tmp_path, callbacks=lambda: [Counter(), Saved()], epochs=1)
+    with pytest.warns(UserWarning, match=r"Counter starts afresh .* \(batches\)"):
+        trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, callbacks=[forgetful, saved], verbose=0)
+    assert (forgetful.batches, saved.batches) == (5, 10)
+
+
+def test_a_save_at_an_epochs_last_step(tmp_path):
+    """It is made after validation and callbacks: neither is lost, nor done twice."""
+    validations = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            validations.append(dict(logs))
+
+    def callbacks():
+        return [Watch()]
+
+    trained = trainer(False)
+    options = {"epochs": 3, "validation_data": (X, Y), "callbacks": callbacks}
+    history = interrupted(trained, arrays, [5], tmp_path, every=5, **options)  # stops in the 2nd epoch's first step
+    assert len(validations) == 3
+    assert history.history["val_loss"] == [logs["loss"] for logs in validations]
+
+
+def test_complete_training_returns_its_history(tmp_path, capsys):
+    trained = trainer(False)
+    expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, verbose=0)
+    after = bits(trained)
+    scramble(trained)
+    history = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, verbose=2)
+    assert history.history == expected.history and history.epoch == [0, 1]
+    assert bits(trained) == after
+    assert "training was complete in" in capsys.readouterr().out
+    longer = trained.fit(**arrays(), epochs=3, checkpoint_dir=tmp_path, verbose=2)
+    assert longer.epoch == [0, 1, 2]
+    assert "resumed from" in capsys.readouterr().out
+
+
+# What must fail: a state with something missing is told from a whole one.
+
+
+def lose_seed(manifest):
+    manifest["data"]["seed"] += 1
+
+
+def lose_position(manifest):
+    manifest["progress"]["step_in_epoch"] -= 1
+
+
+@pytest.mark.parametrize("lose", [lose_seed, lose_position])
+def test_a_lost_place_in_the_data_shows(tmp_path, lose):
+    trained = trainer(False)
+    expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path / "a", verbose=0)
+    whole = bits(trained)
+    scramble(trained)
+    with pytest.raises(Interruption):
+        keras.utils.set_random_seed(0)
+        options = {"checkpoint_dir": tmp_path / "b", "checkpoint_every": 1, "verbose": 0, "epochs": 2}
+        trained.fit(**arrays(), callbacks=[StopAfter(2)], **options)
+    edit_manifest(checkpoint.latest(tmp_path / "b").path, lose)
+    history = trained.fit(**arrays(), **options)
+    assert bits(trained) != whole
+    assert history.history != expected.history
+
+
+@pytest.mark.parametrize("lost", ["good_steps", "current_scale", "iteration", "velocity", "seed_generator", "skipped"])
+def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
+    original = training_state.variables_of
+
+    def without(trainer):
+        groups = original(trainer)
+        kept = {
+            group: {name: v for name, v in named.items() if lost not in f"{name} {v.name}"}
+            for group, named in groups.items()
+        }
+        assert sum(map(len, kept.values())) < sum(map(len, groups.values()))
+        return kept
+
+    monkeypatch.setattr(training_state, "variables_of", without)
+    with pytest.raises(AssertionError):
+        assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
