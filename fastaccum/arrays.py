@@ -219,17 +219,32 @@ def _array(name: str, leaf: Any) -> np.ndarray | tf.Tensor:
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         remedy = "to_tensor()" if isinstance(leaf, tf.RaggedTensor) else "tf.sparse.to_dense"
         raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use {remedy} first.")
+    if hasattr(leaf, "toarray"):
+        raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use .toarray() first.")
     if not hasattr(leaf, "__array__"):
         raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
     if isinstance(leaf, (tf.Tensor, tf.Variable)):
         leaf = tf.convert_to_tensor(leaf)
+    require_unmasked(name, leaf)
     array = leaf if isinstance(leaf, tf.Tensor) else np.asarray(leaf)
-    dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
+    try:
+        dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
+    except TypeError:  # datetimes, records, long doubles: TensorFlow has none
+        dtype = None
     if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
         raise TypeError(f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand.")
     if len(array.shape) == 0:
         raise ValueError(f"{name}={leaf!r} is a scalar: the first axis must count examples.")
     return array
+
+
+def require_unmasked(name: str, leaf: Any) -> None:
+    """Raises TypeError for a masked array with masked elements."""
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise TypeError(
+            f"{name} is a masked array with {int(np.ma.count_masked(leaf)):,} masked elements, which would count as if "
+            "they were not: fill them (.filled(value)), and leave them out by a sample_weight of 0."
+        )
 
 
 def _dtype(array: np.ndarray | tf.Tensor) -> tf.DType:

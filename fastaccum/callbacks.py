@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from fastaccum import checks
+
 REDRAW_SECONDS = 0.1
 
 
@@ -76,9 +78,12 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, steps: int | None, history: bool):
-        for callback in tf.nest.flatten(callbacks):
-            if callback is not None and not hasattr(callback, "set_model"):
+        for callback in [] if callbacks is None else tf.nest.flatten(callbacks):
+            if isinstance(callback, type):
+                raise TypeError(f"callbacks holds the class {callback.__name__}: call it, and pass what it makes.")
+            if not hasattr(callback, "set_model"):
                 raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
+        checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
         if isinstance(callbacks, keras.callbacks.CallbackList):
             self.list = callbacks
         else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+LARGEST = float(np.finfo(np.float32).max)  # what the compiled step computes with
 
 
 def whole_number(name: str, value: Any, minimum: int = 1) -> int:
@@ -25,8 +28,12 @@ def whole_number(name: str, value: Any, minimum: int = 1) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a whole number of at least {minimum}.")
-    if not math.isfinite(value) or value != int(value) or value < minimum:
+    if isinstance(value, numbers.Integral):
+        value = int(value)  # of any size, where a float would overflow
+    if value in (math.inf, -math.inf) or value != value or value != int(value) or value < minimum:
         raise ValueError(f"{name}={value} must be a whole number of at least {minimum}.")
+    if value > sys.maxsize:
+        raise ValueError(f"{name} must be a whole number of at least {minimum} and at most {sys.maxsize}.")
     return int(value)
 
 
@@ -41,7 +48,7 @@ def positive_or_none(name: str, value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a positive number, or None for none.")
-    if not math.isfinite(value) or value <= 0:
+    if not 0 < value <= LARGEST:
         raise ValueError(f"{name}={value} must be positive and finite, or None for none.")
     return float(value)
 
@@ -72,14 +79,14 @@ def true_or_false(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+def one_of(name: str, value: Any, choices: tuple) -> Any:
     """`value`, one of `choices`.
 
     >>> one_of("on_nonfinite", "stop", ("skip", "raise"))
     Traceback (most recent call last):
     ValueError: on_nonfinite='stop' must be 'skip' or 'raise'.
     """
-    if value not in choices:
+    if not isinstance(value, (str, numbers.Integral, np.bool_)) or value not in choices:
         raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
     return value
 
@@ -100,6 +107,6 @@ def class_weight(value: Any) -> dict[int, float] | None:
     for index, factor in value.items():
         if not isinstance(index, numbers.Integral) or not isinstance(factor, numbers.Real):
             raise TypeError(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
-        if index < 0 or not math.isfinite(factor) or factor < 0:
+        if not 0 <= index <= sys.maxsize or not 0 <= factor <= LARGEST:
             raise ValueError(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
     return {int(index): float(factor) for index, factor in value.items()}

@@ -13,7 +13,16 @@ import keras
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from fastaccum.arrays import PREFETCH, ArraySource, as_arrays, as_tensors, checksum, common_rows, is_array_nest
+from fastaccum.arrays import (
+    PREFETCH,
+    ArraySource,
+    as_arrays,
+    as_tensors,
+    checksum,
+    common_rows,
+    is_array_nest,
+    require_unmasked,
+)
 from fastaccum.passes import Passes
 from fastaccum.stacks import Batch, Dispatch, Layout, Position, grouped, reshaped, split_rows
 
@@ -47,7 +56,9 @@ def source(
     weigh = None if class_weight is None else _class_weights(class_weight, sparse_labels)
     if x is None:
         raise ValueError(f"{what}=None: there is no data to work on.")
-    if is_array_nest(x):
+    if isinstance(x, (list, tuple, dict)) and not tf.nest.flatten(x):
+        raise ValueError(f"{what}={x!r} holds no array: there is no data to work on.")
+    if is_array_nest(x) or isinstance(x, (list, tuple, dict)) or hasattr(x, "toarray"):
         if y is None:
             raise ValueError(f"y=None: arrays need targets beside {what}. Pass y, or a dataset of (x, y).")
         batch = as_arrays((x, y, sample_weight))
@@ -66,6 +77,7 @@ def source(
             hooks = x.on_epoch_begin, x.on_epoch_end
         elif read_once:
             hooks = _only_once(name), _nothing
+            x = _without_masks(x, name)
         adapter = data_adapters.get_data_adapter(x, shuffle=shuffled)
         x = adapter.get_tf_dataset()
         if adapter.num_batches is not None:
@@ -94,6 +106,14 @@ def _only_once(what: str) -> Callable[[], None]:
             raise used_up(what)
 
     return begin
+
+
+def _without_masks(batches: Iterator, what: str) -> Iterator:
+    """The batches; TypeError at a masked array, whose mask TensorFlow would drop."""
+    for batch in batches:
+        for leaf in tf.nest.flatten(batch):
+            require_unmasked(what, leaf)
+        yield batch
 
 
 class DatasetSource:
@@ -333,6 +353,11 @@ def _class_weights(class_weight: dict[int, float], sparse_labels: bool) -> Calla
             raise ValueError(f"class_weight={class_weight} needs a single output, but y holds several.")
         labels = y
         if not sparse_labels and y.shape.rank > 1:
+            if y.shape[-1] not in (None, 1) and max(class_weight) >= y.shape[-1]:
+                raise ValueError(
+                    f"class_weight={class_weight} names class {max(class_weight)}, but y has {y.shape[-1]} classes, "
+                    f"from 0 to {y.shape[-1] - 1}."
+                )
             labels = tf.argmax(y, -1) if y.shape[-1] != 1 else tf.squeeze(y, -1)
         matches = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int64)[..., tf.newaxis] == classes
         factor = tf.where(tf.reduce_any(matches, -1), tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1), 1.0)

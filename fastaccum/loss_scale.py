@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 
 import tensorflow as tf
+
+from fastaccum import checks
 
 
 class LossScale(tf.Module):
@@ -173,7 +175,7 @@ min_scale=1.0, max_scale=16777216.0), NoLossScale(), StaticLossScale(loss_scale=
         return DynamicLossScale() if compute_dtype == "float16" else NoLossScale()
     if loss_scale is None:
         return NoLossScale()
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+    if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
         return StaticLossScale(loss_scale)
     raise TypeError(
         f"loss_scale={loss_scale!r} must be 'auto', a number, or one of NoLossScale(), StaticLossScale(...), "
@@ -182,8 +184,8 @@ min_scale=1.0, max_scale=16777216.0), NoLossScale(), StaticLossScale(loss_scale=
 
 
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number.")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value <= checks.LARGEST:
         raise ValueError(f"{name}={value} must be positive and finite.")
     return float(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
-from fastaccum import models
+from fastaccum import checks, models
 from fastaccum.head_loss import HeadLoss, LinearCrossEntropy
 from fastaccum.index_checks import whole
 
@@ -88,6 +89,8 @@ class Losses:
                     "sum over micro-batches equals it. Pass a loss of single rows."
                 )
             weight = weights.get(name)
+            if weight is not None and not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):
+                raise ValueError(f"loss_weights={weight!r} of output {name!r} must be a finite number.")
             classes = _classes(loss, prediction)
             self.outputs.append(Output(name, loss, 1.0 if weight is None else float(weight), classes))
 
@@ -111,6 +114,15 @@ class Losses:
         targets = by_output(y_true, output_names, y_pred, "y")
         weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
         return [term(o.loss, targets[o.name], predictions[o.name], weights.get(o.name), valid) for o in self.outputs]
+
+    def require_classes(self, class_weight: dict[int, float] | None) -> None:
+        """Raises ValueError for a class that no label can be."""
+        for output in self.outputs if class_weight else ():
+            if output.classes is not None and max(class_weight) >= output.classes:
+                raise ValueError(
+                    f"class_weight={class_weight} names class {max(class_weight)}, but output {output.name!r} has "
+                    f"{output.classes} classes, from 0 to {output.classes - 1}."
+                )
 
     def class_indices(self, y_true: Any) -> list[tf.Tensor]:
         """The labels of the outputs whose `classes` are set, in their order; ignored classes as 0."""
@@ -160,7 +172,14 @@ dtype=float32, numpy=2.0>)
     if not isinstance(loss, HeadLoss):
         dtype = getattr(loss, "dtype", None) or "float32"
         y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
+        _require_same_shape(loss, y_true, y_pred)
     values = loss.call(y_true, y_pred)
+    if not tf.is_tensor(values) or not values.dtype.is_floating:
+        returned = f"dtype {values.dtype.name}" if tf.is_tensor(values) else f"{values!r}"
+        raise ValueError(
+            f"loss {_loss_name(loss)!r} returned {returned}. It must return one tensor of floating-point losses, one "
+            "per example (or per token)."
+        )
     out_mask = models.mask_of(values)
     values = tf.cast(values, tf.float32)
     _require_per_example(loss, values, y_pred)
@@ -234,11 +253,41 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
 
 def _require_per_example(loss: Any, values: tf.Tensor, y_pred: tf.Tensor) -> None:
     if values.shape.rank == 0 or values.shape[0] != y_pred.shape[0]:
-        name = getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
         raise ValueError(
-            f"loss {name!r} returned shape {tuple(values.shape)} for {y_pred.shape[0]} examples. It must return one "
-            "loss per example (or per token), not their mean: drop the reduction over the batch axis."
+            f"loss {_loss_name(loss)!r} returned shape {tuple(values.shape)} for {y_pred.shape[0]} examples. It must "
+            "return one loss per example (or per token), not their mean: drop the reduction over the batch axis."
         )
+
+
+# Losses that compare target and prediction element by element, where TensorFlow would broadcast one to the other.
+_ELEMENTWISE = {
+    *("binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy"),
+    *("categorical_hinge", "cosine_similarity", "dice", "hinge", "huber", "kl_divergence", "log_cosh", "poisson"),
+    *("mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error", "mean_squared_logarithmic_error"),
+    *("squared_hinge", "tversky"),
+}
+
+
+def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
+    fn = getattr(loss, "fn", None)
+    if getattr(fn, "__name__", None) not in _ELEMENTWISE or not fn.__module__.startswith(("keras.", "tf_keras.")):
+        return
+    shapes = [tuple(y_true.shape), tuple(y_pred.shape)]
+    short, long = sorted(shapes, key=len)
+    if short == long or (*short, 1) == long:
+        return
+    sparse = len(shapes[0]) < len(shapes[1]) or shapes[0][-1] == 1
+    hint = (
+        " for class indices, use 'sparse_categorical_crossentropy';" if "categorical" in fn.__name__ and sparse else ""
+    )
+    raise ValueError(
+        f"y has shape {shapes[0]} and the predictions have {shapes[1]} (rows first), which loss {_loss_name(loss)!r} "
+        f"compares element by element:{hint} give the model's last layer as many units as y has columns, or reshape y."
+    )
+
+
+def _loss_name(loss: Any) -> Any:
+    return getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
 
 
 def _known(name: str) -> None:

@@ -34,6 +34,9 @@ class Metrics:
         """Creates the metrics' variables, from specs of targets and predictions."""
         plain, weighted = (list(m) if isinstance(m, tuple) else m for m in self._user)
         names = list(by_output(y_pred, output_names, y_pred, "y_pred"))
+        for each in (plain, weighted):
+            if isinstance(each, dict):  # Keras drops what it cannot place
+                by_output(each, output_names, y_pred, "metrics")
         self.compiled = CompileMetrics(plain, weighted, output_names=names)
         if len(names) > 1:
             y_true = _like(y_pred, by_output(y_true, output_names, y_pred, "y"))

@@ -64,6 +64,15 @@ class Model:
             )
         return outputs
 
+    def require_inputs(self, x: Any) -> None:
+        """Raises ValueError for a list of more or fewer inputs than the model has; Keras drops what is too many."""
+        expected = getattr(self.model, "inputs", None)
+        if expected and isinstance(x, (list, tuple)) and len(tf.nest.flatten(x)) != len(tf.nest.flatten(expected)):
+            raise ValueError(
+                f"x has {len(tf.nest.flatten(x))} arrays, but the model has {len(tf.nest.flatten(expected))} inputs: "
+                "pass one for each."
+            )
+
     def __call__(self, x: Any, training: bool) -> Any:
         return self.model(x, training=training)
 

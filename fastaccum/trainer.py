@@ -201,10 +201,11 @@ class Trainer:
         )
         step = self._built(source.sample)
         source.layout = source.layout._replace(exact_rows=self._exact_in_training())
+        self._losses.require_classes(class_weight)
         if source.read_once and steps_per_epoch is None and epochs - initial_epoch > 1:
             raise data.used_up(source.what)
         passes = source.epochs(initial_epoch, steps_per_epoch)
-        validate = self._validation(validation_data, validation_batch_size, validation_steps)
+        validate = self._validation(validation_data, validation_batch_size, validation_steps, like=source.sample)
 
         hooks = Callbacks(
             callbacks,
@@ -339,12 +340,18 @@ class Trainer:
         check()
         return self._step.evaluated([t.numpy().item() for t in totals])
 
-    def _validation(self, validation_data, batch_size, steps):
+    def _validation(self, validation_data, batch_size, steps, like):
         if validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         # One source for all epochs: it is validated before training starts.
         source = self._evaluation_source(x, y, sample_weight, batch_size, steps)
+        if _row_shapes(source.sample) != _row_shapes(like):
+            # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
+            one = tf.nest.map_structure(
+                lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), source.sample
+            )
+            self._run(tf.function(self._step.evaluate, autograph=False).get_concrete_function, one)
 
         def validate(callbacks):
             hooks = Callbacks(callbacks, self.model, verbose=0, epochs=1, steps=None, history=False)
@@ -444,6 +451,7 @@ class Trainer:
 
     def _built(self, sample: Batch) -> ModelStep:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
+        self._model.require_inputs(sample.x)
         if self._step is None:
             with distribution.scope_of(self._replicas):  # a model that is not built yet
                 y_pred = self._model.symbolic_call(sample.x, training=True)
@@ -486,8 +494,15 @@ class Trainer:
             return program(*args)
 
 
+def _row_shapes(sample: Batch) -> Any:
+    return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))
+
+
 def _schedule(validation_freq: Any):
     if isinstance(validation_freq, (list, tuple, set)):
-        return lambda epoch: epoch + 1 in validation_freq
+        if not validation_freq:
+            raise ValueError(f"validation_freq={validation_freq} names no epoch: pass the epochs to validate after.")
+        epochs = {checks.whole_number("validation_freq", epoch) for epoch in validation_freq}
+        return lambda epoch: epoch + 1 in epochs
     every = checks.whole_number("validation_freq", validation_freq)
     return lambda epoch: (epoch + 1) % every == 0

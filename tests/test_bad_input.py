@@ -488,3 +488,448 @@ def test_a_layer_with_an_op_that_xla_has_not_is_named(function):
         trainer.fit(X, Y, batch_size=4, verbose=0)
     plain = make_trainer(trainer.model, jit_compile=False)
     assert np.isfinite(plain.fit(X, Y, batch_size=4, verbose=0).history["loss"]).all()  # the remedy helps
+
+
+# What Keras takes without a word: exactly right here, or refused
+
+
+def backwards(array):
+    return np.ascontiguousarray(array[::-1])[::-1]
+
+
+def scattered(array):
+    wide = np.zeros((2 * len(array), 2 * array.shape[1]), array.dtype)
+    wide[::2, ::2] = array
+    return wide[::2, ::2]
+
+
+def read_only(array):
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+class Frame:
+    """An array-like, as data frames and other libraries' tensors are."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+@pytest.fixture(scope="module")
+def memory_mapped(tmp_path_factory):
+    path = tmp_path_factory.mktemp("arrays") / "x.npy"
+    np.save(path, X)
+    return np.load(path, mmap_mode="r")
+
+
+@pytest.fixture(scope="module")
+def replay(trainer):
+    """Fits from the same start each time, and returns the weights after it."""
+    start = [tf.identity(v) for v in (*trainer.model.variables, *trainer.optimizer.variables)]
+
+    def fit(x=X, y=Y, **options):
+        for variable, value in zip((*trainer.model.variables, *trainer.optimizer.variables), start, strict=True):
+            variable.assign(value)
+        trainer.fit(x, y, **{"batch_size": 2, "verbose": 0, "shuffle": False, **options})
+        return bytes_of(trainer)
+
+    return fit
+
+
+class StopsAtOnce(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+EXACT = {
+    "non-contiguous": {"x": scattered(X)},
+    "negative strides": {"x": backwards(X), "y": backwards(Y)},
+    "column-major": {"x": np.asfortranarray(X)},
+    "read-only": {"x": read_only(X), "y": read_only(Y)},
+    "big-endian": {"x": X.astype(">f4"), "y": Y.astype(">f4"), "sample_weight": np.ones(ROWS, ">f8")},
+    "float64": {"x": X.astype("float64"), "y": Y.astype("float64")},
+    "a matrix": {"x": np.asmatrix(X)},
+    "masked, but nothing is": {"x": np.ma.masked_array(X, False)},
+    "array-likes": {"x": Frame(X), "y": Frame(Y)},
+    "tensors and variables": {"x": tf.constant(X), "y": keras.Variable(Y)},
+    "lists of one array": {"x": [X], "y": (Y,)},
+    "targets without their axis of 1": {"y": Y[:, 0]},
+    "targets with another axis of 1": {"y": Y[..., None]},
+    "weights as bools": {"sample_weight": np.ones(ROWS, bool)},
+    "weights as whole numbers": {"sample_weight": np.ones((ROWS, 1), int)},
+    "a batch size of NumPy's": {"batch_size": np.int64(2)},
+    "epochs of NumPy's": {"epochs": np.uint8(1)},
+    "a whole float": {"batch_size": 2.0},
+    "endless epochs with a stop": {"epochs": 10**12, "callbacks": [StopsAtOnce()]},
+    "factors of NumPy's": {"class_weight": {np.int64(50): np.float32(2)}},
+    "a class that no label has": {"class_weight": {2**40: 2.0}},
+    "no callbacks": {"callbacks": []},
+    "a tuple of callbacks": {"callbacks": ()},
+    "validation epochs as a set": {"validation_freq": {1}, "validation_data": (X, Y)},
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_what_must_work_exactly(replay, case):
+    assert replay(**EXACT[case]) == replay()
+
+
+def test_memory_mapped_arrays_work_exactly(replay, memory_mapped):
+    assert replay(memory_mapped) == replay()
+
+
+@pytest.mark.parametrize("size", [ROWS + 1, 2**40, np.uint64(2**62)])
+def test_a_micro_batch_larger_than_the_data_is_all_of_it(replay, size):
+    assert replay(batch_size=size) == replay(batch_size=ROWS)
+
+
+@pytest.mark.parametrize("steps", [ROWS, 2**40, np.int64(2**62)])
+def test_more_micro_batches_than_there_are_make_one_step(steps):
+    weights = []
+    for accumulation in (steps, ROWS // 2):
+        keras.utils.set_random_seed(0)
+        trainer = make_trainer(gradient_accumulation_steps=accumulation, jit_compile=False)
+        trainer.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
+        assert int(trainer.optimizer.iterations) == 1
+        weights.append(bytes_of(trainer))
+    assert weights[0] == weights[1]
+
+
+def masked(array):
+    return np.ma.masked_array(array, array > 0)
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"x": masked(X)}, TypeError, r"x is a masked array with \d+ masked elements.*fill them \(.filled"),
+        ({"y": masked(Y)}, TypeError, r"y is a masked array with \d+ masked elements"),
+        (
+            {"sample_weight": np.ma.masked_array(np.ones(ROWS), np.arange(ROWS) < 2)},
+            TypeError,
+            r"with 2 masked elements",
+        ),
+        ({"x": X.astype("complex64")}, TypeError, r"x has dtype complex64: pass numbers"),
+        ({"y": Y.astype("complex128")}, TypeError, r"y has dtype complex128"),
+        ({"x": X.astype("datetime64[s]")}, TypeError, r"x has dtype datetime64\[s\]: pass numbers"),
+        ({"x": X.astype("timedelta64[s]")}, TypeError, r"x has dtype timedelta64\[s\]: pass numbers"),
+        ({"x": X.astype("longdouble")}, TypeError, r"x has dtype float\d+|longdouble: pass numbers"),
+        ({"x": X.astype(object)}, TypeError, r"x has dtype object: pass numbers"),
+        ({"x": np.rec.fromarrays([X[:, 0], X[:, 1]])}, TypeError, r"x has dtype .*record.*: pass numbers"),
+        ({"x": X.tolist()}, TypeError, r"x holds .* \(float\); pass arrays"),
+        ({"x": []}, ValueError, r"x=\[\] holds no array"),
+        ({"x": {}}, ValueError, r"x=\{\} holds no array"),
+        ({"x": [None]}, TypeError, r"x holds None \(NoneType\); pass arrays"),
+        ({"y": [None]}, TypeError, r"y holds None \(NoneType\); pass arrays"),
+        ({"x": [X, X]}, ValueError, r"x has 2 arrays, but the model has 1 inputs: pass one for each"),
+        ({"x": X[:, 0]}, ValueError, r"(?si)expected .*(2,|axis)"),
+        ({"x": X[:, :0]}, ValueError, r"(?si)expected .*(0\)|axis)"),
+        ({"y": Y[:, :0]}, ValueError, r"y has shape \(2, 0\) and the predictions have \(2, 1\)"),
+        ({"y": np.c_[Y, Y]}, ValueError, r"y has shape \(2, 2\) .* \(2, 1\) .*'mean_squared_error' compares element"),
+        ({"y": np.array(3.0)}, ValueError, r"y=.*3.* is a scalar"),
+        ({"sample_weight": 2.0}, TypeError, r"sample_weight holds 2.0 \(float\)"),
+        ({"sample_weight": [1.0] * ROWS}, TypeError, r"sample_weight holds 1.0 \(float\); pass arrays"),
+        ({"sample_weight": np.ones(ROWS, complex)}, TypeError, r"sample_weight has dtype complex128"),
+        ({"sample_weight": [np.ones(ROWS)] * 2}, ValueError, r"sample_weight has 2 entries for the 1 outputs"),
+        ({"sample_weight": {"other": np.ones(ROWS)}}, ValueError, r"sample_weight names \['other'\]"),
+        ({"sample_weight": tf.ragged.constant([[1.0]] * ROWS)}, TypeError, r"sample_weight holds a RaggedTensor"),
+        ({"batch_size": 10**400}, ValueError, r"batch_size must be a whole number of at least 1 and at most \d+"),
+        ({"batch_size": inf}, ValueError, r"batch_size=inf must be a whole number"),
+        ({"batch_size": 2j}, TypeError, r"batch_size=2j must be a whole number"),
+        ({"batch_size": [2]}, TypeError, r"batch_size=\[2\] must be a whole number"),
+        ({"epochs": np.array(1)}, TypeError, r"epochs=array\(1\) must be a whole number"),
+        ({"epochs": np.True_}, TypeError, r"epochs=np.True_ must be a whole number"),
+        ({"steps_per_epoch": 2**63}, ValueError, r"steps_per_epoch must be a whole number .* at most"),
+        ({"verbose": "loud"}, ValueError, r"verbose='loud' must be 'auto' or 0 or 1 or 2"),
+        ({"verbose": 7}, ValueError, r"verbose=7 must be 'auto'"),
+        ({"verbose": None}, ValueError, r"verbose=None must be 'auto'"),
+        ({"validation_freq": []}, ValueError, r"validation_freq=\[\] names no epoch"),
+        ({"validation_freq": [0]}, ValueError, r"validation_freq=0 must be a whole number of at least 1"),
+        ({"validation_freq": ["1"]}, TypeError, r"validation_freq='1' must be a whole number"),
+        ({"validation_freq": "12"}, TypeError, r"validation_freq='12' must be a whole number"),
+        ({"validation_split": True}, TypeError, r"validation_split=True must be a number"),
+        ({"validation_data": X}, ValueError, r"y=None: arrays need targets"),
+        ({"validation_data": (X, Y, Y, Y)}, ValueError, r"`\(x, y, sample_weight\)`"),
+        ({"validation_data": (X, Y, np.ones(3))}, ValueError, r"different numbers of rows"),
+        ({"validation_data": (X[:, :3], Y)}, ValueError, WRONG_WIDTH),
+        ({"validation_data": (X, np.c_[Y, Y])}, ValueError, r"y has shape \(2, 2\) and the predictions have \(2, 1\)"),
+        ({"validation_data": (masked(X), Y)}, TypeError, r"x is a masked array"),
+        ({"callbacks": [keras.callbacks.History]}, TypeError, r"callbacks holds the class History: call it"),
+        ({"callbacks": keras.callbacks.History}, TypeError, r"callbacks holds the class History: call it"),
+        ({"callbacks": [None]}, TypeError, r"callbacks holds None: pass keras.callbacks"),
+        ({"callbacks": [lambda epoch, logs: None]}, TypeError, r"callbacks holds <function"),
+        ({"class_weight": {}}, TypeError, r"class_weight=\{\} must map class indices"),
+        ({"class_weight": {"0": 1.0}}, TypeError, r"'0': 1.0 does not"),
+        ({"class_weight": {0.0: 1.0}}, TypeError, r"0.0: 1.0 does not"),
+        ({"class_weight": {0: None}}, TypeError, r"0: None does not"),
+        ({"class_weight": {0: inf}}, ValueError, r"0: inf does not"),
+        ({"class_weight": {0: 1e39}}, ValueError, r"0: 1e\+39 does not"),
+        ({"class_weight": {2**70: 1.0}}, ValueError, r"class_weight=.* does not"),
+    ],
+    ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
+)
+def test_fit_refuses_what_it_cannot_take_as_meant(trainer, options, error, match):
+    with refused(trainer, error, match):
+        trainer.fit(**{"x": X, "y": Y, "verbose": 0, "batch_size": 2, "shuffle": False, **options})
+
+
+def test_a_scipy_matrix_is_refused(trainer):
+    sparse_matrix = pytest.importorskip("scipy.sparse").csr_matrix(X)
+    with refused(trainer, TypeError, r"x holds a csr_matrix: XLA needs dense tensors. Use .toarray\(\)"):
+        trainer.fit(sparse_matrix, Y, verbose=0)
+
+
+def test_an_array_that_cannot_be_made_says_why(trainer):
+    class Broken:
+        def __array__(self, dtype=None, copy=None):
+            raise OSError("the disk is gone")
+
+    with refused(trainer, OSError, r"the disk is gone"):
+        trainer.fit(Broken(), Y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"gradient_accumulation_steps": None}, TypeError, r"gradient_accumulation_steps=None must be a whole number"),
+        ({"gradient_accumulation_steps": 10**400}, ValueError, r"gradient_accumulation_steps must be .* at most"),
+        ({"clip_norm": True}, TypeError, r"clip_norm=True must be a positive number"),
+        ({"clip_norm": 10**400}, ValueError, r"clip_norm=10+ must be positive and finite"),
+        ({"clip_norm": 1e39}, ValueError, r"clip_norm=1e\+39 must be positive and finite"),
+        ({"clip_norm": np.array([1.0])}, TypeError, r"clip_norm=array\(\[1.\]\) must be a positive number"),
+        ({"loss_scale": nan}, ValueError, r"loss_scale=nan must be positive and finite"),
+        ({"loss_scale": 1e300}, ValueError, r"loss_scale=1e\+300 must be positive and finite"),
+        ({"loss_scale": True}, TypeError, r"loss_scale=True must be"),
+        ({"loss_scale": fa.DynamicLossScale}, TypeError, r"loss_scale=<class .*DynamicLossScale.* must be"),
+        ({"jit_compile": 1}, TypeError, r"jit_compile=1 must be True or False"),
+        ({"fp32_weight_gradients": None}, TypeError, r"fp32_weight_gradients=None must be True or False"),
+        ({"optimizer": None}, TypeError, r"optimizer=None is of type NoneType"),
+        ({"optimizer": keras.optimizers.SGD(nan)}, ValueError, r"optimizer=SGD has learning_rate=nan"),
+        ({"optimizer": keras.optimizers.Adam(inf)}, ValueError, r"optimizer=Adam has learning_rate=inf"),
+        (
+            {"metrics": [keras.metrics.MeanSquaredError]},
+            TypeError,
+            r"metrics=<class .* must be a Keras 3 metric object",
+        ),
+        ({"metrics": {"other": "mae"}}, ValueError, r"metrics names \['other'\], but the model's outputs are"),
+        ({"metrics": "mae"}, ValueError, r"metrics.*list, tuple, or dict.*mae"),
+        ({"loss_weights": "a"}, ValueError, r"loss_weights='a' of output .* must be a finite number"),
+        ({"loss_weights": nan}, ValueError, r"loss_weights=nan of output .* must be a finite number"),
+        ({"loss_weights": [inf]}, ValueError, r"loss_weights=inf of output"),
+        ({"loss_weights": [1.0, 2.0]}, ValueError, r"loss_weights has 2 entries for the 1 outputs"),
+        ({"loss_weights": {"other": 1.0}}, ValueError, r"loss_weights names \['other'\]"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_trainer_refuses_at_once_or_before_its_first_step(options, error, match):
+    model = regressor()
+    before = [v.numpy().tobytes() for v in model.variables]
+    with pytest.raises(error, match=match):
+        make_trainer(model, jit_compile=options.pop("jit_compile", False), **options).fit(X, Y, verbose=0)
+    assert [v.numpy().tobytes() for v in model.variables] == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_scale": np.float32(8)}, {"clip_norm": np.float64(9)}, {"gradient_accumulation_steps": np.int16(2)}],
+    ids=str,
+)
+def test_numpy_scalars_as_arguments(options):
+    """As Python's numbers."""
+    weights = []
+    for given in (options, {name: value.item() for name, value in options.items()}):
+        keras.utils.set_random_seed(0)
+        trainer = make_trainer(jit_compile=False, **given)
+        trainer.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
+        weights.append(bytes_of(trainer))
+    assert weights[0] == weights[1]
+
+
+# Targets that a loss would broadcast
+
+
+ONE_HOT = np.eye(3, dtype="float32")[LABELS]
+SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def classifier(loss, outputs=3, **options):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(outputs, "sigmoid", name="head")])
+    return make_trainer(model, loss=loss, jit_compile=False, **options)
+
+
+@pytest.mark.parametrize(
+    "loss, outputs, y, match",
+    [
+        ("mse", 3, Y[:, 0], r"y has shape \(3,\) and the predictions have \(3, 3\)"),  # 3 rows: TensorFlow broadcasts
+        ("mse", 3, Y, r"y has shape \(3, 1\) and the predictions have \(3, 3\)"),
+        ("mae", 1, ONE_HOT, r"y has shape \(3, 3\) and the predictions have \(3, 1\)"),
+        ("huber", 3, Y, r"'huber' compares element by element"),
+        ("hinge", 3, Y, r"'hinge' compares element by element"),
+        ("poisson", 3, Y, r"'poisson' compares element by element"),
+        ("log_cosh", 3, Y, r"'log_cosh' compares element by element"),
+        ("kl_divergence", 3, Y, r"'kl_divergence' compares element by element"),
+        ("cosine_similarity", 3, Y, r"'cosine_similarity' compares element by element"),
+        ("mse", 3, np.ones((ROWS, 3, 3)), r"y has shape \(3, 3, 3\) and the predictions have \(3, 3\)"),
+        ("binary_crossentropy", 1, ONE_HOT, r"y has shape \(3, 3\)"),
+        ("categorical_crossentropy", 3, LABELS, r"for class indices, use 'sparse_categorical_crossentropy'"),
+        ("categorical_crossentropy", 3, LABELS[:, None], r"for class indices, use 'sparse_categorical_crossentropy'"),
+        ("categorical_crossentropy", 3, np.eye(4)[LABELS], r"y has shape \(3, 4\) and the predictions have \(3, 3\)"),
+        (SPARSE, 3, ONE_HOT, r"target.shape=\(3, 3\), output.shape=\(3, 3\)"),
+        (SPARSE, 3, ONE_HOT.astype(int), r"target.shape=\(3, 3\), output.shape=\(3, 3\)"),
+        (SPARSE, 3, np.c_[LABELS, LABELS], r"target.shape=\(3, 2\), output.shape=\(3, 3\)"),
+    ],
+)
+def test_targets_of_another_shape_than_the_predictions(loss, outputs, y, match):
+    trainer = classifier(loss, outputs)
+    trainer._optimizer.build(trainer.model.trainable_variables)
+    with refused(trainer, ValueError, match):
+        trainer.fit(X, y, batch_size=3, verbose=0)
+
+
+@pytest.mark.parametrize("make", [lambda y: y, lambda y: tf.data.Dataset.from_tensor_slices((X, y)).batch(3)])
+def test_targets_of_another_shape_in_evaluate(trainer, make):
+    data = make(np.c_[Y, Y])
+    with refused(trainer, ValueError, r"y has shape \(\d+, 2\) and the predictions have \(\d+, 1\)"):
+        trainer.evaluate(*((X, data) if isinstance(data, np.ndarray) else (data,)), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "returns, match",
+    [
+        (lambda y, p: tf.cast(p[:, 0], tf.complex64), r"returned dtype complex64.*floating-point"),
+        (lambda y, p: tf.reduce_any(p > y, -1), r"returned dtype bool"),
+        (lambda y, p: tf.cast(p[:, 0], tf.int32), r"returned dtype int32"),
+        (lambda y, p: tf.as_string(p[:, 0]), r"returned dtype string"),
+        (lambda y, p: [p[:, 0], p[:, 0]], r"returned .*one tensor|returned \[<tf.Tensor"),
+        (lambda y, p: None, r"None"),
+        (lambda y, p: 3.0, r"returned (3.0|shape \(\))"),
+        (lambda y, p: p[:1, 0], r"returned shape \(1,\) for 2 examples"),
+        (lambda y, p: tf.transpose(p), r"returned shape \(1, 2\) for 2 examples"),
+    ],
+)
+def test_losses_that_return_no_losses(returns, match):
+    trainer = make_trainer(loss=lambda y, p: returns(y, p), jit_compile=False)
+    trainer._optimizer.build(trainer.model.trainable_variables)
+    with refused(trainer, ValueError, match):
+        trainer.fit(X, Y, batch_size=2, verbose=0)
+
+
+@pytest.mark.parametrize("loss, y", [(SPARSE, LABELS), (keras.losses.CategoricalCrossentropy(), ONE_HOT)])
+def test_a_class_weight_for_no_class(loss, y):
+    trainer = classifier(loss)
+    trainer._optimizer.build(trainer.model.trainable_variables)
+    with refused(trainer, ValueError, r"class_weight=\{3: 2.0\} names class 3, but .* 3 classes, from 0 to 2"):
+        trainer.fit(X, y, class_weight={3: 2.0}, verbose=0)
+
+
+@pytest.mark.parametrize("offset", [2**32, 2**40, 2**62])
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_indices_that_wrap_around_in_32_bits(reader, offset, dtype):
+    """As 32 bits they are in range."""
+    with refused(reader, ValueError, r"labels of output 'head': values from"):
+        reader.train_step((stacked(IDS, 2, 6), stacked((LABELS + offset).astype(dtype), 2, 6)))
+    with refused(reader, ValueError, r"ids given to embedding 'words': values from"):
+        reader.train_step((stacked((IDS + offset).astype(dtype), 2, 6), stacked(LABELS.astype("float32"), 2, 6)))
+
+
+def test_metrics_and_callbacks_that_raise(trainer):
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            raise RuntimeError("from a callback")
+
+    def raises(y_true, y_pred):
+        raise RuntimeError("from a metric")
+
+    with refused(trainer, RuntimeError, r"from a callback"):
+        trainer.fit(X, Y, callbacks=[Raises()], verbose=0)
+    other = make_trainer(metrics=[raises], jit_compile=False)
+    other._optimizer.build(other.model.trainable_variables)
+    with refused(other, RuntimeError, r"from a metric"):
+        other.fit(X, Y, verbose=0)
+
+
+# More datasets and generators
+
+
+def yields(*items):
+    return lambda: (item for item in items)
+
+
+FOUR = (X[:2], Y[:2])
+
+
+class Holds(keras.utils.PyDataset):
+    def __init__(self, item, length=2):
+        super().__init__()
+        self.item, self.length = item, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.item
+
+
+@pytest.mark.parametrize(
+    "make, error, match",
+    [
+        (yields([*FOUR, Y[:2]]), ValueError, r"generator must return a tuple"),
+        (yields((*FOUR, Y[:2], Y[:2])), ValueError, r"\(x, y, sample_weight\)"),
+        (yields(X[:2]), ValueError, r"generator must return a tuple"),
+        (yields({"x": X[:2], "y": Y[:2]}), ValueError, r"generator must return a tuple"),
+        (yields(None), ValueError, r"generator must return a tuple"),
+        (yields((X[:2], None)), TypeError, r"yields OptionalSpec"),
+        (yields((None, Y[:2])), TypeError, r"yields OptionalSpec"),
+        (yields((X[0], Y[0])), ValueError, r"different numbers of rows"),
+        (yields((X[:2].tolist(), Y[:2].tolist())), ValueError, r"arrays must be at least rank 1"),
+        (yields(FOUR, (X[:2, :3], Y[:2])), ValueError, r"rows of different shapes \[\(3,\), \(4,\)\]"),
+        (yields(FOUR, (X[:2], np.c_[Y, Y][:2])), ValueError, r"rows of different shapes \[\(1,\), \(2,\)\]"),
+        (yields(FOUR, (*FOUR, Y[:2, 0])), ValueError, r"tuple arity mismatch; expected: 2, got: 3"),
+        (yields(FOUR, (X[:2], None)), ValueError, r"(?s)structure"),
+        (yields((X[:2].astype("complex64"), Y[:2])), TypeError, r"yields dtype complex64: pass numbers"),
+        (yields((X[:2].astype(object), Y[:2])), ValueError, r"Invalid dtype: object"),
+        (yields((X[:2].astype(str), Y[:2])), ValueError, r"Invalid dtype: str"),
+        (yields((masked(X[:6]), Y[:6])), TypeError, r"x \(generator\) is a masked array with \d+ masked"),
+        (yields((tf.sparse.from_dense(X[:2]), Y[:2])), TypeError, r"yields SparseTensorSpec.*XLA needs dense"),
+        (yields((tf.ragged.constant([[1.0], [1.0, 2.0]]), Y[:2])), TypeError, r"yields RaggedTensorSpec.*needs dense"),
+        (yields((X[:2], np.c_[Y, Y][:2])), ValueError, r"y has shape \(\d, 2\) and the predictions have \(\d, 1\)"),
+        (yields(((X[:2], X[:2]), Y[:2])), ValueError, r"x has 2 arrays, but the model has 1 inputs"),
+        (lambda: Holds((*FOUR, Y, Y)), ValueError, r"must return a tuple"),
+        (lambda: Holds(X[:2]), ValueError, r"yields no targets"),
+        (lambda: Holds(FOUR, 0), ValueError, r"PyDataset has length 0"),
+        (lambda: Holds((X[:2, :3], Y[:2])), ValueError, WRONG_WIDTH),
+        (lambda: Holds((X[:2].astype(str), Y[:2])), ValueError, r"Invalid dtype: str"),
+        (lambda: dataset(X.astype("complex64"), Y).batch(2), TypeError, r"yields dtype complex64"),
+        (lambda: dataset(X, Y).window(2), TypeError, r"yields DatasetSpec"),
+        (lambda: dataset(X, Y, np.ones((ROWS, 3))).batch(2), ValueError, r"sample_weight of shape"),
+        (lambda: dataset(X, np.c_[Y, Y]).batch(2), ValueError, r"y has shape \(\d, 2\)"),
+        (lambda: dataset((X, X), Y).batch(2), ValueError, r"x has 2 arrays, but the model has 1 inputs"),
+        (lambda: Holds, ValueError, r"Unrecognized data type: x=<class"),
+        (lambda: {1, 2}, ValueError, r"Unrecognized data type: x=\{1, 2\}"),
+    ],
+)
+def test_more_datasets_that_do_not_fit(trainer, make, error, match):
+    with refused(trainer, error, match):
+        trainer.fit(make(), verbose=0)
+
+
+def test_a_dataset_of_unknown_rank(trainer):
+    unknown = tf.data.Dataset.from_generator(lambda: iter([FOUR]), output_types=(tf.float32, tf.float32))
+    with refused(trainer, ValueError, r"yields a tensor of unknown rank: give it a shape \(output_signature"):
+        trainer.fit(unknown, verbose=0)
+
+
+@pytest.mark.parametrize("make", [lambda: iter(dataset(X, Y).batch(2)), lambda: iter(list(dataset(X, Y).batch(2)))])
+def test_iterators_work_exactly(replay, make):
+    assert replay(make(), None, batch_size=None) == replay()
+
+
+def test_batches_of_unknown_width_work_exactly(replay):
+    shape = tf.TensorSpec([None, None])
+    batches = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, ROWS, 2)]
+    unknown = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=(shape, shape))
+    assert replay(unknown, None, batch_size=None) == replay()
