@@ -36,6 +36,7 @@ class ArraySource:
     """
 
     read_once = False
+    what = "x, y and sample_weight"
 
     def __init__(self, batch: Batch, batch_size: int, layout: Layout, seed: int | None = None):
         self.arrays = as_arrays(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.eager import context
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from fastaccum.models import LegacyModel, Model
@@ -46,6 +48,50 @@ def of(model: Model) -> Replicas | None:
                 "in every micro-batch: make it with synchronized=False."
             )
     return Replicas(strategy)
+
+
+class WorkerLost(RuntimeError):
+    """Another worker died, stopped answering, or failed: what it was, the step, and what to do."""
+
+
+class WorkersDiffer(ValueError):
+    """Workers were given what must be the same, and is not. Raised on each of them."""
+
+
+def connected(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a Trainer in which no worker waits for one that has failed: each raises an error instead."""
+
+    @functools.wraps(method)
+    def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        replicas = trainer._replicas
+        if replicas is None or replicas.workers == 1:
+            return method(trainer, *args, **kwargs)
+        try:
+            return method(trainer, *args, **kwargs)
+        except tf.errors.OpError as error:
+            if "ollective" not in str(error):
+                replicas.report(error)
+                raise
+            updates = int(trainer.optimizer.iterations.numpy())
+            raise WorkerLost(
+                f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
+                f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on together: "
+                "restart all of them, from the last checkpoint."
+            ) from error
+        except (WorkerLost, WorkersDiffer):
+            raise
+        except BaseException as error:  # Ctrl-C and SIGTERM too
+            replicas.report(error)
+            raise
+
+    return call
+
+
+def _cause(error: tf.errors.OpError) -> str:
+    """What a failed collective says of its reason, without the graph's stack trace."""
+    reason = error.message.partition("Collective ops is aborted by: ")[2] or error.message
+    lines = reason.partition("The error could be from a previous operation")[0].strip().splitlines()
+    return " ".join(line.strip() for line in lines)[:500].rstrip(".") + "."
 
 
 def scope_of(replicas: Replicas | None) -> contextlib.AbstractContextManager:
@@ -109,7 +155,7 @@ class Replicas:
         self.worker = getattr(strategy.extended, "_id_in_cluster", 0)
         self.first = self.worker * len(self.devices)
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]
-        self._reducer = tf.function(self._all_reduce, autograph=False)
+        self._reductions: dict[tuple, Callable[..., Any]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
 
     @property
@@ -182,24 +228,23 @@ class Replicas:
     # Reduction.
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        """The sums over all replicas, one nest of tensors for each local one; one collective a tensor.
+        """The sums over all replicas, from a nest of tensors of each local one: as many nests; one collective a tensor."""
+        leaves = [tf.nest.flatten(each) for each in tensors]
+        specs = tuple((t.shape, t.dtype) for t in leaves[0])
+        if specs not in self._reductions:
+            given = [[tf.TensorSpec(*spec) for spec in specs] for _ in leaves]
+            with tf.init_scope(), outside_scope():
+                self._reductions[specs] = tf.function(self._reduced, autograph=False).get_concrete_function(given)
+        flat = self._reductions[specs](*[t for each in leaves for t in each])
+        return [tf.nest.pack_sequence_as(tensors[0], each) for each in flat]
 
-        Traced once for each shape, however many programs call it: workers then agree on the collective even
-        where their programs differ.
-        """
-        return self._reducer(tensors)
-
-    def _all_reduce(self, tensors: list[Any]) -> list[Any]:
+    def _reduced(self, tensors: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         def reduce(own):
-            own = tf.nest.map_structure(tf.identity, own)  # on the replica's device, which the collective asks for
+            own = [tf.identity(t) for t in own]  # on the replica's device, which the collective asks for
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
 
-        with outside_scope():
-            leaves = zip(*map(tf.nest.flatten, tensors), strict=True)
-            per_replica = [values.PerReplica(each) for each in leaves]
-            reduced = self.strategy.run(reduce, args=(per_replica,))
-            local = [self.strategy.experimental_local_results(each) for each in reduced]
-            return [tf.nest.pack_sequence_as(tensors[0], each) for each in zip(*local, strict=True)]
+        reduced = self.strategy.run(reduce, args=([values.PerReplica(each) for each in zip(*tensors, strict=True)],))
+        return list(map(list, zip(*map(self.strategy.experimental_local_results, reduced), strict=True)))
 
     # Workers.
 
@@ -216,18 +261,24 @@ class Replicas:
         """The chief's numbers, on every worker."""
         return self.gather(numbers)[0].tolist()
 
+    def report(self, error: Exception) -> None:
+        """Tells the other workers of an error here: what they wait for, or will, raises it."""
+        message = f"worker {self.worker} failed with {type(error).__name__}: {error}"
+        with contextlib.suppress(tf.errors.OpError):  # none of them is left
+            context.context().report_error_to_cluster(tf.errors.ABORTED, message[:1000])
+
     def barrier(self) -> None:
         """Returns once every worker has come here."""
         self.gather([0])
 
-    def require_same(self, **numbers: int) -> None:
-        """Raises ValueError, on every worker, where workers differ in one of the numbers."""
+    def require_same(self, advice: str, **numbers: int) -> None:
+        """Raises WorkersDiffer, with advice, on every worker where they differ in one of the numbers."""
+        if self.workers == 1:
+            return
         table = self.gather(list(numbers.values()))
         for name, column in zip(numbers, table.T.tolist(), strict=True):
             if len(set(column)) > 1:
-                raise ValueError(
-                    f"Workers differ in {name}: {column}, by worker. All must run the same program on the same data."
-                )
+                raise WorkersDiffer(f"Workers differ in {name.replace('_', ' ')}: {column}, in their order. {advice}")
 
 
 class ReplicaProgram:

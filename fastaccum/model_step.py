@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -226,6 +227,12 @@ class ModelStep(TrainStep):
         """Runs the train steps of a dispatch."""
         program = self.compiled_execute_many if dispatch.many else self.compiled_execute
         return program(*dispatch.stacks)
+
+    def together(
+        self, source: Any, dispatches: Iterator[Dispatch], steps: int | None, training: bool = True
+    ) -> Iterator[Dispatch]:
+        """The dispatches of a pass, which all workers have as many of: on one, any pass."""
+        return dispatches
 
     def execute(self, *stacks: Batch) -> Executed:
         """One train step on the stacks, one after the other, and the logs so far."""

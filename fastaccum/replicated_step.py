@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from fastaccum import models
 from fastaccum.compiled import Program
-from fastaccum.distribution import ReplicaProgram, Replicas, first_components
+from fastaccum.distribution import ReplicaProgram, Replicas, WorkersDiffer, first_components
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.model_step import Executed, ModelStep
 from fastaccum.stacks import Batch, Dispatch
@@ -158,7 +159,7 @@ class ReplicatedStep(ModelStep):
         metric_variables = [*metrics.variables, *loss_means]
         self._training = Exchange(replicas, self.index_checks, metric_variables)
         self._evaluation = Exchange(replicas, self.index_checks, metric_variables)
-        self._working = tf.constant(float(replicas.count))
+        self._length_known = True
         self._accumulate, self._finish, self._sum, self._total, self._count = (
             ReplicaProgram(function, replicas, self._jit_compile, around=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self.count)
@@ -260,11 +261,13 @@ class ReplicatedStep(ModelStep):
     # One dispatch.
 
     def _executed(self, *stacks: Batch) -> Executed:
-        executed, self._working = self._executor(*stacks)
+        executed, working = self._executor(*stacks)
+        self._require_all(working)
         return executed
 
     def _evaluated(self, *stacks: Batch) -> list[tf.Tensor]:
-        sums, self._working = self._evaluator(*stacks)
+        sums, working = self._evaluator(*stacks)
+        self._require_all(working)
         return sums
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
@@ -275,6 +278,45 @@ class ReplicatedStep(ModelStep):
         for i in range(dispatch.steps):
             executed = self._executed(tf.nest.map_structure(lambda t, i=i: t[i], stack))
         return executed
+
+    # One pass over the data.
+
+    def together(
+        self, source: Any, dispatches: Iterator[Dispatch], steps: int | None, training: bool = True
+    ) -> Iterator[Dispatch]:
+        if self._replicas.workers == 1:
+            return dispatches
+        return self._together(source, dispatches, steps, self._training if training else self._evaluation)
+
+    def _together(self, source, dispatches, steps, exchange):
+        known = steps or source.steps_per_epoch
+        first = next(dispatches)
+        self._replicas.require_same(
+            f"Every worker must be given the same {source.what}, in the same order (a shuffle needs a seed), with the "
+            "same batch_size and gradient_accumulation_steps; or a dataset of its own, with as many batches as the "
+            "others', under auto_shard_policy OFF.",
+            steps_in_a_pass=known or 0,
+            gradient_accumulation_steps=source.layout.accumulation,
+            data=source.checksum(),
+        )
+        self._length_known = bool(known)
+        try:
+            yield from itertools.chain([first], dispatches)
+            if not known and (others := exchange.without_data()):
+                raise self._apart(others)
+        finally:
+            self._length_known = True
+
+    def _require_all(self, working: tf.Tensor) -> None:
+        # Waits for the step, so only where a worker's data may have ended: it does not come to the next one.
+        if not self._length_known and int(working) < self._replicas.count:
+            raise self._apart(int(working))
+
+    def _apart(self, working: int) -> WorkersDiffer:
+        return WorkersDiffer(
+            f"The workers' data ended at different steps: {working} of {self._replicas.count} replicas still had some. "
+            "Nothing was updated with it. Give all workers as many batches, or pass steps_per_epoch (or steps)."
+        )
 
 
 def _offset(seed: tf.Variable, replica: tf.Tensor) -> tf.Tensor:

@@ -117,6 +117,7 @@ class Trainer:
         """The optimizer object that trains the model."""
         return self._optimizer.optimizer
 
+    @distribution.connected
     def fit(
         self,
         x: Any = None,
@@ -189,13 +190,17 @@ class Trainer:
         saver = training_state.saver(checkpoint_dir, checkpoint_every, keep)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)
+        seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
+        if self._replicas is not None:
+            self._replicas.require_same("Pass the same to all.", epochs=epochs, initial_epoch=initial_epoch)
+            (seed,) = self._replicas.broadcast([seed])
         source = self._source(
             x,
             y,
             sample_weight,
             batch_size=batch_size,
             shuffle=shuffle,
-            seed=int(np.random.randint(2**31 - 1)) if shuffle else None,
+            seed=seed if shuffle else None,
             class_weight=class_weight,
             steps_per_execution=self.steps_per_execution,
         )
@@ -233,7 +238,8 @@ class Trainer:
                 step.reset()
                 hooks.list.on_epoch_begin(epoch)
                 done = saver.begin_epoch(epoch)
-                logs = self._train_epoch(step, saver.watched(next(passes)), hooks, done)
+                dispatches = step.together(source, next(passes), steps_per_epoch)
+                logs = self._train_epoch(step, saver.watched(dispatches), hooks, done)
                 if validate is not None and should_validate(epoch):
                     val_logs = validate(callbacks=hooks.list)
                     logs.update({f"val_{name}": value for name, value in val_logs.items()})
@@ -264,6 +270,7 @@ class Trainer:
         step.stuck_steps.warn(executed.stuck)
         return logs
 
+    @distribution.connected
     def evaluate(
         self,
         x: Any = None,
@@ -324,7 +331,8 @@ class Trainer:
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
         totals = None
-        for batch, dispatch in enumerate(next(iter(source.epochs(0, steps)))):
+        dispatches = step.together(source, next(iter(source.epochs(0, steps))), steps, training=False)
+        for batch, dispatch in enumerate(dispatches):
             begin(batch)
             *sums, indices = self._run(step.compiled_evaluate, *dispatch.stacks)
             totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
@@ -359,6 +367,7 @@ class Trainer:
 
         return validate
 
+    @distribution.connected
     def predict(
         self,
         x: Any,
@@ -370,6 +379,7 @@ class Trainer:
         """The model's outputs for `x`, as NumPy arrays: Keras's own `predict`."""
         return self.model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
 
+    @distribution.connected
     def train_step(self, stack: tuple) -> StepResult:
         """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
 
@@ -395,13 +405,22 @@ class Trainer:
 
     def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
+        self._require_one_program()
         batch = self._batch(stack)
         return compiled.compiler_ir(self._step_for(batch).compiled_execute, batch, stage=stage)
 
     def memory_analysis(self, stack: tuple) -> compiled.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
+        self._require_one_program()
         batch = self._batch(stack)
         return compiled.memory_analysis(self._step_for(batch).compiled_execute, batch)
+
+    def _require_one_program(self) -> None:
+        if self._replicas is not None:
+            raise ValueError(
+                f"Under {type(self._replicas.strategy).__name__} a train step is several programs: ask for that of the "
+                "same model made outside the scope, with the batch_size of one replica."
+            )
 
     def _batch(self, stack: tuple) -> Batch:
         if isinstance(stack, Batch):

@@ -215,7 +215,8 @@ class Saver(NotSaved):
         self._tensors = {} if found is None else found.tensors()
         if replicas is not None:
             # Also holds the chief back, whose next checkpoint may take the place of the one that others still read.
-            replicas.require_same(**{"the checkpoint's step": -1 if found is None else found.step})
+            step = -1 if found is None else found.step
+            replicas.require_same("All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step)
         if found is None:
             return None
         different = differences(found.manifest["description"], self._description)
