@@ -228,7 +228,7 @@ class Replicas:
     # Reduction.
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        """The sums over all replicas, from a nest of tensors of each local one: as many nests; one collective a tensor."""
+        """The sums over all replicas, from and to a nest of tensors for each local one; one collective a tensor."""
         leaves = [tf.nest.flatten(each) for each in tensors]
         specs = tuple((t.shape, t.dtype) for t in leaves[0])
         if specs not in self._reductions:
