@@ -250,7 +250,7 @@ class Saver(NotSaved):
 
     def begin_epoch(self, epoch: int) -> int:
         if self._resumed is not None:
-            # Once more, where `on_epoch_begin` was called twice for this epoch.
+            # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for it before.
             if self._position.step:
                 self._restore()
             self._resumed, self._tensors = None, {}
