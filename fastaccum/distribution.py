@@ -158,7 +158,7 @@ class Replicas:
         self.worker = getattr(strategy.extended, "_id_in_cluster", 0)
         self.first = self.worker * len(self.devices)
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]
-        self._reductions: dict[tf.TensorSpec, Callable[..., Any]] = {}
+        self._reductions: dict[tf.TensorSpec, tuple[Any, list[tf.Tensor]]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
 
     @property
@@ -234,13 +234,18 @@ class Replicas:
     # Reduction.
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum over all replicas, on each local one, from a tensor of each local one: one collective."""
+        """The sum over all replicas, on each local one, from a tensor of each local one: one collective.
+
+        Its key is settled once for each shape, whatever programs call it: workers agree on it where their programs
+        differ, and TensorFlow, which keeps what it knows of every key, does not grow with each step.
+        """
         spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
         if spec not in self._reductions:
             with tf.init_scope(), outside_scope():
-                reduced = tf.function(self._reduced, autograph=False)
-                self._reductions[spec] = reduced.get_concrete_function([spec] * len(tensors))
-        return list(self._reductions[spec](*tensors))
+                reduced = tf.function(self._reduced, autograph=False).get_concrete_function([spec] * len(tensors))
+                self._reductions[spec] = reduced, reduced.captured_inputs
+        reduced, captured = self._reductions[spec]
+        return list(reduced._call_flat(list(tensors), captured))
 
     def _reduced(self, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
         def reduce(own):

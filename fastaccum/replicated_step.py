@@ -229,8 +229,6 @@ class ReplicatedStep(ModelStep):
 
     # On all local replicas, in a graph that calls the compiled programs.
 
-    # One collective a program: with several, TensorFlow may not number them in the same order on every device.
-
     def _count_on_all(self, *stacks: Batch) -> list[tf.Tensor]:
         shares = self._shares(stacks)
         count = self._count(*shares[0])

@@ -175,7 +175,7 @@ def check_overflow():
     seen = []
     for model in (make(), replicated(make)):
         loss_scale = fa.DynamicLossScale(init_scale=2.0**10, growth_interval=2, backoff_factor=0.25)
-        trainer = fa.Trainer(model, "adam", "mse", loss_scale=loss_scale, gradient_accumulation_steps=2)
+        trainer = fa.Trainer(model, "adamw", "mse", loss_scale=loss_scale, gradient_accumulation_steps=2)
         before = model.get_weights()
         rows = lambda a, at: a[at : at + 10].reshape(2, 5, -1)  # noqa: E731
         result = trainer.train_step((rows(x * 10, 0), rows(Y, 0)))
