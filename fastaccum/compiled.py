@@ -66,9 +66,6 @@ class Program:
 
 def _call_of(concrete: Any) -> Callable[[list[tf.Tensor]], Any]:
     """Calls a concrete function with its tensors in the order of `tf.nest.flatten`."""
-    if any(callable(each) for each in concrete._captured_inputs):
-        # A collective's key, which is to be new in every call: workers that called different programs before agree.
-        return lambda tensors: concrete._call_flat(tensors, concrete.captured_inputs)
     captured = concrete.captured_inputs
     return lambda tensors: concrete._call_flat(tensors, captured)
 

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from fastaccum.models import LegacyModel, Model
@@ -25,7 +26,7 @@ def of(model: Model) -> Replicas | None:
     Raises:
         ValueError: a strategy, or a layer, that is not supported; or a scope entered only after the model was made.
     """
-    strategy = model.model.distribute_strategy if hasattr(model.model, "distribute_strategy") else None
+    strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
     if strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy):
         if tf.distribute.has_strategy():
             raise ValueError(
@@ -102,12 +103,14 @@ def scope_of(replicas: Replicas | None) -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def outside_scope() -> Iterator[None]:
     """Within it variables and programs are made as if no strategy's scope had been entered."""
-    mode = distribute_lib._DefaultReplicaThreadMode()
-    distribute_lib._push_per_thread_mode(mode)
+    graph = ops.get_default_graph()
+    creators, graph._variable_creator_stack = graph._variable_creator_stack, []
+    distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
     try:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+        graph._variable_creator_stack = creators
 
 
 class _FirstComponent:
@@ -155,7 +158,7 @@ class Replicas:
         self.worker = getattr(strategy.extended, "_id_in_cluster", 0)
         self.first = self.worker * len(self.devices)
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]
-        self._reductions: dict[tuple, Callable[..., Any]] = {}
+        self._reductions: dict[tf.TensorSpec, tuple[Any, list[tf.Tensor]]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
 
     @property
@@ -188,13 +191,16 @@ class Replicas:
                         own.numpy(), dtype=own.dtype, trainable=own.trainable, name=own.name[:-2]
                     )
 
-    def unmirror(self, variables: Sequence[keras.Variable]) -> None:
-        """Gives Keras variables that were made under the scope one component alone, with the first replica's value."""
-        for variable in variables:
-            own = variable.value
-            if isinstance(own, values.DistributedVariable):
-                with outside_scope():
-                    variable._value = tf.Variable(own.values[0].numpy(), dtype=own.dtype, trainable=False)
+    def unmirror(self, holders: Sequence[Any]) -> None:
+        """Objects that were made under the scope get plain variables in place of distributed ones, of the same value.
+
+        So do Keras variables and loss scales, whose variables are `on` each replica by being copied.
+        """
+        for attributes in map(vars, holders):
+            for name, own in list(attributes.items()):
+                if isinstance(own, values.DistributedVariable):
+                    with outside_scope():
+                        attributes[name] = tf.Variable(own.values[0].numpy(), dtype=own.dtype, trainable=False)
 
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
         """The handle of a local replica's variable, from that of the first's.
@@ -227,24 +233,26 @@ class Replicas:
 
     # Reduction.
 
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        """The sums over all replicas, from and to a nest of tensors for each local one; one collective a tensor."""
-        leaves = [tf.nest.flatten(each) for each in tensors]
-        specs = tuple((t.shape, t.dtype) for t in leaves[0])
-        if specs not in self._reductions:
-            given = [[tf.TensorSpec(*spec) for spec in specs] for _ in leaves]
-            with tf.init_scope(), outside_scope():
-                self._reductions[specs] = tf.function(self._reduced, autograph=False).get_concrete_function(given)
-        flat = self._reductions[specs](*[t for each in leaves for t in each])
-        return [tf.nest.pack_sequence_as(tensors[0], each) for each in flat]
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum over all replicas, on each local one, from a tensor of each local one: one collective.
 
-    def _reduced(self, tensors: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        Its key is settled once for each shape, whatever programs call it: workers agree on it where their programs
+        differ, and TensorFlow, which keeps what it knows of every key, does not grow with each step.
+        """
+        spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
+        if spec not in self._reductions:
+            with tf.init_scope(), outside_scope():
+                reduced = tf.function(self._reduced, autograph=False).get_concrete_function([spec] * len(tensors))
+                self._reductions[spec] = reduced, reduced.captured_inputs
+        reduced, captured = self._reductions[spec]
+        return list(reduced._call_flat(list(tensors), captured))
+
+    def _reduced(self, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
         def reduce(own):
-            own = [tf.identity(t) for t in own]  # on the replica's device, which the collective asks for
+            own = tf.identity(own)  # on the replica's device, which the collective asks for
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
 
-        reduced = self.strategy.run(reduce, args=([values.PerReplica(each) for each in zip(*tensors, strict=True)],))
-        return list(map(list, zip(*map(self.strategy.experimental_local_results, reduced), strict=True)))
+        return self.strategy.experimental_local_results(self.strategy.run(reduce, args=(values.PerReplica(tensors),)))
 
     # Workers.
 

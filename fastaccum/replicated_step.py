@@ -22,30 +22,28 @@ SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one a
 
 
 class Buffer:
-    """A list of tensors as one flat tensor for each dtype (float32, and float64 if any is that), and back.
+    """A list of tensors as one flat tensor, float32 (float64 if any of them is), and back.
 
     >>> buffer = Buffer()
     >>> flat = buffer.pack([tf.constant([[1.0, 2.0]]), tf.constant(3.0)])
-    >>> [t.numpy().tolist() for t in flat], [t.numpy().tolist() for t in buffer.unpack(flat)]
-    ([[1.0, 2.0, 3.0]], [[[1.0, 2.0]], 3.0])
+    >>> flat.numpy().tolist(), [t.numpy().tolist() for t in buffer.unpack(flat)]
+    ([1.0, 2.0, 3.0], [[[1.0, 2.0]], 3.0])
     """
 
-    def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def pack(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
         self._specs = [(t.shape, accumulator_dtype(t.dtype)) for t in tensors]
-        self._dtypes = sorted({dtype for _, dtype in self._specs}, key=lambda dtype: dtype.name)
-        flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t, (_, dtype) in zip(tensors, self._specs, strict=True)]
-        return [tf.concat([t for t in flat if t.dtype == dtype], 0) for dtype in self._dtypes]
+        self._dtype = tf.float64 if any(dtype == tf.float64 for _, dtype in self._specs) else tf.float32
+        return tf.concat([tf.reshape(tf.cast(t, self._dtype), [-1]) for t in tensors], 0)
 
-    def unpack(self, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        parts = {}
-        for dtype, whole in zip(self._dtypes, flat, strict=True):
-            sizes = [shape.num_elements() for shape, each in self._specs if each == dtype]
-            parts[dtype] = iter(tf.split(whole, sizes))
-        return [tf.reshape(next(parts[dtype]), shape) for shape, dtype in self._specs]
+    def unpack(self, flat: tf.Tensor) -> list[tf.Tensor]:
+        parts = tf.split(flat, [shape.num_elements() for shape, _ in self._specs])
+        return [
+            tf.cast(tf.reshape(part, shape), dtype) for part, (shape, dtype) in zip(parts, self._specs, strict=True)
+        ]
 
-    def zeros(self) -> list[tf.Tensor]:
+    def zeros(self) -> tf.Tensor:
         """What `pack` makes of zeros alone."""
-        return self.pack([tf.zeros(shape, dtype) for shape, dtype in self._specs])
+        return tf.zeros([sum(shape.num_elements() for shape, _ in self._specs)], self._dtype)
 
 
 def spread(integers: tf.Tensor, replica: tf.Tensor, count: int) -> tf.Tensor:
@@ -91,13 +89,13 @@ class Exchange:
         for variable, value in zip(self._metrics, before, strict=True):
             variable.assign(value)
 
-    def pack(self, replica: tf.Tensor, terms: list[tf.Tensor], reached: list[tf.Tensor]) -> list[tf.Tensor]:
+    def pack(self, replica: tf.Tensor, terms: list[tf.Tensor], reached: list[tf.Tensor]) -> tf.Tensor:
         """One replica's part: float terms, and what its metrics reached."""
         seen = tf.reshape(self._checks.seen(), [-1])
         working = tf.constant(1.0)
         return self._buffer.pack([*terms, *reached, spread(seen, replica, self._replicas.count), working])
 
-    def unpack(self, flat: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def unpack(self, flat: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The terms of all replicas together, and how many took part. Updates metrics and index checks."""
         *values, seen, working = self._buffer.unpack(flat)
         terms, reached = values[: len(values) - len(self._metrics)], values[len(values) - len(self._metrics) :]
@@ -150,7 +148,7 @@ class ReplicatedStep(ModelStep):
             with replicas.strategy.scope():
                 optimizer.optimizer.build(model.trainable_variables)
         replicas.mirror(optimizer.optimizer.variables)
-        replicas.unmirror(metrics.compiled.variables)
+        replicas.unmirror([*metrics.compiled.variables, loss_scale])
         with first_components():
             super().__init__(model, losses, metrics, optimizer, loss_scale=loss_scale, **options)
             self._seeds = [g.state.value for layer in model.layers for g in layer._seed_generators]
@@ -162,8 +160,9 @@ class ReplicatedStep(ModelStep):
         self._length_known = True
         self._accumulate, self._finish, self._sum, self._total, self._count = (
             ReplicaProgram(function, replicas, self._jit_compile, around=self._alone)
-            for function in (self._accumulated, self._finished, self._summed, self._totalled, self.count)
+            for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted_rows)
         )
+        self._counter = Program(self._count_on_all, jit_compile=False)
         self._executor = Program(self._execute_on_all, jit_compile=False)
         self._evaluator = Program(self._evaluate_on_all, jit_compile=False)
         self.compiled_execute, self.compiled_evaluate = self._executed, self._evaluated
@@ -178,7 +177,7 @@ class ReplicatedStep(ModelStep):
 
     # On one replica, compiled.
 
-    def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[list, list]:
+    def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[tf.Tensor, list]:
         self._counted = counts
         with self._training.metrics_from_zero() as reached, self._own_masks(replica):
             sums = self.accumulate(*stacks)
@@ -191,7 +190,10 @@ class ReplicatedStep(ModelStep):
         return self._training.pack(replica, terms, reached), sums.state
 
     def _counts(self, *stacks: Batch) -> list[tf.Tensor]:
-        return self._counted
+        return tf.unstack(self._counted)
+
+    def _counted_rows(self, *stacks: Batch) -> tf.Tensor:
+        return tf.stack(self.count(*stacks))
 
     @contextlib.contextmanager
     def _own_masks(self, replica: tf.Tensor) -> Iterator[None]:
@@ -202,7 +204,7 @@ class ReplicatedStep(ModelStep):
         for seed in self._seeds:
             seed.assign_sub(_offset(seed, replica))
 
-    def _finished(self, flat: list[tf.Tensor], state: list[tf.Tensor]) -> tuple[Executed, tf.Tensor]:
+    def _finished(self, flat: tf.Tensor, state: list[tf.Tensor]) -> tuple[Executed, tf.Tensor]:
         terms, working = self._training.unpack(flat)
         self._all_work = tf.equal(working, float(self._replicas.count))
         terms = iter(terms)
@@ -217,23 +219,24 @@ class ReplicatedStep(ModelStep):
     def _accept(self) -> tf.Tensor:
         return super()._accept() & self._all_work
 
-    def _summed(self, replica: tf.Tensor, *stacks: Batch) -> list[tf.Tensor]:
+    def _summed(self, replica: tf.Tensor, *stacks: Batch) -> tf.Tensor:
         with self._evaluation.metrics_from_zero() as reached:
             *sums, _ = self.evaluate(*stacks)
         return self._evaluation.pack(replica, sums, reached)
 
-    def _totalled(self, flat: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _totalled(self, flat: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         sums, working = self._evaluation.unpack(flat)
         return [*sums, self.index_checks.seen()], working
 
     # On all local replicas, in a graph that calls the compiled programs.
 
-    def _execute_on_all(self, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
+    def _count_on_all(self, *stacks: Batch) -> list[tf.Tensor]:
+        shares = self._shares(stacks)
+        count = self._count(*shares[0])
+        return self._replicas.all_reduce([count(i, *share) for i, share in enumerate(shares)])
+
+    def _execute_on_all(self, counts: list, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
         replicas, shares = self._replicas, self._shares(stacks)
-        counts = [None] * len(shares)
-        if self._has_several_terms:
-            count = self._count(*shares[0])
-            counts = replicas.all_reduce([count(i, *share) for i, share in enumerate(shares)])
         accumulate = self._accumulate(replicas.ids[0], counts[0], *shares[0])
         finish = self._finish(*accumulate.outputs)
         replicas.synchronize()
@@ -249,7 +252,7 @@ class ReplicatedStep(ModelStep):
         total = self._total(sums.outputs)
         replicas.synchronize()
         parts = [sums(i, replica, *share) for i, (replica, share) in enumerate(zip(replicas.ids, shares, strict=True))]
-        return next(total(i, part) for i, part in enumerate(replicas.all_reduce(parts)))
+        return total(0, replicas.all_reduce(parts)[0])  # the others' metrics are synchronized before the next step
 
     def _shares(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
         """Each local replica's rows of the stacks."""
@@ -261,7 +264,8 @@ class ReplicatedStep(ModelStep):
     # One dispatch.
 
     def _executed(self, *stacks: Batch) -> Executed:
-        executed, working = self._executor(*stacks)
+        counts = self._counter(*stacks) if self._has_several_terms else [None] * len(self._replicas.devices)
+        executed, working = self._executor(counts, *stacks)
         self._require_all(working)
         return executed
 

@@ -1,0 +1,388 @@
+"""Checks that need several logical devices, hence a process of their own: `python on_replicas.py COUNT [NAME ...]`.
+
+Prints, as its last line, {name: traceback or null} as JSON. `test_distribution.py` runs it.
+"""
+
+import contextlib
+import functools
+import json
+import sys
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import fastaccum as fa
+
+COUNT = int(sys.argv[1]) if __name__ == "__main__" else 1
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(23, 6)).astype("float32")
+Y = RNG.normal(size=(23, 3)).astype("float32")
+WEIGHTS = RNG.uniform(0.1, 2.0, size=23).astype("float32")
+
+
+@functools.cache  # TensorFlow numbers the collectives of every strategy alike: one a process
+def strategy():
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(COUNT)])
+
+
+def dense(seed=1, **options):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3, **options)]
+    )
+
+
+def tokens():
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((5,), dtype="int32")
+    hidden = keras.layers.Embedding(11, 6, mask_zero=True)(ids)
+    return keras.Model(ids, keras.layers.Dense(4)(keras.layers.Dense(8, activation="tanh")(hidden)))
+
+
+def replicated(make):
+    with strategy().scope():
+        return make()
+
+
+def values(trainer):
+    """Every variable that a step may change, one list of NumPy arrays a replica."""
+    replicas = trainer._replicas
+    variables = [v.value for v in (*trainer.model.variables, *trainer.optimizer.variables)]
+    components = [[v.numpy() for v in replicas.strategy.experimental_local_results(each)] for each in variables]
+    assert all(len(each) == COUNT for each in components)
+    own = trainer.loss_scale.variables, [trainer._step._skipped]  # of no strategy: copied before each step
+    for variable in (v for each in own for v in each):
+        copies = replicas._copies[id(variable.handle)][1]
+        components.append([variable.numpy(), *(copy.numpy() for copy in copies)])
+    return list(zip(*components, strict=True))
+
+
+def assert_same_on_all(trainer):
+    first, *others = values(trainer)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def assert_close(ours, theirs, tolerance=3e-6):
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def compare(make, fit, trainer_options, predict_on):
+    """Trains on one device and on several; the histories, evaluations, predictions and weights must agree."""
+    seen = []
+    for model in (make(), replicated(make)):
+        trainer = fa.Trainer(model, **trainer_options())
+        keras.utils.set_random_seed(3)
+        history, evaluated = fit(trainer)
+        seen.append((history, evaluated, trainer.predict(predict_on, verbose=0, batch_size=5), model.get_weights()))
+    assert_same_on_all(trainer)
+    (history, evaluated, predicted, weights), (history_n, evaluated_n, predicted_n, weights_n) = seen
+    assert history.keys() == history_n.keys()
+    for name in history:
+        np.testing.assert_allclose(history_n[name], history[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_close(evaluated_n, evaluated, 1e-5)
+    assert_close([predicted_n], [predicted], 1e-5)
+    assert_close(weights_n, weights)
+    return trainer
+
+
+def check_tokens_weights_tails_and_clipping():
+    """An embedding (sparse gradients) with token masks, sample weights, ragged tails, clip_norm, Adam, shuffling and
+    steps_per_execution; evaluate and predict; labels out of range on one replica."""
+    x, y = RNG.integers(0, 11, size=(23, 5)), RNG.integers(0, 4, size=(23, 5))
+
+    def fit(trainer):
+        history = trainer.fit(x, y, sample_weight=WEIGHTS, batch_size=5, epochs=3, verbose=0).history
+        return history, trainer.evaluate(x, y, sample_weight=WEIGHTS, batch_size=5, verbose=0)
+
+    def options():
+        return {
+            "optimizer": keras.optimizers.Adam(0.01),
+            "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "metrics": ["accuracy"],
+            "weighted_metrics": ["sparse_categorical_accuracy"],
+            "gradient_accumulation_steps": 3,
+            "clip_norm": 0.1,
+            "steps_per_execution": 2,
+        }
+
+    trainer = compare(tokens, fit, options, x)
+
+    before = values(trainer)
+    bad = y.copy()
+    bad[7, 0] = 9
+    try:
+        trainer.fit(x, bad, batch_size=23, verbose=0)
+        raise AssertionError("a label out of range was not refused")
+    except ValueError as error:
+        assert "9" in str(error) and "labels" in str(error)
+    for now, then in zip(values(trainer), before, strict=True):
+        assert_close(now[: len(trainer.model.weights)], then[: len(trainer.model.weights)], 0)
+
+
+def check_several_outputs():
+    """Two losses with divisors of their own, one a sum, with a regulariser, which counts once."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
+        return keras.Model(inputs, [keras.layers.Dense(3, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
+
+    y = [Y, Y[:, :1]]
+
+    def fit(trainer):
+        history = trainer.fit(X, y, sample_weight=[WEIGHTS, WEIGHTS[::-1]], batch_size=5, epochs=2, verbose=0).history
+        return history, trainer.evaluate(X, y, batch_size=5, verbose=0)
+
+    def options():
+        losses = [keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"), "mae"]
+        return {
+            "optimizer": "sgd",
+            "loss": losses,
+            "loss_weights": [0.3, 2.0],
+            "gradient_accumulation_steps": 2,
+        }
+
+    seen = []
+    for model in (make(), replicated(make)):
+        trainer = fa.Trainer(model, **options())
+        keras.utils.set_random_seed(3)
+        seen.append((*fit(trainer), model.get_weights()))
+    for name in seen[0][0]:
+        np.testing.assert_allclose(seen[1][0][name], seen[0][0][name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_close(seen[1][1], seen[0][1], 1e-5)
+    assert_close(seen[1][2], seen[0][2])
+    assert_same_on_all(trainer)
+
+
+def check_overflow():
+    """mixed_float16: one replica's rows overflow, all replicas skip the step and back off alike."""
+    x = X.copy()
+    x[4] = 6e4  # the last row of a first micro-batch of 5: the last replica's
+
+    def make():
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            return dense()
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    seen = []
+    for model in (make(), replicated(make)):
+        loss_scale = fa.DynamicLossScale(init_scale=2.0**10, growth_interval=2, backoff_factor=0.25)
+        trainer = fa.Trainer(model, "adamw", "mse", loss_scale=loss_scale, gradient_accumulation_steps=2)
+        before = model.get_weights()
+        rows = lambda a, at: a[at : at + 10].reshape(2, 5, -1)  # noqa: E731
+        result = trainer.train_step((rows(x * 10, 0), rows(Y, 0)))
+        assert not result.grads_finite and float(result.loss_scale) == 2.0**8
+        for now, then in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+        scales = [float(trainer.train_step((rows(X, at), rows(Y, at))).loss_scale) for at in (10, 5, 12, 3)]
+        seen.append((scales, model.get_weights()))
+    assert seen[0][0] == seen[1][0] == [2.0**8, 2.0**9, 2.0**9, 2.0**10]
+    assert_close(seen[1][1], seen[0][1], 2e-3)  # float16 activations
+    assert int(trainer.optimizer.iterations.numpy()) == 4
+    assert_same_on_all(trainer)
+
+
+def check_batch_norm():
+    """Each replica normalises by its own share; moving statistics are the replicas' mean."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(momentum=0.7), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((6,)), *layers])
+
+    share, micro_batches = 2, 2
+    rows = micro_batches * share * COUNT
+    stack = (a[:rows].reshape(micro_batches, COUNT, share, -1) for a in (X[:rows], Y[:rows]))
+    x, y = stack
+    model = replicated(make)
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=micro_batches)
+    trainer.train_step((x.reshape(micro_batches, COUNT * share, -1), y.reshape(micro_batches, COUNT * share, -1)))
+
+    # The same rows on one device, a share at a time: the same sum of gradients.
+    one = make()
+    options = {"gradient_accumulation_steps": micro_batches * COUNT}
+    fa.Trainer(one, keras.optimizers.SGD(0.1), "mse", **options).train_step(
+        (x.reshape(-1, share, x.shape[-1]), y.reshape(-1, share, y.shape[-1]))
+    )
+    assert_close([v.numpy() for v in model.trainable_variables], [v.numpy() for v in one.trainable_variables])
+
+    # Each replica's own statistics, one model a replica.
+    moving = []
+    for i in range(COUNT):
+        own = make()
+        for j in range(micro_batches):
+            own(x[j, i], training=True)
+        moving.append([v.numpy() for v in own.non_trainable_variables])
+    expected = [np.mean(each, axis=0) for each in zip(*moving, strict=True)]
+    statistics = model.layers[1].non_trainable_variables
+    assert_close([v.numpy() for v in statistics], expected[: len(statistics)])
+    assert np.abs(moving[0][0] - moving[1][0]).max() > 1e-3  # or the mean would prove nothing
+    assert_same_on_all(trainer)
+
+    before = model.get_weights()
+    for given in (X[: 4 * COUNT + 1], X[: 4 * COUNT]):
+        batch_size = 2 * COUNT if len(given) % COUNT else 2 * COUNT - 1
+        try:
+            trainer.fit(given, Y[: len(given)], batch_size=batch_size, verbose=0)
+            raise AssertionError("shares that do not divide were not refused")
+        except ValueError as error:
+            assert "replicas" in str(error) and "batch_size" in str(error), error
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def check_one_all_reduce_a_step():
+    """The traced program of a step holds one collective a replica, at 1 and at 16 micro-batches."""
+    counts = {}
+    for micro_batches in (1, 16):
+        trainer = fa.Trainer(replicated(dense), "adam", "mse", ["mae"], gradient_accumulation_steps=micro_batches)
+        shape = (micro_batches, 2 * COUNT)
+        stack = np.zeros((*shape, 6), "float32"), np.zeros((*shape, 3), "float32")
+        trainer.train_step(stack)
+        batch = trainer._batch(stack)
+        graph = trainer._step._executor.function.get_concrete_function([None] * COUNT, batch).graph.as_graph_def()
+        nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+        counts[micro_batches] = sum("Reduce" in n.op and ("Collective" in n.op or "Nccl" in n.op) for n in nodes)
+        # None in the compiled programs, and none that adds what comes from several devices without a collective.
+        compiled = {n.attr["f"].func.name for n in nodes if n.attr["_XlaMustCompile"].b}
+        assert len(compiled) == 2, compiled
+        outside = [
+            *graph.node,
+            *(n for f in graph.library.function if "reduced" in f.signature.name for n in f.node_def),
+        ]
+        assert not [n.name for n in outside if n.op == "AddN"]
+    assert counts == {1: COUNT, 16: COUNT}, counts
+
+
+def check_mean_of_replica_means_is_another_result():
+    """With 5 rows on several replicas, means of means would weigh rows differently; the step does not."""
+    x, y = X[:5], Y[:5]
+    before = dense().get_weights()
+
+    def moved(indices):
+        model = dense()
+        fa.Trainer(model, keras.optimizers.SGD(1.0), "mse").train_step((x[None, indices], y[None, indices]))
+        return [now - then for now, then in zip(model.get_weights(), before, strict=True)]
+
+    size = -(-5 // COUNT)
+    shares = [np.arange(5)[i : i + size] for i in range(0, 5, size)]
+    means = [np.mean(each, axis=0) for each in zip(*map(moved, shares), strict=True)]
+    model = replicated(dense)
+    fa.Trainer(model, keras.optimizers.SGD(1.0), "mse").train_step((x[None], y[None]))
+    ours = [now - then for now, then in zip(model.get_weights(), before, strict=True)]
+    assert_close(ours, moved(np.arange(5)))
+    assert max(np.abs(a - b).max() for a, b in zip(ours, means, strict=True)) > 1e-3
+
+
+def check_masks_differ_and_seeds_do_not():
+    """Every replica drops other features, from seeds that are the same again after the step."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        head = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        return keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), head])
+
+    model = replicated(make)
+    trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), lambda y_true, y_pred: y_pred[:, 0])
+    ones = np.ones((1, COUNT, 64), "float32")
+    trainer.train_step((ones, ones[..., 0]))
+    kept = np.round((1.0 - model.get_weights()[0].ravel()) * COUNT / 2)  # on how many replicas each feature was
+    assert set(kept) <= set(range(COUNT + 1))
+    assert np.mean((kept > 0) & (kept < COUNT)) > 0.2, kept
+    assert_same_on_all(trainer)
+
+
+def check_datasets():
+    """Batches of varying size, and everything made inside the scope, metrics and Trainer too."""
+    sizes = [5, 2, 4, 5, 5, 2]
+    parts = np.split(np.arange(23), np.cumsum(sizes)[:-1])
+
+    def batches():
+        for rows in parts:
+            yield X[rows], Y[rows], WEIGHTS[rows]
+
+    signature = tuple(tf.TensorSpec([None, *a.shape[1:]], tf.float32) for a in (X, Y, WEIGHTS))
+
+    def dataset():
+        return tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+    seen = []
+    for scope in (contextlib.nullcontext, strategy().scope):
+        with scope():
+            trainer = fa.Trainer(
+                dense(),
+                keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), use_ema=True),
+                "mse",
+                [keras.metrics.RootMeanSquaredError(), "mae"],
+                loss_scale=fa.DynamicLossScale(init_scale=4.0, growth_interval=2),
+                gradient_accumulation_steps=2,
+            )
+            history = trainer.fit(dataset(), epochs=2, verbose=0, validation_data=dataset()).history
+        seen.append((history, trainer.model.get_weights()))
+    for name in seen[0][0]:
+        np.testing.assert_allclose(seen[1][0][name], seen[0][0][name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_close(seen[1][1], seen[0][1])
+    assert_same_on_all(trainer)
+
+
+def check_learning_rate_from_the_host():
+    """A learning rate assigned between steps reaches every replica."""
+    seen = []
+    for model in (dense(), replicated(dense)):
+        trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse")
+        trainer.train_step((X[None, :4], Y[None, :4]))
+        trainer.optimizer.learning_rate = 0.01
+        trainer.train_step((X[None, :4], Y[None, :4]))
+        seen.append(model.get_weights())
+    assert_close(seen[1], seen[0])
+    assert_same_on_all(trainer)
+
+
+def check_refused():
+    """Strategies and layers that cannot work, by name, when the Trainer is made."""
+
+    def refused(*words, model):
+        try:
+            fa.Trainer(model, "sgd", "mse")
+        except ValueError as error:
+            assert all(word in str(error) for word in words), error
+        else:
+            raise AssertionError(f"{words} were not refused")
+
+    one = tf.distribute.OneDeviceStrategy("CPU:0")
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0"], "CPU:0")
+    for each in (one, central):
+        with each.scope():
+            refused(type(each).__name__, "MirroredStrategy", model=dense())
+    outside = dense()
+    with strategy().scope():
+        refused("outside the scope", model=outside)
+    normalized = [keras.Input((6,)), keras.layers.BatchNormalization(synchronized=True, name="norm")]
+    refused("'norm'", "synchronized", model=replicated(lambda: keras.Sequential(normalized)))
+
+
+def main():
+    names = sys.argv[2:] or [name.removeprefix("check_") for name in globals() if name.startswith("check_")]
+    outcomes = {}
+    for name in names:
+        keras.utils.set_random_seed(0)
+        try:
+            globals()[f"check_{name}"]()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * COUNT)
+    main()

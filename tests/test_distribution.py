@@ -1,0 +1,71 @@
+"""Training on several replicas of one process equals training on one device: the checks of `on_replicas.py`."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import on_replicas
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.stacks import Batch, Layout
+
+HERE = pathlib.Path(__file__).parent
+CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]
+ON_FOUR = ["tokens_weights_tails_and_clipping", "overflow"]
+
+
+def outcomes(count, names):
+    """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
+    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}", "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, str(HERE / "on_replicas.py"), str(count), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return outcomes(2, CHECKS)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return outcomes(4, ON_FOUR)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_replicas(on_two, name):
+    assert on_two[name] is None, on_two[name]
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_replicas(on_four, name):
+    assert on_four[name] is None, on_four[name]
+
+
+def test_shares_hold_every_row_once():
+    rows = tf.range(14)
+    stack = Batch(tf.reshape(rows, [2, 7]), tf.reshape(rows, [2, 7]))
+    seen = []
+    for worker in range(3):
+        layout = Layout(2, replicas=6, shares=slice(2 * worker, 2 * worker + 2))
+        own = layout.share(stack)
+        assert own.x.shape == [2, 4]
+        seen += own.x[own.valid].numpy().tolist() if own.mask is not None else tf.reshape(own.x, [-1]).numpy().tolist()
+    assert sorted(seen) == rows.numpy().tolist()
+
+
+def test_exact_rows_are_never_padded():
+    layout = Layout(1, exact_rows=True, replicas=4, shares=slice(0, 4))
+    assert layout.columns(8)[1].all()
+    with pytest.raises(ValueError, match=r"7 rows cannot be cut into equal shares for 4 replicas"):
+        layout.columns(7)
+
+
+def test_without_a_strategy_nothing_is_replicated():
+    trainer = fa.Trainer(on_replicas.dense(), "sgd", "mse")
+    assert trainer._replicas is None

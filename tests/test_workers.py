@@ -1,0 +1,116 @@
+"""Several worker processes on loopback ports: the same training as on one device, and an end when one of them ends."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+import worker
+
+import fastaccum as fa
+
+HERE = pathlib.Path(__file__).parent
+BOUND = 60  # seconds in which the others end; 1 measured for a killed process
+
+
+@contextlib.contextmanager
+def workers(mode, folder, count=2):
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = ",".join(str(each.getsockname()[1]) for each in sockets)
+    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}", "CUDA_VISIBLE_DEVICES": "-1"}
+    processes = []
+    try:
+        for index in range(count):
+            with open(folder / f"log{index}", "w") as log:
+                command = [sys.executable, str(HERE / "worker.py"), ports, str(index), mode, str(folder)]
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def log(folder, index):
+    return (folder / f"log{index}").read_text()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two workers left after training."""
+    folder = tmp_path_factory.mktemp("workers")
+    with workers("train", folder) as processes:
+        for index, process in enumerate(processes):
+            assert process.wait(300) == 0, log(folder, index)[-4000:]
+    outcomes = [json.loads((folder / f"outcome{i}.json").read_text()) for i in range(2)]
+    arrays = [list(np.load(folder / f"weights{i}.npz").values()) for i in range(2)]
+    return outcomes, [each[:-1] for each in arrays], [each[-1] for each in arrays]
+
+
+def test_two_workers_equal_one_device(two):
+    """20 steps of 10 or 5 rows, which do not divide, shuffled. The largest difference between weights, relative to the
+    largest weight of the variable, was 3.8e-7; losses, evaluation and predictions agree as well."""
+    outcomes, weights, predicted = two
+    x, y = worker.data()
+    model = worker.make(keras, seed=0)
+    trainer, losses = worker.trained(model, keras.optimizers.Adam(0.01), fa, x, y)
+    assert int(trainer.optimizer.iterations.numpy()) == worker.STEPS
+    relative = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(weights[0], model.get_weights(), strict=True)]
+    assert max(relative) < 5e-6
+    np.testing.assert_allclose(outcomes[0]["losses"], losses, rtol=1e-5)
+    np.testing.assert_allclose(outcomes[0]["evaluated"], trainer.evaluate(x, y, batch_size=6, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(predicted[0], trainer.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+def test_workers_stay_equal(two):
+    outcomes, weights, predicted = two
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(*predicted)
+    assert outcomes[0]["losses"] == outcomes[1]["losses"]
+    assert [each["chief"] for each in outcomes] == [True, False]
+    assert [each["broadcast"] for each in outcomes] == [[7], [7]]
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "steps"), [("apart", "ended at different steps", 2), ("shuffled", "differ in data", 0)]
+)
+def test_data_that_differ_are_an_error_on_all(two, name, says, steps):
+    for outcome in two[0]:
+        message, applied, moved = outcome["refused"][name]
+        assert says in message
+        assert applied == steps and moved == (steps > 0)
+
+
+def test_file_sharding_is_refused(two):
+    for outcome in two[0]:
+        message, applied, moved = outcome["refused"]["by_file"]
+        assert "auto_shard_policy=FILE" in message and "OFF" in message
+        assert not applied and not moved
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_ends_the_others(tmp_path, victim):
+    with workers("forever", tmp_path) as processes:
+        survivor = processes[1 - victim]
+        deadline = time.monotonic() + 120
+        while not all(log(tmp_path, i).count("step\n") >= 3 for i in range(2)):
+            assert time.monotonic() < deadline and survivor.poll() is None, log(tmp_path, 1 - victim)[-4000:]
+            time.sleep(0.1)
+        processes[victim].send_signal(signal.SIGKILL)
+        code = survivor.wait(BOUND)
+    said = log(tmp_path, 1 - victim)
+    assert code not in (0, None)
+    assert f"WorkerLost: Worker {1 - victim} of 2 lost another one after" in said
+    assert "restart all of them, from the last checkpoint" in said
