@@ -89,7 +89,8 @@ def soak(steps, folder):
             callbacks = [
                 Everything(),
                 keras.callbacks.EarlyStopping("val_loss", patience=10**6),
-                keras.callbacks.ModelCheckpoint(str(folder / "best.weights.h5"), save_weights_only=True),
+                # No ModelCheckpoint: Keras's HDF5 files cost tens of KB of memory each, in its own `fit` too.
+                keras.callbacks.ReduceLROnPlateau("val_loss", patience=10**6),
                 keras.callbacks.CSVLogger(str(folder / "log.csv")),
             ]
             with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
