@@ -347,15 +347,16 @@ def _refuse(optimizer):
     scale = getattr(optimizer, "loss_scale_factor", None)
     step_does = "which is the train step's work: make it without, and pass Trainer"
     schedule = type(rate).__name__
-    rate_now = float(rate) if isinstance(rate, (keras.Variable, tf.Variable, int, float)) else 0.0
+    if isinstance(rate, (keras.Variable, tf.Variable)):
+        rate = float(_raw(rate).numpy())
     if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & kinds:
         problem = "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
     elif steps is not None:
         problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
     elif scale is not None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
-    elif not math.isfinite(rate_now):
-        problem = f"has learning_rate={rate_now}: pass a finite one"
+    elif isinstance(rate, (int, float)) and not math.isfinite(rate):
+        problem = f"has learning_rate={rate}: pass a finite one"
     elif "tensorflow_addons.MultiOptimizer" in kinds:
         problem = "knows tf_keras layers only: use keras.optimizers.MultiOptimizer"
     elif "tf_keras.Nadam" in kinds and "tf_keras.OptimizerV2" not in kinds:

@@ -303,13 +303,13 @@ class ReplicatedStep(ModelStep):
             gradient_accumulation_steps=source.layout.accumulation,
             data=source.checksum(),
         )
-        self._length_known = bool(known)
+        before, self._length_known = self._length_known, bool(known)
         try:
             yield from itertools.chain([first], dispatches)
             if not known and (others := exchange.without_data()):
                 raise self._apart(others)
         finally:
-            self._length_known = True
+            self._length_known = before
 
     def _require_all(self, working: tf.Tensor) -> None:
         # Waits for the step, so only where a worker's data may have ended: it does not come to the next one.

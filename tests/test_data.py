@@ -13,9 +13,7 @@ from fastaccum import arrays as in_memory
 from fastaccum import data
 from fastaccum.stacks import Batch, Layout
 
-LAYOUTS = st.builds(
-    Layout, st.integers(1, 4), st.integers(1, 3), st.booleans(), replicas=st.just(1), shares=st.just(slice(0, 1))
-)
+LAYOUTS = st.builds(lambda *own: Layout(*own), st.integers(1, 4), st.integers(1, 3), st.booleans())
 quick = settings(deadline=None, database=None, max_examples=25)
 
 

@@ -100,6 +100,45 @@ def test_file_sharding_is_refused(two):
         assert not applied and not moved
 
 
+def saved(folder, *ends):
+    """What two workers leave that train with checkpoints, ended by each of `ends` in turn and started again."""
+    for step, end in [*ends, (None, None)]:
+        with workers("saved", folder) as processes:
+            if end is not None:
+                deadline = time.monotonic() + 120
+                while not (folder / "checkpoints" / f"step-{step:08d}").exists():
+                    assert time.monotonic() < deadline and processes[0].poll() is None, log(folder, 0)[-4000:]
+                    time.sleep(0.01)
+                end(processes)
+            codes = [process.wait(BOUND + 60) for process in processes]
+        yield codes, log(folder, 0) + log(folder, 1)
+
+
+def test_workers_go_on_bit_by_bit(tmp_path):
+    """A worker killed, then SIGTERM to both, in mid-epoch: weights, slots and masks are as if nothing had happened."""
+
+    def kill(processes):
+        processes[1].send_signal(signal.SIGKILL)
+
+    def terminate(processes):
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+
+    for name, ends in (("whole", []), ("ended", [(14, kill), (28, terminate)])):
+        (tmp_path / name).mkdir()
+        runs = list(saved(tmp_path / name, *ends))
+    (killed, _), (terminated, _), (last, said) = runs
+    assert killed[1] == -9 and killed[0] not in (0, None)
+    assert terminated == [143, 143], said[-4000:]
+    assert last == [0, 0], said[-4000:]
+    assert said.count("resumed from ") == 2
+    for index in range(2):
+        whole, ended = (np.load(tmp_path / name / f"weights{index}.npz") for name in ("whole", "ended"))
+        assert len(whole.files) == len(ended.files) > 8
+        for name in whole.files:
+            np.testing.assert_array_equal(whole[name], ended[name])
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_ends_the_others(tmp_path, victim):
     with workers("forever", tmp_path) as processes:

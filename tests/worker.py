@@ -1,7 +1,8 @@
 """One worker of several: `python worker.py PORTS INDEX MODE FOLDER`; `test_workers.py` starts them.
 
 With MODE "train" it trains 20 steps, evaluates, predicts, then is given data that workers may not be given, and leaves
-what came of it in FOLDER; with "forever" it trains until something ends it.
+what came of it in FOLDER; with "forever" it trains until something ends it; with "saved" it trains with checkpoints in
+FOLDER and goes on from them, and leaves its weights there.
 """
 
 import json
@@ -30,6 +31,11 @@ def trained(model, optimizer, fa, x, y):
 def make(keras, seed):
     keras.utils.set_random_seed(seed)
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)])
+
+
+def with_dropout(keras, seed):
+    model = make(keras, seed)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.2), *model.layers])
 
 
 def refusals(trainer, x, y, worker, tf):
@@ -72,7 +78,8 @@ def main(ports, index, mode, folder):
 
     x, y = data()
     with strategy.scope():
-        model = make(keras, seed=index)  # the chief's initial weights and shuffling are everyone's
+        make_model = with_dropout if mode == "saved" else make
+        model = make_model(keras, seed=index)  # the chief's initial weights and shuffling are everyone's
     if mode == "forever":
         trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=2)
 
@@ -82,6 +89,14 @@ def main(ports, index, mode, folder):
 
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=told)
         trainer.fit(x, y, batch_size=5, epochs=10**6, verbose=0, callbacks=[callback])
+        return
+    if mode == "saved":
+        trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=2)
+        slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
+        saved = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_every": 7}
+        trainer.fit(x, y, batch_size=5, epochs=12, callbacks=[slow], verbose=2, **saved)
+        arrays = [*model.get_weights(), *(v.numpy() for v in trainer.optimizer.variables)]
+        np.savez(pathlib.Path(folder) / f"weights{index}.npz", *arrays)
         return
     trainer, losses = trained(model, keras.optimizers.Adam(0.01), fa, x, y)
     weights = model.get_weights()
