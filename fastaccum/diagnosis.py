@@ -53,15 +53,16 @@ def error(step: Any, stacks: Sequence[Any]) -> NonFiniteError:
         step: the `ModelStep`.
         stacks: the failing step's.
     """
-    patience = step.stuck_steps.patience
+    patience, updates = step.stuck_steps.patience, int(step.optimizer.iterations.numpy())
     lines = [
         ("A train step is" if patience == 1 else f"{patience} train steps in a row were")
-        + f" not finite, after {int(step.optimizer.iterations):,} updates, and no lower loss scale can help: it is "
+        + f" not finite, after {updates:,} updates, and no lower loss scale can help: it is "
         f"{float(step.loss_scale.scale()):g}, of {type(step.loss_scale).__name__}. "
         "Weights, slots and statistics are those of the last good step."
     ]
     try:
-        lines += _findings(step, stacks)
+        with step.on_one_device():
+            lines += _findings(step, stacks)
     except Exception as failure:  # the error matters more than its explanation
         lines.append(f"Why could not be found out: {type(failure).__name__}: {failure}")
     return NonFiniteError("\n  ".join(lines))

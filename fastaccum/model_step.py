@@ -228,6 +228,10 @@ class ModelStep(TrainStep):
         program = self.compiled_execute_many if dispatch.many else self.compiled_execute
         return program(*dispatch.stacks)
 
+    def on_one_device(self) -> contextlib.AbstractContextManager:
+        """Within it the model runs as if there were no other devices: as it does anyway on one."""
+        return contextlib.nullcontext()
+
     def together(
         self, source: Any, dispatches: Iterator[Dispatch], steps: int | None, training: bool = True
     ) -> Iterator[Dispatch]:

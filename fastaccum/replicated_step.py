@@ -179,6 +179,7 @@ class ReplicatedStep(ModelStep):
 
     def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[tf.Tensor, list]:
         self._counted = counts
+        state = [v.read_value() for v in self._state]  # before seeds are the replica's own
         with self._training.metrics_from_zero() as reached, self._own_masks(replica):
             sums = self.accumulate(*stacks)
         self._reached = [g is not None for g in sums.gradients]
@@ -187,7 +188,7 @@ class ReplicatedStep(ModelStep):
         gradients = [g * tf.constant(typical, g.dtype) for g in sums.gradients if g is not None]
         means = [tf.cast(v.read_value(), tf.float32) / self._replicas.count for v in self._statistics]
         terms = [*gradients, *means, sums.loss_sum, sums.weight_sum]
-        return self._training.pack(replica, terms, reached), sums.state
+        return self._training.pack(replica, terms, reached), state
 
     def _counts(self, *stacks: Batch) -> list[tf.Tensor]:
         return tf.unstack(self._counted)
@@ -282,6 +283,9 @@ class ReplicatedStep(ModelStep):
         for i in range(dispatch.steps):
             executed = self._executed(tf.nest.map_structure(lambda t, i=i: t[i], stack))
         return executed
+
+    def on_one_device(self) -> contextlib.AbstractContextManager:
+        return first_components()
 
     # One pass over the data.
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import sys
+import tempfile
 import traceback
 
 import keras
@@ -298,6 +299,58 @@ def check_masks_differ_and_seeds_do_not():
     assert set(kept) <= set(range(COUNT + 1))
     assert np.mean((kept > 0) & (kept < COUNT)) > 0.2, kept
     assert_same_on_all(trainer)
+
+
+def with_statistics():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+
+
+def check_resumed():
+    """A fit that breaks off goes on bit by bit: weights, slots, statistics, masks, logs."""
+
+    class BreaksOff(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations.numpy()) == 8:
+                raise InterruptedError
+
+    def trainer():
+        model, adam = replicated(with_statistics), keras.optimizers.Adam(0.01)
+        return fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2)
+
+    def fit(trainer, **options):
+        keras.utils.set_random_seed(1)  # of the shuffle
+        return trainer.fit(X[:20], Y[:20], batch_size=COUNT, epochs=4, verbose=0, **options).history
+
+    whole, first, second = trainer(), trainer(), trainer()
+    expected = fit(whole)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = {"checkpoint_dir": folder, "checkpoint_every": 3}
+        with contextlib.suppress(InterruptedError):
+            fit(first, callbacks=[BreaksOff()], **saved)
+        assert fit(second, **saved) == expected
+    assert_same_on_all(second)
+    for ours, theirs in zip(values(second)[0], values(whole)[0], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def check_not_finite():
+    """One replica's bad row: the step is refused on all, and the error names the row."""
+    trainer = fa.Trainer(replicated(with_statistics), "adam", "mse", on_nonfinite="raise")
+    stack = X[:20].reshape(2, 10, 6).copy(), Y[:20].reshape(2, 10, 3)
+    trainer.train_step(stack)
+    before = values(trainer)[0][: len(trainer.model.variables)]
+    stack[0][1, 9, 0] = np.nan
+    try:
+        trainer.train_step(stack)
+    except fa.NonFiniteError as error:
+        assert "micro-batch 1 of the step's 2" in str(error) and "x holds NaN in its rows 9" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    assert_same_on_all(trainer)
+    for variable, old, new in zip(trainer.model.variables, before, values(trainer)[0], strict=False):
+        np.testing.assert_array_equal(old, new, variable.path)
 
 
 def check_datasets():
