@@ -62,6 +62,14 @@ class Metrics:
         """
         return self._by_batch or any(_own(type(metric)) for metric in self.compiled.metrics)
 
+    @property
+    def unknown_states(self) -> list[str]:
+        """Names of metrics whose state may be no sum over rows, from zero: those of the user's own classes, but for
+        what derives from Keras's Mean and Sum.
+        """
+        sums = keras.metrics.Mean, keras.metrics.Sum
+        return [m.name for m in self.compiled.metrics if _own(type(m)) and not isinstance(m, sums)]
+
     def update(
         self, y_true: Any, y_pred: Any, sample_weight: Any, valid: tf.Tensor | None, output_names: list[str]
     ) -> None:

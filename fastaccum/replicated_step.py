@@ -140,6 +140,11 @@ class ReplicatedStep(ModelStep):
         loss_scale,
         **options,
     ):
+        if unknown := metrics.unknown_states:
+            raise ValueError(
+                f"metrics={unknown} are of classes of your own, whose states cannot be added up over replicas unless "
+                "they are sums: derive them from keras.metrics.Mean or Sum, or pass fn(y_true, y_pred)."
+            )
         self._replicas = replicas
         self._optimizers = [part for part in optimizer._parts() if hasattr(part, "_distribution_strategy")]
         for part in self._optimizers:  # that of the scope in which it was made, if any

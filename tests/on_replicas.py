@@ -421,6 +421,24 @@ def check_refused():
     normalized = [keras.Input((6,)), keras.layers.BatchNormalization(synchronized=True, name="norm")]
     refused("'norm'", "synchronized", model=replicated(lambda: keras.Sequential(normalized)))
 
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_weight(initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.value.assign(tf.maximum(self.value, tf.reduce_max(y_pred)))
+
+        def result(self):
+            return self.value
+
+    try:
+        fa.Trainer(replicated(dense), "sgd", "mse", [Largest()]).fit(X, Y, verbose=0)
+    except ValueError as error:
+        assert "'largest'" in str(error) and "derive them from" in str(error), error
+    else:
+        raise AssertionError("a metric that is no sum was not refused")
+
 
 def main():
     names = sys.argv[2:] or [name.removeprefix("check_") for name in globals() if name.startswith("check_")]
