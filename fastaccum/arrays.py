@@ -7,6 +7,7 @@ import itertools
 import math
 import queue
 import threading
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -60,14 +61,21 @@ class ArraySource:
 
     def position(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `restore` needs beside the steps done, as plain values and tensors: the order follows from the seed."""
-        return {"seed": self.seed}, {}
+        return {"seed": self.seed, "checksum": self.checksum()}, {}
 
     def track(self) -> None:
         """Keeps what `position` needs: nothing."""
 
     def restore(self, saved: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Takes up the order of the fit that `saved` comes from."""
+        """Takes up the order of the fit that `saved` comes from; warns where the rows are not what they were."""
         self.seed = saved["seed"]
+        if saved["checksum"] != self.checksum():
+            warnings.warn(
+                "x, y or sample_weight hold other values than when the checkpoint was saved. If this is another "
+                "training, name another checkpoint_dir.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def epochs(self, at: int | Position, steps_per_epoch: int | None) -> Iterator[Iterator[Dispatch]]:
         """One iterator of dispatches per epoch, from epoch or position `at` on, without end."""
@@ -99,7 +107,7 @@ class ArraySource:
         return chunks
 
     def checksum(self) -> int:
-        """Of some rows from all over the arrays: workers that hold other rows find another."""
+        """Of some rows from all over the arrays: who holds other rows finds another."""
         rows = np.linspace(0, self.rows - 1, min(self.rows, 64)).astype(int)
         return checksum(tf.nest.map_structure(lambda a: _taken(a, rows), self.arrays))
 

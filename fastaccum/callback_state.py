@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -69,7 +70,7 @@ def state(hooks: Any) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]
     for name, callback in _stateful(hooks):
         own = values[name] = {}
         if hasattr(callback, "get_state"):
-            own.update(plain(callback.get_state()))
+            own.update(_required(callback, callback.get_state()))
             continue
         for attribute in _COUNTERS[_kind(callback)]:
             value = getattr(callback, attribute, None)
@@ -79,6 +80,19 @@ def state(hooks: Any) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]
             else:
                 own[attribute] = plain(value)
     return values, arrays
+
+
+def _required(callback: Any, state: Any) -> dict[str, Any]:
+    """What `get_state` returned, which JSON must give back as it is."""
+    try:
+        if isinstance(state, dict) and json.loads(json.dumps(state)) == state:
+            return state
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"the callback {type(callback).__name__}: get_state() returned {state!r}; it must be a dict of what JSON "
+        "holds: strings, numbers, bools, None, lists and dicts with strings as keys."
+    )
 
 
 def restore(hooks: Any, values: dict[str, dict[str, Any]], arrays: dict[str, tf.Tensor]) -> None:

@@ -30,10 +30,15 @@ MANIFEST = "manifest.json"
 TENSORS = "state"
 _FOLDER = re.compile(r"step-(\d{8,})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
+_LEFTOVER = re.compile(r"\.step-\d{8,}(\.writing-|\.removing-)\d+")
 
 
 class Damaged(ValueError):
     """A checkpoint that is not as it was written; the message says in what."""
+
+
+class OfAnother(ValueError):
+    """A checkpoint of another training than the one that is to go on; the message says in what they differ."""
 
 
 class NotWritten(RuntimeError):
@@ -258,7 +263,7 @@ def remove_leftovers(directory: Path) -> None:
     """Removes what a process that was killed had been writing or removing."""
     if directory.is_dir():
         for each in directory.iterdir():
-            if each.name.startswith(".step-") and (_WRITING in each.name or _REMOVING in each.name):
+            if _LEFTOVER.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each)
 
 

@@ -36,7 +36,7 @@ def main(argv=None):
     except BadArgument as error:
         options.parser.error(str(error))
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing was saved", file=sys.stderr)
+        print("\ninterrupted before training began", file=sys.stderr)
         return 130
 
 

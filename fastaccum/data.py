@@ -163,10 +163,10 @@ class DatasetSource:
             raise ValueError(f"{what} is empty: it has no batch to work on.")
         if self.batches > 0:
             layout = layout._replace(accumulation=min(layout.accumulation, self.batches))
+        alike = not layout.all_here
         self.layout = _own_shares(layout, dataset, what)
         self.batch_size = 0
         self._checksum = 0
-        alike = not self.layout.all_here
         self._passes = Passes(lambda: self._steps, self.dataset.element_spec, what, hooks, python, shuffled, alike)
 
     @property
@@ -210,11 +210,12 @@ class DatasetSource:
         return self._epochs(steps_per_epoch, done)
 
     def _epochs(self, steps_per_epoch, done):
-        held = map(self._passes.read, self._passes.take_held())
+        held, last_of_pass = self._passes.take_held()
         endless = itertools.chain(held, self._endless(steps_per_epoch))
         while True:
             if steps_per_epoch is None:
-                steps = itertools.chain(held, self._pass())
+                steps = itertools.chain(held, () if last_of_pass else self._pass())
+                held, last_of_pass = [], False
             else:
                 steps = itertools.islice(endless, steps_per_epoch - done)
             done = 0

@@ -84,7 +84,7 @@ def _findings(step: Any, stacks: Sequence[Any]) -> list[str]:
             batch = tf.nest.map_structure(lambda t, i=i: t[i], stacks[s])
             seen = Seen(*(t.numpy() for t in look(batch)))
             if seen.is_bad:
-                place = f"In micro-batch {at} of the step's {len(micro_batches)} (counted from 0), the first such:"
+                place = f"{step.place}In micro-batch {at} of the step's {len(micro_batches)} (counted from 0):"
                 return [place, *_of_micro_batch(step, batch, seen, layers)]
         return _of_step(step, seen)
 
@@ -149,8 +149,8 @@ def _of_step(step: Any, seen: Seen) -> list[str]:
             ]
     i = int(np.argmax(seen.largest))
     return [
-        f"Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient is that of "
-        f"{_name(step, step.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
+        f"{step.place}Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient "
+        f"is that of {_name(step, step.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
         "What to do: scale the loss down (the mean rather than the sum), or lower the learning rate.",
     ]
 

@@ -228,6 +228,8 @@ class ModelStep(TrainStep):
         program = self.compiled_execute_many if dispatch.many else self.compiled_execute
         return program(*dispatch.stacks)
 
+    place = ""  # how the error of a step that is not finite begins, where it may lie elsewhere
+
     def on_one_device(self) -> contextlib.AbstractContextManager:
         """Within it the model runs as if there were no other devices: as it does anyway on one."""
         return contextlib.nullcontext()
@@ -293,18 +295,24 @@ class ModelStep(TrainStep):
         stacks = dispatch.stacks
         if dispatch.many:
             (stack,) = stacks
-            stacks = (tf.nest.map_structure(lambda t: t[trip_count(stack) - 1 - since], stack),)
+            stacks = (tf.nest.map_structure(lambda t: t[self._steps_run(dispatch) - 1 - since], stack),)
         try:
             raise diagnosis.error(self, stacks)
         finally:
             self.stuck_steps.reset()
 
+    def _steps_run(self, dispatch: Dispatch) -> int:
+        """How many steps a dispatch of many runs: here those that only pad it too."""
+        return trip_count(dispatch.stacks)
+
     @property
     def running(self) -> list[tf.Variable]:
-        """What a step changes beside model, optimizer and loss scale: means of logs, counts, indices seen."""
+        """What a step changes beside model, optimizer and loss scale: means of logs, skipped steps, indices seen.
+
+        Not the stuck steps: who resumes training that was stuck may have mended the cause.
+        """
         means = [v.value for mean in (self._loss_mean, *self._loss_means.values()) for v in mean.variables]
-        counts = [self._skipped, *self.stuck_steps.variables]
-        return [*means, *self.metrics.variables, *counts, *self.index_checks.variables]
+        return [*means, *self.metrics.variables, self._skipped, *self.index_checks.variables]
 
     def reset(self) -> None:
         """Starts the running means of a new epoch."""

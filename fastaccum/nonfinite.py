@@ -80,7 +80,7 @@ class StuckSteps(tf.Module):
                 f"{count:,} train steps of this epoch were skipped: their gradient, loss or statistics were not "
                 "finite, and the loss scale could not go lower. on_nonfinite='raise' ends training at the first of "
                 "them, and says where the bad numbers come from.",
-                stacklevel=4,  # who called fit
+                stacklevel=5,  # who called fit
             )
 
     def start_epoch(self) -> None:

@@ -106,11 +106,11 @@ class Passes:
                 self._read.popleft()
             yield dispatch
 
-    def take_held(self) -> list[Dispatch]:
-        """Steps that had been read but not given out where training is resumed."""
-        self._read.clear()
+    def take_held(self) -> tuple[list[Dispatch], bool]:
+        """Steps that had been read but not given out where training is resumed, and whether they end their pass."""
         held, self._held = self._held, []
-        return held
+        self._read = collections.deque((self._mark(), step) for step in held)
+        return held, bool(held) and not self._skip
 
     # Its place.
 
@@ -166,8 +166,9 @@ class Passes:
         if "held" not in saved:
             self._repeat_passes()
             return
+        self.steps = self._skip  # those that are held among them
         if self._skip:
-            self._resumed = self._deserialized(tensors[_ITERATOR])
+            self._iterator = self._resumed = self._deserialized(tensors[_ITERATOR])
         # What a shuffle draws for the next pass hangs on its dataset, and is in the state of an iterator only as long
         # as that has not read all of its input. A new one always has it.
         self._start = tensors.get(_START)
@@ -234,6 +235,8 @@ def _obstacle(dataset: tf.data.Dataset) -> str | None:
     """What in a pipeline TensorFlow saves the state of, but not so that later passes go on as they would have."""
     if any(len(_shuffles(shuffle)) > 1 for shuffle in _shuffles(dataset)):
         return "a shuffle of a shuffle"
+    if _named(_chain(dataset), "DirectedInterleave"):
+        return "a choice between datasets"  # taken up near the end of one of them, it may hang when it is saved again
     return _shuffled_within(dataset)
 
 

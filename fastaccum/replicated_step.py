@@ -289,6 +289,19 @@ class ReplicatedStep(ModelStep):
             executed = self._executed(tf.nest.map_structure(lambda t, i=i: t[i], stack))
         return executed
 
+    def _steps_run(self, dispatch: Dispatch) -> int:
+        return dispatch.steps
+
+    @property
+    def place(self) -> str:
+        replicas = self._replicas
+        if replicas.workers == 1:
+            return ""
+        return (
+            f"Among the rows of worker {replicas.worker} of {replicas.workers} (what is wrong may be among another's: "
+            "see its error): "
+        )
+
     def on_one_device(self) -> contextlib.AbstractContextManager:
         return first_components()
 

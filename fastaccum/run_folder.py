@@ -149,6 +149,8 @@ def read_rows(path):
     try:
         if set(reader.fieldnames or COLUMNS) != set(COLUMNS):
             raise ValueError(f"its columns are {reader.fieldnames}")
+        if any("step" not in row for row in rows):
+            raise ValueError("a row names no step")
         return [{n: int(v) if n in WHOLE else float(v) for n, v in row.items()} for row in rows]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{str(file)!r} is not what a run writes: {error}") from None

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import json
 import math
 import platform
 import sys
@@ -26,7 +27,7 @@ SAMPLE_BYTES = 400
 BYTES = 256
 # What `--resume` takes from config.json, and what must be then as it was.
 OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
-SAME = ("text_sha256", "parameters")
+SAME = ("text_sha256", "parameters", "options_sha256")
 
 
 def train(options):
@@ -51,12 +52,17 @@ def train(options):
             recorder = Recorder(run, folder, interrupt)
             try:
                 recorder.fit()
+                if recorder.steps_at_row is None:
+                    recorder.was_complete()
             except Preempted as preempted:
                 say("to go on", f"fastaccum train --resume {folder.path}")
                 if not interrupt.requested:
                     return preempted.code
-                recorder.end_row()
+                if recorder.steps != recorder.steps_at_row:
+                    recorder.end_row()
             finish(run, folder, recorder, sample=not interrupt.requested)
+    except checkpoint.OfAnother as error:
+        raise BadArgument(f"--resume {run.path}: {error}") from error
     except (NonFiniteError, checkpoint.NotWritten) as error:
         print(f"{error}\nto go on: fastaccum train --resume {folder.path}", file=sys.stderr)
         return 1
@@ -91,6 +97,8 @@ def resumed(options):
     options = options.parser.parse_args([*arguments, "--", *paths], options)
     run = Run(options, path, run_folder.read_rows(path))
     now = run.config
+    if config["options_sha256"] != now["options_sha256"]:
+        raise ValueError(f"{str(path / 'config.json')!r} was edited: its options are not those that the run began with")
     if changed := [f"{name} was {config[name]!r}, is {now[name]!r}" for name in SAME if config[name] != now[name]]:
         raise ValueError(f"--resume {path}: the run cannot go on as it began: {'; '.join(changed)}")
     found = checkpoint.latest(path / run_folder.CHECKPOINTS)
@@ -151,11 +159,12 @@ class Run:
     @property
     def config(self):
         """What config.json holds."""
+        options = {**{name: getattr(self.options, name) for name in OPTIONS}, "precision": self.precision}
         return {
-            **{name: getattr(self.options, name) for name in OPTIONS},
+            **options,
+            "options_sha256": hashlib.sha256(json.dumps(options).encode()).hexdigest(),
             # From wherever the run goes on.
             "paths": [str(run_folder.Path(path).resolve()) for path in self.options.paths],
-            "precision": self.precision,
             "device": self.device,
             **self.sizes,
             "parameters": self.model.count_params(),
@@ -238,8 +247,8 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.steps_before = epoch * self.steps_per_row
-        if self.folder.rows and self.folder.rows[-1]["step"] > self.steps_before:
-            # Written after the checkpoint from which the run goes on.
+        if self.run.rows is not None and self.steps_at_row is None:
+            # Without what was written after the checkpoint from which the run goes on, if only in part.
             self.folder.keep_rows(self.steps_before)
             self.skipped = self.folder.rows[-1]["skipped_steps"] if self.folder.rows else 0
 
@@ -290,6 +299,12 @@ class Recorder(keras.callbacks.Callback):
             )
         self.folder.add_row(row)
         self.row_started, self.steps_at_row = time.monotonic(), self.steps
+
+    def was_complete(self):
+        """Where there was nothing left to train: what was reached, even if metrics.csv no longer says so."""
+        self.steps = self.total
+        if math.isnan(self.held_out):
+            self.held_out = self._evaluate()
 
     def _evaluate(self):
         x, y = self.run.held_out

@@ -101,6 +101,7 @@ class Trainer:
         self.on_nonfinite = checks.one_of("on_nonfinite", on_nonfinite, ("skip", "raise"))
         self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._step: ModelStep | None = None
+        self._unread: Unread | None = None
         self._known_shapes: set[tuple] = set()
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         self._replicas = distribution.of(self._model)
@@ -144,8 +145,9 @@ class Trainer:
 
         What differs from Keras: `batch_size` is that of a micro-batch; `steps_per_epoch` and the batch number that
         callbacks see count train steps (updates); `class_weight` and `sample_weight` multiply; and logs add
-        `grad_norm` and `loss_scale` (the last step's) and `skipped_steps` (in the epoch so far, for a gradient that
-        was not finite). Logs reach batch callbacks as a mapping that waits for the step only when it is read.
+        `grad_norm` and `loss_scale` (the last step's) and `skipped_steps` (in the epoch so far, for a gradient, loss
+        or statistics that were not finite). Logs reach batch callbacks as a mapping that waits for the step only when
+        it is read.
 
         Shuffling follows `keras.utils.set_random_seed`.
 
@@ -157,7 +159,8 @@ class Trainer:
         dropped, so it must yield the same again.
 
         Args:
-            checkpoint_dir: a folder for checkpoints, of this training alone.
+            checkpoint_dir: a folder for checkpoints, of this training alone. Where it holds some, the last good one
+                says where to go on, whatever `initial_epoch`.
             checkpoint_every: train steps from one to the next, at the end of a dispatch; None for the end of every
                 epoch.
             keep: how many of the newest are kept.
@@ -398,10 +401,12 @@ class Trainer:
         unread = Unread(step, executed, Dispatch((batch,)))
         late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
         if late is not None:
-            late.require()
+            try:
+                late.require()
+            except Exception:
+                self._unread = None  # not applied, for what came before it
+                raise
         return executed.result
-
-    _unread: Unread | None = None
 
     def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""

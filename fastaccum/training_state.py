@@ -16,9 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import callback_state, checkpoint, checks
+from fastaccum import callback_state, checkpoint, checks, models
 from fastaccum.interrupt import Preempted, Preemption
 from fastaccum.stacks import Dispatch, Position
+
+# By which Keras tells apart what one process made: another process counts anew.
+NUMBER = r"_\d+(?=[_/]|$)"
 
 
 def variables_of(trainer: Any) -> dict[str, dict[str, tf.Variable]]:
@@ -41,8 +44,7 @@ def _named(variables: list[Any]) -> dict[str, tf.Variable]:
             continue
         seen.add(id(raw))
         path = getattr(variable, "path", None) or raw.name
-        # Without the numbers by which Keras tells apart what one process made: another process counts anew.
-        name = same = re.sub(r"_\d+(?=[_/]|$)", "", path.split(":")[0])
+        name = same = re.sub(NUMBER, "", path.split(":")[0])
         number = 1
         while name in named:
             number += 1
@@ -62,20 +64,60 @@ def description(trainer: Any, source: Any, plan: dict[str, Any]) -> dict[str, An
         "gradient_accumulation_steps": trainer.gradient_accumulation_steps,
         "steps_per_execution": trainer.steps_per_execution,
         "clip_norm": trainer.clip_norm,
+        "replicas": 1 if trainer._replicas is None else trainer._replicas.count,
         "fp32_weight_gradients": trainer.fp32_weight_gradients,
+        "jit_compile": trainer.jit_compile,
         "data": [f"{spec.dtype.name}{spec.shape.as_list()}" for spec in tf.nest.flatten(source.sample)],
         **source.plan,
         **plan,
     }
     return callback_state.plain(
         {
-            "model": {"variables": variables["model"]},
+            "model": {"layers": _layers(trainer._model), "variables": variables["model"]},
+            "loss": _losses(trainer),
             "optimizer": {**trainer._optimizer.config, "variables": variables["optimizer"]},
             "loss_scale": {**loss_scale, "variables": variables["loss_scale"]},
             "metrics": {"variables": variables["step"]},
             "batch plan": batch,
         }
     )
+
+
+def _layers(model: models.Model) -> dict[str, Any]:
+    """Each layer's configuration, by a name that is the same in every process."""
+    configurations: dict[str, Any] = {}
+    for layer in model.layers:
+        try:
+            config = layer.get_config()
+        except NotImplementedError:  # of one's own, without a `get_config`
+            config = {}
+        if "layers" in config:  # which are in the list themselves
+            continue
+        name = same = re.sub(NUMBER, "", layer.name)
+        while name in configurations:
+            name = f"{same}-{len(configurations)}"
+        policy = getattr(getattr(layer, "dtype_policy", None), "name", None)
+        configurations[name] = {"class": type(layer).__name__, "policy": policy, **_without_names(config)}
+    return configurations
+
+
+def _without_names(config: Any) -> Any:
+    """A configuration without what a trained variable no longer depends on: names, initial values."""
+    if isinstance(config, dict):
+        left_out = ("name", "dtype", "build_config")
+        return {
+            k: _without_names(v) for k, v in config.items() if k not in left_out and not str(k).endswith("initializer")
+        }
+    return config
+
+
+def _losses(trainer: Any) -> Any:
+    def plain(loss):
+        if hasattr(loss, "get_config"):
+            return {"class": type(loss).__name__, **_without_names(loss.get_config())}
+        return getattr(loss, "__qualname__", loss)
+
+    return tf.nest.map_structure(plain, dict(trainer._compile_arguments))
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
@@ -121,7 +163,7 @@ def saver(directory: Any, every: Any, keep: Any) -> NotSaved:
             pass
     except OSError as error:
         raise ValueError(f"checkpoint_dir={str(directory)!r} cannot be written to: {error.strerror}.") from error
-    return Saver(Path(directory), every, keep)
+    return Saver(Path(directory).absolute(), every, keep)  # a callback may change the working directory
 
 
 class NotSaved:
@@ -186,7 +228,8 @@ class Saver(NotSaved):
                 if error is None:
                     raise
                 warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
-            if self._preemption.requested and (error is None or not self._is_chief):
+            lost_the_chief = not self._is_chief and isinstance(error, tf.errors.OpError)
+            if self._preemption.requested and (error is None or lost_the_chief):
                 raise Preempted(self._path(self._saved)) from error
         finally:
             self._writer.shutdown()
@@ -196,8 +239,8 @@ class Saver(NotSaved):
         """The position at which the last good checkpoint leaves off; None without one.
 
         Raises:
-            ValueError: no checkpoint is good, or the last good one is of another model, optimizer or plan; nothing
-                was changed.
+            ValueError: no checkpoint is good; nothing was changed.
+            checkpoint.OfAnother: the last good one is of another model, optimizer or plan; nothing was changed.
         """
         self._trainer, self._source, self._hooks = trainer, source, hooks
         source.track()
@@ -221,7 +264,7 @@ class Saver(NotSaved):
             return None
         different = differences(found.manifest["description"], self._description)
         if different:
-            raise ValueError(
+            raise checkpoint.OfAnother(
                 f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "
                 f"another checkpoint_dir: {'; '.join(different)}"
             )
@@ -240,7 +283,7 @@ class Saver(NotSaved):
         _, epoch, step = self._position
         done = f"{self._done:,} train steps"
         if self.stopped or epoch >= epochs:
-            how = "a callback had ended it" if self.stopped else f"{epochs} epochs"
+            how = "a callback had ended it" if self.stopped else f"{epoch} epochs, of {epochs} asked for"
             return f"training was complete in {self._resumed.path}: {done}, {how}"
         return f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch {epoch + 1} of {epochs}"
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import keras
@@ -28,12 +29,12 @@ Y = X.sum(1, keepdims=True)
 EPOCHS, STEPS = 3, 12
 
 
-def make(units=4, optimizer=None, accumulation=3, **options):
+def make(units=4, optimizer=None, accumulation=3, activation="relu", loss="mse", **options):
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(units, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    layers = [keras.layers.Dense(units, activation=activation), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     optimizer = optimizer or keras.optimizers.Adam(0.01)
-    return fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=accumulation, **options)
+    return fa.Trainer(model, optimizer, loss, gradient_accumulation_steps=accumulation, **options)
 
 
 def fit(trainer, folder, x=X, y=Y, callbacks=(), every=2, batch_size=8, keep=3, **options):
@@ -241,6 +242,9 @@ def changed(what, model=None, **options):
     ("model", "options", "what"),
     [
         changed("model.variables.sequential/dense/kernel: float32[4, 4] was saved, now float32[4, 5]", lambda: make(5)),
+        changed("model.layers.dense.activation: relu was saved, now tanh", lambda: make(activation="tanh")),
+        changed("loss.loss: mse was saved, now mae", lambda: make(loss="mae")),
+        changed("batch plan.jit_compile: True was saved, now False", lambda: make(jit_compile=False)),
         changed("optimizer.learning_rate", lambda: make(optimizer=keras.optimizers.Adam(0.02))),
         changed("optimizer.class: Adam was saved, now SGD", lambda: make(optimizer=keras.optimizers.SGD(0.01))),
         changed("loss_scale.rule: NoLossScale was saved", lambda: make(loss_scale=fa.DynamicLossScale())),
@@ -264,6 +268,13 @@ def test_another_training_is_refused(run, tmp_path, model, options, what):
         fit(trainer, tmp_path, **options)
     assert what in str(raised.value)
     assert bits(trainer) == before
+
+
+def test_other_rows_are_told(run, tmp_path):
+    """Not refused: a row may have been corrected."""
+    run.begin(tmp_path)
+    with pytest.warns(RuntimeWarning, match="other values than when the checkpoint was saved"):
+        fit(run.trainer, tmp_path, x=X + 1)
 
 
 def test_another_dataset_is_refused(tmp_path):
@@ -366,7 +377,12 @@ def test_folder_that_is_removed(run, tmp_path):
     """It is made anew: a later checkpoint is as good as an earlier one."""
     folder = tmp_path / "checkpoints"
     run.begin_at(folder)
-    run.goes_on(folder, every=1, callbacks=[At(3, lambda: shutil.rmtree(folder, ignore_errors=True))])
+
+    def remove():
+        time.sleep(0.3)  # a write that is on its way would be an error
+        shutil.rmtree(folder)
+
+    run.goes_on(folder, every=1, callbacks=[At(3, remove)])
     assert checkpoint.latest(folder).step == STEPS
 
 
