@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fastaccum as fa
 from fastaccum import arrays as in_memory
 from fastaccum import data
-from fastaccum.stacks import Batch, Layout
+from fastaccum.stacks import Batch, Layout, Position
 
 LAYOUTS = st.builds(lambda *own: Layout(*own), st.integers(1, 4), st.integers(1, 3), st.booleans())
 quick = settings(deadline=None, database=None, max_examples=25)
@@ -419,3 +419,27 @@ def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
         found = trained(trainer, KINDS[kind]())
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+
+
+def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
+    """What the chief saved says how far each worker was in data of its own, and nothing of the chief's."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+
+    def source(worker):
+        rows = np.arange(10) + 100 * worker
+        dataset = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(10, seed=3).batch(2).with_options(options)
+        layout = Layout(1, replicas=2, shares=slice(worker, worker + 1))
+        return data.source(dataset, batch_size=None, layout=layout)
+
+    def rows(dispatches, count):
+        return [d.stacks[0].x.numpy().ravel().tolist() for d in itertools.islice(dispatches, count)]
+
+    chief, other, resumed = source(0), source(1), source(1)
+    for each in (chief, resumed):
+        each.track()
+    rows(next(chief.epochs(0, None)), 2)
+    plain, tensors = chief.position()
+    assert not tensors
+    resumed.restore(plain, tensors)
+    assert rows(next(resumed.epochs(Position(0, 0, 2), None)), 3) == rows(next(other.epochs(0, None)), 5)[2:]

@@ -418,3 +418,24 @@ def test_logs_that_are_kept_hold_no_data():
 def test_arguments(value):
     with pytest.raises(ValueError, match=f"on_nonfinite={value!r} must be 'skip' or 'raise'"):
         make(on_nonfinite=value)
+
+
+def test_the_warning_points_at_the_caller():
+    trainer = make(on_nonfinite="skip")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(changed(X, (5, 1), nan), Y, batch_size=B, verbose=0)
+    assert [w.filename for w in caught if "were skipped" in str(w.message)] == [__file__]
+
+
+def test_who_was_stuck_may_mend_the_data_and_go_on(tmp_path):
+    """The count of stuck steps is not saved: with on_nonfinite="raise" it would end on data that are good."""
+    bad = X.copy()
+    bad[ROWS // 2 :] = nan
+    options = {"batch_size": B, "shuffle": False, "verbose": 0, "checkpoint_dir": tmp_path}
+    with pytest.warns(UserWarning, match="2 train steps of this epoch were skipped"):
+        make(on_nonfinite="skip").fit(bad, Y, epochs=1, **options)
+    trainer = make(on_nonfinite="raise")
+    with pytest.warns(RuntimeWarning, match="other values"):
+        trainer.fit(X, Y, epochs=2, **options)
+    assert int(trainer.optimizer.iterations.numpy()) == STEPS // 2 + STEPS
