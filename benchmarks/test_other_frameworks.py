@@ -24,6 +24,7 @@ from benchmarks.scores import milliseconds, ratio
 PEERS = {
     "JAX scan": (("jax", "optax"), "jax_accumulation", "make_scan"),
     "JAX optax.MultiSteps": (("jax", "optax"), "jax_accumulation", "make_multi_steps"),
+    "ours, run by JAX": (("jax",), "jax_ours", "make"),
     "PyTorch eager": (("torch",), "torch_accumulation", "make"),
     "torch.compile": (("torch",), "torch_accumulation", "make_compiled"),
 }

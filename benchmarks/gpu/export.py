@@ -83,21 +83,21 @@ def export(program, folder):
         exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
         signature = trainer._step.compiled_execute.function.get_concrete_function(trainer._batch(stack))
     module = h200.parse(exported)
-    next_values = _next_values(module)
+    following = next_values(module)
     vocabulary = program["sizes"]["vocabulary_size"]
     lead = [list(array.shape) for array in stack]
     arguments = [
         {"name": name, "shape": shape, "dtype": "int32", "initial": {"tokens": vocabulary, "shift": i}, "output": None}
         for i, (name, shape) in enumerate(zip(("x", "y"), lead, strict=True))
     ]
-    captured = _captured(signature)
-    for name, variable in zip(_unique(map(_name, captured)), captured, strict=True):
-        arguments.append({"name": name, **_described(variable), "output": next_values.get(len(arguments))})
+    variables = captured(signature)
+    for name, variable in zip(_unique(map(_name, variables)), variables, strict=True):
+        arguments.append({"name": name, **_described(variable), "output": following.get(len(arguments))})
     program["arguments"] = arguments
     program["weights"] = [_name(variable.value) for variable in trainer.model.variables]
     program["loss"] = 0  # the first field of the first result, StepResult.loss
     path = Path(folder, program["file"])
-    path.write_bytes(gzip.compress(_portable(module), mtime=0))
+    path.write_bytes(gzip.compress(portable(module), mtime=0))
     program["losses"] = _losses(program) if program["purpose"] == "check" else []
     return path.stat().st_size
 
@@ -133,7 +133,7 @@ def _attention(implementation):
         yield
 
 
-def _captured(signature):
+def captured(signature):
     """The variables among a program's arguments, in order: they follow the stack's tensors."""
     by_handle = {id(variable.handle): variable for variable in signature.variables}
     return [by_handle[id(handle)] for handle in signature.captured_inputs]
@@ -163,14 +163,14 @@ def _described(variable):
     return {"shape": list(value.shape), "dtype": value.dtype.name, "initial": initial}
 
 
-def _next_values(module):
+def next_values(module):
     """The number of the result that an argument's buffer takes, by the argument's number."""
     with module.context:
         aliases = module.operation.attributes["mhlo.input_output_alias"]
         return {int(a["alias"]["parameter_number"]): int(a["output_index"][0]) for a in aliases}
 
 
-def _portable(module):
+def portable(module):
     """StableHLO in the form that other versions of XLA read."""
     from jaxlib.mlir.dialects import stablehlo
 
