@@ -102,7 +102,7 @@ def test_tf_keras_model(tmp_path):
     import tf_keras
 
     def make():
-        keras.utils.set_random_seed(1)
+        tf_keras.utils.set_random_seed(1)  # of its own generator, if another test has made one
         layers = [tf_keras.layers.Dense(8, activation="relu"), tf_keras.layers.BatchNormalization()]
         model = tf_keras.Sequential([tf_keras.Input((4,)), *layers, tf_keras.layers.Dense(1)])
         return fa.Trainer(model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
