@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,15 @@ def _named(variables: list[Any]) -> dict[str, tf.Variable]:
             continue
         seen.add(id(raw))
         path = getattr(variable, "path", None) or raw.name
-        name = same = re.sub(NUMBER, "", path.split(":")[0])
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{same}-{number}"
-        named[name] = raw
+        named[_free(path.split(":")[0], named)] = raw
     return named
+
+
+def _free(path: str, taken: Container[str]) -> str:
+    """`path` without numbers, or with the first of -2, -3, ... that makes it another than those taken."""
+    same = re.sub(NUMBER, "", path)
+    names = itertools.chain([same], (f"{same}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def description(trainer: Any, source: Any, plan: dict[str, Any]) -> dict[str, Any]:
@@ -93,11 +96,12 @@ def _layers(model: models.Model) -> dict[str, Any]:
             config = {}
         if "layers" in config:  # which are in the list themselves
             continue
-        name = same = re.sub(NUMBER, "", layer.name)
-        while name in configurations:
-            name = f"{same}-{len(configurations)}"
         policy = getattr(getattr(layer, "dtype_policy", None), "name", None)
-        configurations[name] = {"class": type(layer).__name__, "policy": policy, **_without_names(config)}
+        configurations[_free(layer.name, configurations)] = {
+            "class": type(layer).__name__,
+            "policy": policy,
+            **_without_names(config),
+        }
     return configurations
 
 
@@ -188,7 +192,7 @@ class NotSaved:
         return 0
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """An epoch's dispatches; what follows one is executed by the time that the next is asked for."""
+        """An epoch's dispatches. Each has been executed by the time that the next is asked for."""
         return dispatches
 
     def end_epoch(self, last: bool) -> None:

@@ -9,6 +9,7 @@ import time
 import keras
 import numpy as np
 import tensorflow as tf
+from resuming import Stateless
 
 import fastaccum as fa
 
@@ -16,18 +17,12 @@ ROWS, EPOCHS = 240, 6
 STEPS = 20 * EPOCHS
 
 
-class Watched(keras.callbacks.Callback):
+class Watched(Stateless):
     """Tells when training has begun, and keeps it from being over at once."""
 
     def __init__(self, begun):
         super().__init__()
         self.begun = begun
-
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        pass
 
     def on_train_batch_end(self, batch, logs=None):
         self.begun.set()

@@ -13,12 +13,8 @@ class Interruption(Exception):
     """What ends a fit in these tests."""
 
 
-class StopAfter(keras.callbacks.Callback):
-    """Raises at the end of the dispatch with the given train step of this fit, counted from 0 over epochs."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
+class Stateless(keras.callbacks.Callback):
+    """A callback that has nothing to save, and says so."""
 
     def get_state(self):
         return {}
@@ -26,8 +22,13 @@ class StopAfter(keras.callbacks.Callback):
     def set_state(self, state):
         pass
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.before = None
+
+class StopAfter(Stateless):
+    """Raises at the end of the dispatch with the given train step of this fit, counted from 0 over epochs."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
 
     def on_train_batch_end(self, batch, logs=None):
         self.left -= 1
