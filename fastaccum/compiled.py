@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import optree
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
 
 class MemoryAnalysis(NamedTuple):
@@ -34,8 +36,8 @@ class MemoryAnalysis(NamedTuple):
 class Program:
     """A function of nests of tensors, traced and compiled once per structure, shapes and dtypes.
 
-    The same as `tf.function`, but found by these alone, and called with the variables' handles that were looked up
-    once.
+    The same as `tf.function`, but found by these alone, called with the variables' handles that were looked up once,
+    and, outside of graphs, without a look at gradient tapes: a tape cannot look into it.
 
     Args:
         function: takes nests of tensors and None only.
@@ -51,12 +53,11 @@ class Program:
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        leaves, structure = optree.tree_flatten(args)
-        key = (structure, *[(t.shape, t.dtype) for t in leaves])
+        leaves, key = flat(args)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _call_of(self.function.get_concrete_function(*args))
-        return call([t for t in tf.nest.flatten(args) if t is not None])
+            call = self._calls[key] = _call_of(self.function.get_concrete_function(*args), args)
+        return call(leaves)
 
     @property
     def traces(self) -> int:
@@ -64,10 +65,32 @@ class Program:
         return self.function.experimental_get_tracing_count()
 
 
-def _call_of(concrete: Any) -> Callable[[list[tf.Tensor]], Any]:
-    """Calls a concrete function with its tensors in the order of `tf.nest.flatten`."""
-    captured = concrete.captured_inputs
-    return lambda tensors: concrete._call_flat(tensors, captured)
+def flat(nest: Any) -> tuple[list[Any], tuple]:
+    """The arrays or tensors of a nest, and what nests that one program takes have in common."""
+    leaves, structure = optree.tree_flatten(nest)
+    return leaves, (structure, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in leaves])
+
+
+def _call_of(concrete: Any, args: Any) -> Callable[[list[tf.Tensor]], Any]:
+    """Calls a concrete function, traced with `args`, with the tensors of a nest like these."""
+    captured, function = concrete.captured_inputs, concrete._inference_function
+    size = len(function.function_type.flat_outputs)
+    structure = optree.tree_structure(concrete.structured_outputs)
+    # The order of TensorFlow's nests is another one, where keys are in an OrderedDict.
+    given = optree.tree_structure(args)
+    numbers = optree.tree_unflatten(given, range(given.num_leaves))
+    order = [number for number in tf.nest.flatten(numbers) if number is not None]
+
+    def call(leaves: list[tf.Tensor]) -> Any:
+        tensors, now = [leaves[number] for number in order], context.context()
+        if not now.executing_eagerly():
+            return concrete._call_flat(tensors, captured)
+        # What `_call_flat` ends in: its own work takes as long as the arithmetic of a small model.
+        with InterpolateRuntimeError(function):
+            outputs = now.call_function(function.name, tensors + captured, size)
+        return optree.tree_unflatten(structure, outputs or ())
+
+    return call
 
 
 def compiler_ir(function: Any, *args: Any, stage: str = "optimized_hlo") -> str | bytes:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from fastaccum import models
 from fastaccum.compiled import Program
 from fastaccum.nonfinite import NonFiniteError
-from fastaccum.train_step import trip_count
+from fastaccum.stacks import trip_count
 
 NAMES = 5  # of variables, layers or rows in one line; the rest are counted
 

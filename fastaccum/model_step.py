@@ -19,8 +19,8 @@ from fastaccum.kernels.device import has_gpu
 from fastaccum.losses import Losses, Term
 from fastaccum.metrics import Metrics
 from fastaccum.nonfinite import PATIENCE, StuckSteps
-from fastaccum.stacks import Batch, Dispatch
-from fastaccum.train_step import StepResult, TrainStep, trip_count
+from fastaccum.stacks import Batch, Dispatch, trip_count
+from fastaccum.train_step import StepResult, TrainStep
 
 
 class Executed(NamedTuple):
@@ -31,12 +31,14 @@ class Executed(NamedTuple):
         logs: running means since the last reset, by log name.
         indices: what `IndexChecks.require` needs to find labels or ids out of range.
         stuck: what `StuckSteps.since_end` needs to find training that can only skip.
+        fine: whether there is nothing of either to find: bool.
     """
 
     result: StepResult
     logs: dict[str, tf.Tensor]
     indices: tf.Tensor
     stuck: tf.Tensor
+    fine: tf.Tensor
 
 
 class Unread:
@@ -211,6 +213,9 @@ class ModelStep(TrainStep):
         return self.model.penalty()
 
     def _accept(self) -> tf.Tensor:
+        return self._fine()
+
+    def _fine(self) -> tf.Tensor:
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def _typical_weight(self, *stacks: Batch) -> float:
@@ -279,7 +284,7 @@ class ModelStep(TrainStep):
             "loss_scale": result.loss_scale,
             "skipped_steps": self._skipped.read_value(),
         }
-        return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen())
+        return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self._fine())
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
         """Raises what a dispatch has to say; waits for it.
@@ -288,6 +293,8 @@ class ModelStep(TrainStep):
             ValueError: labels or ids out of range.
             NonFiniteError: training that can only skip its steps.
         """
+        if executed.fine:
+            return
         self.index_checks.require(executed.indices)
         since = self.stuck_steps.since_end(executed.stuck)
         if since is None:

@@ -113,6 +113,30 @@ class Layout(NamedTuple):
         return own if own.mask is None else own._replace(valid=own.valid & real)
 
 
+def trip_count(stack: Any) -> int:
+    """The number of micro-batches in a stack: the leading axis that all its tensors share.
+
+    Raises:
+        ValueError: an empty stack, a scalar in it, an unknown or zero leading axis, or leading axes that differ.
+    """
+    tensors = [t for t in tf.nest.flatten(stack) if t is not None]
+    if not tensors:
+        raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
+    shapes = [tuple(t.shape) for t in tensors]
+    if any(not shape for shape in shapes):
+        raise ValueError(f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar.")
+    counts = {shape[0] for shape in shapes}
+    if len(counts) > 1:
+        raise ValueError(
+            f"Tensors of one stack have different leading axes: shapes={shapes}. "
+            "Stack the same number of micro-batches of each."
+        )
+    (count,) = counts
+    if not count:
+        raise ValueError(f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}.")
+    return count
+
+
 def grouped(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
     """Dispatches of `steps_per_execution` steps each; what is left at the end is padded, or stays single."""
     size = layout.steps_per_execution

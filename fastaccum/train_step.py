@@ -15,6 +15,7 @@ from fastaccum import loss_scale as loss_scales
 from fastaccum.compiled import Program
 from fastaccum.kernels import gradients
 from fastaccum.kernels.accumulators import Product, Sum, accumulator
+from fastaccum.stacks import trip_count
 
 
 class StepResult(NamedTuple):
@@ -206,8 +207,9 @@ class TrainStep:
             parallel_iterations=1,
         )
         totals = list(sums.gradients)
-        for (j, each), of_loop in zip(summed.items(), carried, strict=True):
-            totals[j] = each.total(of_loop)
+        with tf.name_scope("accumulate"):
+            for (j, each), of_loop in zip(summed.items(), carried, strict=True):
+                totals[j] = each.total(of_loop)
         reached.update(summed)
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum)
 
@@ -292,30 +294,6 @@ def _times(gradient, factor):
         return None
     dtype = gradients.accumulator_dtype(gradient.dtype)
     return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(factor, dtype)
-
-
-def trip_count(stack: Any) -> int:
-    """The number of micro-batches in a stack: the leading axis that all its tensors share.
-
-    Raises:
-        ValueError: an empty stack, a scalar in it, an unknown or zero leading axis, or leading axes that differ.
-    """
-    tensors = [t for t in tf.nest.flatten(stack) if t is not None]
-    if not tensors:
-        raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
-    shapes = [tuple(t.shape) for t in tensors]
-    if any(not shape for shape in shapes):
-        raise ValueError(f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar.")
-    counts = {shape[0] for shape in shapes}
-    if len(counts) > 1:
-        raise ValueError(
-            f"Tensors of one stack have different leading axes: shapes={shapes}. "
-            "Stack the same number of micro-batches of each."
-        )
-    (count,) = counts
-    if not count:
-        raise ValueError(f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}.")
-    return count
 
 
 def _sums(returned):

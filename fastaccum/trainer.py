@@ -20,7 +20,7 @@ from fastaccum.metrics import Metrics
 from fastaccum.model_step import ModelStep, Unread
 from fastaccum.replicated_step import ReplicatedStep
 from fastaccum.stacks import Batch, Dispatch, Layout
-from fastaccum.train_step import StepResult, trip_count
+from fastaccum.train_step import StepResult
 
 
 class Trainer:
@@ -102,7 +102,7 @@ class Trainer:
         self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._step: ModelStep | None = None
         self._unread: Unread | None = None
-        self._known_shapes: set[tuple] = set()
+        self._known_stacks: set[tuple] = set()
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         self._replicas = distribution.of(self._model)
         if self._replicas is not None:
@@ -394,9 +394,9 @@ class Trainer:
                 for, at the next call).
             NonFiniteError: training that can only skip its steps (likewise; see `on_nonfinite`).
         """
-        batch = self._batch(stack)
-        step = self._step_for(batch)
-        batch = self._layout(self._exact_in_training()).share(batch)
+        batch, step = self._prepared(stack)
+        if self._replicas is not None:
+            batch = self._layout(self._exact_in_training()).share(batch)
         executed = self._run(step.compiled_execute, batch)
         unread = Unread(step, executed, Dispatch((batch,)))
         late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
@@ -411,14 +411,14 @@ class Trainer:
     def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
         self._require_one_program()
-        batch = self._batch(stack)
-        return compiled.compiler_ir(self._step_for(batch).compiled_execute, batch, stage=stage)
+        batch, step = self._prepared(stack)
+        return compiled.compiler_ir(step.compiled_execute, batch, stage=stage)
 
     def memory_analysis(self, stack: tuple) -> compiled.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
         self._require_one_program()
-        batch = self._batch(stack)
-        return compiled.memory_analysis(self._step_for(batch).compiled_execute, batch)
+        batch, step = self._prepared(stack)
+        return compiled.memory_analysis(step.compiled_execute, batch)
 
     def _require_one_program(self) -> None:
         if self._replicas is not None:
@@ -427,27 +427,16 @@ class Trainer:
                 "same model made outside the scope, with the batch_size of one replica."
             )
 
-    def _batch(self, stack: tuple) -> Batch:
-        if isinstance(stack, Batch):
-            return stack
-        if not isinstance(stack, (tuple, list)) or len(stack) not in (2, 3):
-            raise ValueError(
-                f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}"
-                + (f" of {len(stack)} entries." if isinstance(stack, (tuple, list)) else ".")
-            )
-        if stack[1] is None:
-            raise ValueError("y=None: a train step needs targets, as in (x, y).")
-        given = [() if each is None else each for each in stack]
-        batch = Batch(*(arrays.as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
-        trip_count(batch)
-        rows = {tuple(t.shape[:2]) for t in tf.nest.flatten(batch)}
-        if len(rows) > 1 or len(next(iter(rows))) < 2 or 0 in next(iter(rows)):
-            shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
-            raise ValueError(
-                "Every tensor of a stack has shape [micro-batches, rows, ...], the same first two axes in all: "
-                f"{shapes}."
-            )
-        return batch
+    def _prepared(self, stack: tuple) -> tuple[Batch, ModelStep]:
+        """The stack as the model's step takes it, and that step; a stack like one before is not checked again."""
+        likeness = compiled.flat(tuple(stack))[1] if isinstance(stack, (tuple, list)) else None
+        if likeness in self._known_stacks:
+            return Batch(*stack), self._step
+        batch = stack if isinstance(stack, Batch) else arrays.as_stack(stack)
+        step = self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
+        if compiled.flat((*batch,)[: len(stack)])[1] == likeness:
+            self._known_stacks.add(likeness)
+        return batch, step
 
     def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
         layout = self._layout()._replace(steps_per_execution=steps_per_execution)
@@ -464,14 +453,6 @@ class Trainer:
 
     def _exact_in_training(self) -> bool:
         return self._model.couples_rows or self._metrics.need_exact_rows
-
-    def _step_for(self, batch: Batch) -> ModelStep:
-        """The model's step, for a stack; a stack of known shapes is not checked again."""
-        shapes = tuple([t.shape for t in tf.nest.flatten(batch)])
-        if shapes not in self._known_shapes:
-            self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
-            self._known_shapes.add(shapes)
-        return self._step
 
     def _built(self, sample: Batch) -> ModelStep:
         """The model's step; built, with the model, from the specs of the first micro-batch."""

@@ -114,6 +114,24 @@ class TestArrays:
         assert [spec.dtype for spec in source.sample.x["b"]] == [tf.int32, tf.uint8]
 
     @pytest.mark.parametrize(
+        "dtype", ["float16", "bfloat16", "float32", ">f4", "float64", "int8", "uint8", "int64", "uint32", "bool"]
+    )
+    def test_of_every_dtype_are_gathered_to_memory_of_their_own(self, dtype):
+        dtype = tf.bfloat16.as_numpy_dtype if dtype == "bfloat16" else np.dtype(dtype)
+        x = np.arange(66).reshape(22, 3).astype(dtype)[:, ::-1]
+        source = data.source(x, np.zeros(22), batch_size=3, layout=Layout(2), seed=1)
+        order, before = source.order(0), x.copy()
+        dispatches = epochs_of(source, 1)[0]
+        x[:] = 0  # what is gathered already must not follow
+        tensors = [dispatch.stacks[0].x for dispatch in dispatches]
+        assert {tensor.dtype for tensor in tensors} == {source.sample.x.dtype}
+        rows = np.concatenate([tensor.numpy().reshape(-1, 3) for tensor in tensors])[:22]
+        np.testing.assert_array_equal(rows.astype("float64"), before[order].astype("float64"))
+        # XLA reads whole vectors: an address that TensorFlow would not have chosen may crash it.
+        if dtype != tf.bfloat16.as_numpy_dtype:  # memoryviews know no bfloat16
+            assert all(np.asarray(memoryview(tensor)).ctypes.data % 64 == 0 for tensor in tensors)
+
+    @pytest.mark.parametrize(
         ("x", "y", "message"),
         [
             (np.zeros((0, 2)), np.zeros(0), "0 rows"),

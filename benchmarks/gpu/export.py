@@ -81,7 +81,8 @@ def export(program, folder):
     trainer, stack = _trainer(program), _shapes(program)
     with h200.as_on_a_gpu(), _attention(program["attention"]):
         exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
-        signature = trainer._step.compiled_execute.function.get_concrete_function(trainer._batch(stack))
+        batch, step = trainer._prepared(stack)
+        signature = step.compiled_execute.function.get_concrete_function(batch)
     module = h200.parse(exported)
     following = next_values(module)
     vocabulary = program["sizes"]["vocabulary_size"]

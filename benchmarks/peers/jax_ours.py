@@ -18,7 +18,8 @@ def make(workload):
     trainer = contestants.trainer(workload)
     stack = contestants.feed_stack(workload.stacks(1)[0])
     module = export.h200.parse(trainer.compiler_ir(stack, stage="stablehlo_serialized"))
-    signature = trainer._step.compiled_execute.function.get_concrete_function(trainer._batch(stack))
+    batch, step = trainer._prepared(stack)
+    signature = step.compiled_execute.function.get_concrete_function(batch)
     device = jax.devices()[0]
     program = device.client.compile_and_load(
         export.portable(module), _jax.DeviceList((device,)), xla_client.CompileOptions()

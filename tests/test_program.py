@@ -1,0 +1,94 @@
+"""`Program`: called with nests of any form, it returns what the same `tf.function` returns."""
+
+import collections
+import re
+
+import numpy as np
+import optree
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.compiled import Program
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def half_and_sum(nest):
+    """Tells its leaves apart, and returns a nest of its own: keys out of order, None, a tuple without leaves."""
+    leaves = tf.nest.flatten(nest)
+    total = tf.add_n([float(10**i) * leaf for i, leaf in enumerate(leaf for leaf in leaves if leaf is not None)])
+    return {"z": total, "a": Pair(0.5 * total, None), "none": ()}
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        [1.0, 2.0],
+        {"z": 1.0, "a": 2.0},
+        collections.OrderedDict(z=1.0, a=2.0),
+        collections.defaultdict(float, z=1.0, a=2.0),
+        Pair({"z": 1.0, "a": (2.0, 3.0)}, None),
+        (1.0, [None, collections.OrderedDict(y=2.0, x=3.0)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_call_is_that_of_the_function(nest, jit_compile):
+    nest = optree.tree_map(tf.constant, nest)
+    program = Program(half_and_sum, jit_compile)
+    expected = tf.function(half_and_sum, jit_compile=jit_compile)(nest)
+    for _ in range(2):
+        returned = program(nest)
+        assert list(returned) == list(expected), "keys come in another order"
+        assert optree.tree_structure(returned) == optree.tree_structure(expected)
+        assert optree.tree_map(float, returned) == optree.tree_map(float, expected)
+    assert program.traces == 1
+
+
+def test_the_order_of_an_ordered_dict_is_told_apart():
+    """Negative control for the one structure in which optree and TensorFlow number leaves differently."""
+    keys = collections.OrderedDict(z=1.0, a=2.0)
+    assert optree.tree_leaves(keys) != tf.nest.flatten(keys)
+
+
+def test_a_program_in_a_graph():
+    program = Program(half_and_sum)
+    stack = {"z": tf.constant(1.0), "a": tf.constant(2.0)}
+    inside = tf.function(lambda z: program({"z": z, "a": stack["a"]})["z"], jit_compile=True)
+    assert float(inside(stack["z"])) == float(program(stack)["z"])
+
+
+def test_a_program_without_outputs():
+    counter = tf.Variable(0)
+
+    def count(by):
+        counter.assign_add(by)
+
+    program = Program(count)
+    assert program(tf.constant(2)) is None and int(counter) == 2
+
+
+def test_an_error_in_a_program_is_that_of_the_function():
+    def check(x):
+        return tf.debugging.check_numerics(x, "not a number")
+
+    messages = []
+    for function in (tf.function(check), Program(check, jit_compile=False)):
+        function(tf.constant(1.0))
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            function(tf.constant(np.nan))
+        first, *trace, _, last = re.sub(r"__inference_\w+", "name", error.value.message).splitlines()
+        assert any(__file__ in line for line in trace) or not trace
+        messages.append((first, bool(trace), last))
+    assert messages[0] == messages[1]
+
+
+def test_a_tape_around_a_program_is_left_alone():
+    """A tape cannot look into it; the variables that it trains must not fail under one."""
+    w = tf.Variable([1.0])
+    step = fa.TrainStep(lambda x: (tf.reduce_sum(w * x), tf.constant(1.0)), [w], "sgd")
+    with tf.GradientTape() as tape:
+        result = step(tf.ones([2, 1]))
+    assert tape.gradient(result.loss, w) is None
+    np.testing.assert_allclose(w.numpy(), [1.0 - 0.01 * 1.0])
