@@ -293,19 +293,22 @@ def _taken(array: np.ndarray | tf.Tensor, rows: Any) -> tf.Tensor:
     """Rows of an array as a tensor; all of them for `...`."""
     if isinstance(array, tf.Tensor):
         return tf.cast(array if rows is ... else tf.gather(array, rows), _dtype(array))
-    dtype = _dtype(array).as_numpy_dtype
-    if rows is ... or array.dtype != dtype or array.dtype.kind not in "fiu" or has_gpu():
-        taken = array if rows is ... else array.take(rows, axis=0)
-        return tf.convert_to_tensor(taken.astype(dtype, copy=False))
+    dtype = np.dtype(_dtype(array).as_numpy_dtype)
+    if rows is ...:
+        return tf.convert_to_tensor(array.astype(dtype, copy=False))
+    if not array.flags.c_contiguous:  # `take` would make a copy of the whole array that is
+        return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
+    if dtype.kind not in "fiu" or has_gpu():
+        return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
     # Gathered to where TensorFlow can use it as it is: its own copy takes twice as long as the gather.
     taken = _aligned((*rows.shape, *array.shape[1:]), dtype)
     array.take(rows, axis=0, out=taken, mode="clip")  # "raise", the default, would gather into a buffer first
     return tf.experimental.dlpack.from_dlpack(taken.__dlpack__())
 
 
-def _aligned(shape: tuple[int, ...], dtype: type, alignment: int = 64) -> np.ndarray:
+def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
     """An uninitialised array that starts where TensorFlow's own tensors may start."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + alignment, np.uint8)
     start = -memory.ctypes.data % alignment
     return memory[start : start + size].view(dtype).reshape(shape)

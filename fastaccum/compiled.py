@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
 
@@ -37,11 +38,14 @@ class Program:
     """A function of nests of tensors, traced and compiled once per structure, shapes and dtypes.
 
     The same as `tf.function`, but found by these alone, called with the variables' handles that were looked up once,
-    and, outside of graphs, without a look at gradient tapes: a tape cannot look into it.
+    and past TensorFlow's own layers of Python, which take as long as the arithmetic of a small model.
 
     Args:
         function: takes nests of tensors and None only.
         jit_compile: compile with XLA.
+
+    Raises:
+        TypeError: at a call, something in the nests that is no tensor, such as a mapping of a class of one's own.
 
     >>> double = Program(lambda x: 2.0 * x)
     >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
@@ -53,10 +57,16 @@ class Program:
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        leaves, key = flat(args)
-        call = self._calls.get(key)
+        leaves, likeness = flat(args)
+        call = self._calls.get(likeness)
         if call is None:
-            call = self._calls[key] = _call_of(self.function.get_concrete_function(*args), args)
+            for leaf in leaves:
+                if not tf.is_tensor(leaf):
+                    raise TypeError(
+                        f"A program takes tensors in plain dicts, lists and tuples, and there is a "
+                        f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
+                    )
+            call = self._calls[likeness] = _call_of(self.function.get_concrete_function(*args), args)
         return call(leaves)
 
     @property
@@ -74,23 +84,27 @@ def flat(nest: Any) -> tuple[list[Any], tuple]:
 def _call_of(concrete: Any, args: Any) -> Callable[[list[tf.Tensor]], Any]:
     """Calls a concrete function, traced with `args`, with the tensors of a nest like these."""
     captured, function = concrete.captured_inputs, concrete._inference_function
-    size = len(function.function_type.flat_outputs)
-    structure = optree.tree_structure(concrete.structured_outputs)
-    # The order of TensorFlow's nests is another one, where keys are in an OrderedDict.
-    given = optree.tree_structure(args)
-    numbers = optree.tree_unflatten(given, range(given.num_leaves))
-    order = [number for number in tf.nest.flatten(numbers) if number is not None]
+    given, returned = map(optree.tree_structure, (args, concrete.structured_outputs))
+    order, size = _order(given), len(function.function_type.flat_outputs)
+    places = np.argsort(_order(returned)).tolist()
+    plain = len(places) == size  # each output is one tensor, and no RaggedTensor of several
 
     def call(leaves: list[tf.Tensor]) -> Any:
         tensors, now = [leaves[number] for number in order], context.context()
-        if not now.executing_eagerly():
+        if not (plain and now.executing_eagerly()) or record.could_possibly_record():
             return concrete._call_flat(tensors, captured)
-        # What `_call_flat` ends in: its own work takes as long as the arithmetic of a small model.
+        # What `_call_flat` ends in, where there is no graph and no tape.
         with InterpolateRuntimeError(function):
             outputs = now.call_function(function.name, tensors + captured, size)
-        return optree.tree_unflatten(structure, outputs or ())
+        return optree.tree_unflatten(returned, [outputs[place] for place in places])
 
     return call
+
+
+def _order(structure: Any) -> list[int]:
+    """Numbers of a structure's leaves in the order of TensorFlow's nests, which sort the keys of an OrderedDict too."""
+    numbers = optree.tree_unflatten(structure, range(structure.num_leaves))
+    return [number for number in tf.nest.flatten(numbers) if number is not None]
 
 
 def compiler_ir(function: Any, *args: Any, stage: str = "optimized_hlo") -> str | bytes:

@@ -103,6 +103,7 @@ class Trainer:
         self._step: ModelStep | None = None
         self._unread: Unread | None = None
         self._known_stacks: set[tuple] = set()
+        self._layers: list[Any] = []
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         self._replicas = distribution.of(self._model)
         if self._replicas is not None:
@@ -428,15 +429,20 @@ class Trainer:
             )
 
     def _prepared(self, stack: tuple) -> tuple[Batch, ModelStep]:
-        """The stack as the model's step takes it, and that step; a stack like one before is not checked again."""
-        likeness = compiled.flat(tuple(stack))[1] if isinstance(stack, (tuple, list)) else None
-        if likeness in self._known_stacks:
-            return Batch(*stack), self._step
+        """The stack as the model's step takes it, and that step; what is like a stack before is not checked again."""
+        batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
+        if isinstance(batch, Batch) and self._likeness(batch) in self._known_stacks:
+            return batch, self._step
         batch = stack if isinstance(stack, Batch) else arrays.as_stack(stack)
-        step = self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
-        if compiled.flat((*batch,)[: len(stack)])[1] == likeness:
-            self._known_stacks.add(likeness)
-        return batch, step
+        if self._likeness(batch) not in self._known_stacks:
+            self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
+            self._known_stacks.add(self._likeness(batch))
+        return batch, self._step
+
+    def _likeness(self, batch: Batch) -> tuple:
+        """What `_built` checks: the stack, and what may have been set since the step was built."""
+        trainable = tuple([layer.trainable for layer in self._layers])
+        return compiled.flat(batch)[1], trainable, self.clip_norm, id(self.loss_scale), self.on_nonfinite
 
     def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
         layout = self._layout()._replace(steps_per_execution=steps_per_execution)
@@ -490,6 +496,7 @@ class Trainer:
                     f"{name} was set to {getattr(self, name)!r} after the train step was built with "
                     f"{getattr(self._step, name)!r}. Make a new Trainer, with a new optimizer."
                 )
+        self._layers = list(self._model.layers)
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
         by_output(sample.y, self._model.output_names, self._y_pred, "y")
         return self._step

@@ -1,5 +1,6 @@
 import itertools
 import math
+import tracemalloc
 
 import keras
 import numpy as np
@@ -116,9 +117,11 @@ class TestArrays:
     @pytest.mark.parametrize(
         "dtype", ["float16", "bfloat16", "float32", ">f4", "float64", "int8", "uint8", "int64", "uint32", "bool"]
     )
-    def test_of_every_dtype_are_gathered_to_memory_of_their_own(self, dtype):
+    def test_of_every_dtype_are_gathered_to_memory_that_tensorflow_takes_over(self, dtype, monkeypatch):
+        aligned, memory = in_memory._aligned, []
+        monkeypatch.setattr(in_memory, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1])
         dtype = tf.bfloat16.as_numpy_dtype if dtype == "bfloat16" else np.dtype(dtype)
-        x = np.arange(66).reshape(22, 3).astype(dtype)[:, ::-1]
+        x = np.arange(66).reshape(22, 3).astype(dtype)
         source = data.source(x, np.zeros(22), batch_size=3, layout=Layout(2), seed=1)
         order, before = source.order(0), x.copy()
         dispatches = epochs_of(source, 1)[0]
@@ -127,9 +130,30 @@ class TestArrays:
         assert {tensor.dtype for tensor in tensors} == {source.sample.x.dtype}
         rows = np.concatenate([tensor.numpy().reshape(-1, 3) for tensor in tensors])[:22]
         np.testing.assert_array_equal(rows.astype("float64"), before[order].astype("float64"))
+        if source.sample.x.dtype in (tf.bfloat16, tf.bool):
+            return  # DLPack has none, or not everywhere
+        addresses = [np.asarray(memoryview(tensor)).ctypes.data for tensor in tensors]
+        assert set(addresses) <= {array.ctypes.data for array in memory}, "TensorFlow has made a copy"
         # XLA reads whole vectors: an address that TensorFlow would not have chosen may crash it.
-        if dtype != tf.bfloat16.as_numpy_dtype:  # memoryviews know no bfloat16
-            assert all(np.asarray(memoryview(tensor)).ctypes.data % 64 == 0 for tensor in tensors)
+        assert all(address % 64 == 0 for address in addresses)
+
+    @pytest.mark.parametrize(
+        "view",
+        [np.asfortranarray, lambda x: x[:, ::-1], lambda x: x[::2], lambda x: np.broadcast_to(x[:1], x.shape)],
+        ids=["fortran", "reversed", "strided", "broadcast"],
+    )
+    def test_that_are_not_contiguous_are_not_copied_as_a_whole(self, view):
+        x = view(np.arange(400_000, dtype="float32").reshape(20_000, 20))
+        source = data.source(x, np.zeros(len(x)), batch_size=4, layout=Layout(2), seed=1)
+        used = source.order(0)[:8]
+        tracemalloc.start()
+        try:
+            rows = source._gathered(used, np.ones(8, bool), (2, 4)).x
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        np.testing.assert_array_equal(rows.numpy().reshape(8, 20), x[used])
+        assert peak < 0.1 * x.size * x.itemsize
 
     @pytest.mark.parametrize(
         ("x", "y", "message"),

@@ -8,7 +8,6 @@ import optree
 import pytest
 import tensorflow as tf
 
-import fastaccum as fa
 from fastaccum.compiled import Program
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -18,7 +17,8 @@ def half_and_sum(nest):
     """Tells its leaves apart, and returns a nest of its own: keys out of order, None, a tuple without leaves."""
     leaves = tf.nest.flatten(nest)
     total = tf.add_n([float(10**i) * leaf for i, leaf in enumerate(leaf for leaf in leaves if leaf is not None)])
-    return {"z": total, "a": Pair(0.5 * total, None), "none": ()}
+    ordered = collections.OrderedDict(y=3.0 * total, x=[5.0 * total, {"d": 7.0 * total, "c": 9.0 * total}])
+    return {"z": total, "a": Pair(0.5 * total, None), "none": (), "ordered": ordered}
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,27 @@ def test_an_error_in_a_program_is_that_of_the_function():
     assert messages[0] == messages[1]
 
 
-def test_a_tape_around_a_program_is_left_alone():
-    """A tape cannot look into it; the variables that it trains must not fail under one."""
-    w = tf.Variable([1.0])
-    step = fa.TrainStep(lambda x: (tf.reduce_sum(w * x), tf.constant(1.0)), [w], "sgd")
+def test_composite_outputs_are_those_of_the_function():
+    def ragged(x):
+        return {"ragged": tf.RaggedTensor.from_row_lengths(x, [1, 2]), "x": x}
+
+    returned = Program(ragged, jit_compile=False)(tf.constant([1.0, 2.0, 3.0]))
+    assert returned["ragged"].to_list() == [[1.0], [2.0, 3.0]]
+
+
+class Dictionary(dict):
+    """A mapping that optree takes for a leaf."""
+
+
+def test_what_holds_no_tensor_says_so():
+    with pytest.raises(TypeError, match=r"plain dicts.*Dictionary"):
+        Program(half_and_sum)(Dictionary(z=tf.constant(1.0)))
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_tape_sees_what_it_sees_of_the_function(jit_compile):
+    x, program = tf.Variable(2.0), Program(lambda x: x**3, jit_compile)
+    program(tf.constant(2.0))
     with tf.GradientTape() as tape:
-        result = step(tf.ones([2, 1]))
-    assert tape.gradient(result.loss, w) is None
-    np.testing.assert_allclose(w.numpy(), [1.0 - 0.01 * 1.0])
+        y = program(tf.identity(x))
+    assert float(tape.gradient(y, x)) == 12.0

@@ -501,6 +501,69 @@ def test_averaged_weights_are_in_the_model_at_the_end():
     assert_equal(model.get_weights(), [v.numpy() for v in optimizer._model_variables_moving_average])
 
 
+STACK = X[:16].reshape(2, 8, -1), Y[:16].reshape(2, 8)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, tf.constant, tf.Variable], ids=["array", "tensor", "variable"])
+class TestAStackLikeOneBefore:
+    def test_is_checked_once(self, trainer, convert, monkeypatch):
+        stack, checked, check = tuple(map(convert, STACK)), [], trainer._built
+        trainer.train_step(stack)
+        monkeypatch.setattr(trainer, "_built", lambda sample: checked.append(sample) or check(sample))
+        trainer.train_step(stack)
+        trainer.train_step(list(stack))
+        trainer.train_step((*stack, None))
+        assert not checked
+        rows = {np.asarray: 5, tf.constant: 6, tf.Variable: 7}[convert]
+        trainer.train_step(tuple(convert(array[:, :rows]) for array in STACK))
+        assert len(checked) == 1
+
+    def test_is_trained_on_as_it_is(self, trainer, convert):
+        """The second one comes by the short way: equal to the first, from the same weights."""
+        stack, back, losses = tuple(map(convert, STACK)), trainer.model.get_weights(), []
+        for _ in range(2):
+            trainer.model.set_weights(back)
+            losses.append(float(trainer.train_step(stack).loss))
+        assert losses[0] == losses[1]
+
+    def test_is_read_once(self, trainer, convert, monkeypatch):
+        """Reading takes longer than the arithmetic of a small model: one flag says that there is nothing to say."""
+        stack, base, read = tuple(map(convert, STACK)), type(tf.constant(0)).__mro__[1], []
+        trainer.train_step(stack)
+        numpy = base._numpy
+        monkeypatch.setattr(base, "_numpy", lambda tensor: read.append(tensor) or numpy(tensor))
+        trainer.train_step(tuple(map(tf.convert_to_tensor, stack)))
+        assert [tensor.dtype for tensor in read] == [tf.bool]
+
+    def test_is_refused_after_a_change(self, trainer, convert):
+        stack = tuple(map(convert, STACK))
+        trainer.train_step(stack)
+        layer, before = trainer.model.layers[0], trainer.model.get_weights()
+        layer.trainable = False
+        try:
+            with pytest.raises(ValueError, match=r"trainable variables have changed.*new Trainer"):
+                trainer.train_step(stack)
+        finally:
+            layer.trainable = True
+        clip_norm, trainer.clip_norm = trainer.clip_norm, 1e-9
+        try:
+            with pytest.raises(ValueError, match=r"clip_norm was set to 1e-09"):
+                trainer.train_step(stack)
+        finally:
+            trainer.clip_norm = clip_norm
+        for now, then in zip(trainer.model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+        trainer.train_step(stack)
+
+
+def test_a_stack_of_four_is_refused_after_a_batch(trainer):
+    batch, _ = trainer._prepared(STACK)
+    batch = batch._replace(sample_weight=tf.ones([2, 8]), valid=tf.ones([2, 8], tf.bool))
+    trainer.train_step(batch)
+    with pytest.raises(ValueError, match="tuple of 4 entries"):
+        trainer.train_step(tuple(batch))
+
+
 def test_changed_trainable_variables_are_refused(trainer):
     layer = trainer.model.layers[0]
     layer.trainable = False
