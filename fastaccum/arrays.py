@@ -158,7 +158,7 @@ class ArraySource:
 
 def _ahead(items: Iterator, depth: int = PREFETCH) -> Iterator:
     """Endless items, made in a thread up to `depth` ahead of their use; the thread ends with the iterator."""
-    # Two of these hand over in half the time of one Queue, which is written in Python.
+    # Written in C, where Queue is written in Python.
     ready, room = queue.SimpleQueue(), queue.SimpleQueue()
     ended = threading.Event()
 

@@ -38,7 +38,7 @@ class Program:
     """A function of nests of tensors, traced and compiled once per structure, shapes and dtypes.
 
     The same as `tf.function`, but found by these alone, called with the variables' handles that were looked up once,
-    and past TensorFlow's own layers of Python, which take as long as the arithmetic of a small model.
+    and past TensorFlow's own layers of Python.
 
     Args:
         function: takes nests of tensors and None only.
