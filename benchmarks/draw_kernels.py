@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import tensorflow as tf
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from fastaccum.compiled import Program, memory_analysis
 from fastaccum.kernels import attention, linear_cross_entropy
+from fastaccum.step.program import Program, memory_analysis
 
 TIMES = [512, 1024, 2048, 4096, 8192, 16384]
 VOCABULARIES = [4096, 8192, 16384, 32768, 65536, 131072]

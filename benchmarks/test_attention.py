@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from benchmarks.race import race
 from benchmarks.scores import ratio
-from fastaccum import compiled
 from fastaccum.kernels import attention
+from fastaccum.step import program as compiled
 
 ROUNDS = 9
 

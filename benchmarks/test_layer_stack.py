@@ -15,8 +15,8 @@ import tensorflow as tf
 from benchmarks.models import SEED
 from benchmarks.race import race
 from benchmarks.scores import milliseconds, ratio
-from fastaccum import compiled
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.step import program as compiled
 from fastaccum.transformer import TransformerBlock
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import contestants, models
 from benchmarks.peers import full_batch
-from fastaccum import compiled
+from fastaccum.step import program as compiled
 
 
 @pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)

@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastaccum.head_loss import LinearCrossEntropy
-    from fastaccum.interrupt import Preempted
-    from fastaccum.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-    from fastaccum.nonfinite import NonFiniteError
-    from fastaccum.train_step import StepResult, TrainStep
+    from fastaccum.adapters.head import LinearCrossEntropy
+    from fastaccum.checkpoint.signals import Preempted
+    from fastaccum.step.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+    from fastaccum.step.nonfinite import NonFiniteError
+    from fastaccum.step.train_step import StepResult, TrainStep
     from fastaccum.trainer import Trainer
     from fastaccum.transformer import gpt
 
@@ -32,21 +32,21 @@ __all__ = [
 # Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only who uses tensorflow-addons pays
 # for it (it is optional, and changes what tf.keras is).
 _MODULES = {
-    "DynamicLossScale": "loss_scale",
-    "LinearCrossEntropy": "head_loss",
-    "NoLossScale": "loss_scale",
-    "NonFiniteError": "nonfinite",
-    "Preempted": "interrupt",
-    "StaticLossScale": "loss_scale",
-    "StepResult": "train_step",
-    "TrainStep": "train_step",
+    "DynamicLossScale": "step.loss_scale",
+    "LinearCrossEntropy": "adapters.head",
+    "NoLossScale": "step.loss_scale",
+    "NonFiniteError": "step.nonfinite",
+    "Preempted": "checkpoint.signals",
+    "StaticLossScale": "step.loss_scale",
+    "StepResult": "step.train_step",
+    "TrainStep": "step.train_step",
     "Trainer": "trainer",
     "gpt": "transformer",  # a module called gpt would take the function's place
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("addons", "kernels"):
+    if name in ("addons", "checkpoint", "kernels"):
         return importlib.import_module(f"fastaccum.{name}")
     if name in _MODULES:
         value = getattr(importlib.import_module(f"fastaccum.{_MODULES[name]}"), name)

@@ -72,7 +72,7 @@ def import_tensorflow():
 
 def train(options):
     """`fastaccum train`."""
-    from fastaccum import text_training
+    from fastaccum.app import run as text_training
 
     return text_training.train(options)
 

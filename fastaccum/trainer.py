@@ -11,16 +11,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import arrays, checks, compilable, compiled, data, distribution, models, optimizers, training_state
-from fastaccum import loss_scale as loss_scales
-from fastaccum.callbacks import Callbacks, LateLogs
+from fastaccum import checks
+from fastaccum.adapters import models, optimizers
+from fastaccum.adapters.callbacks import Callbacks, LateLogs
+from fastaccum.adapters.losses import Losses, by_output, takes_class_indices
+from fastaccum.adapters.metrics import Metrics
+from fastaccum.checkpoint import saver as training_state
+from fastaccum.data import arrays
+from fastaccum.data import datasets as data
+from fastaccum.data.stacks import Batch, Dispatch, Layout
+from fastaccum.distribute import replicas as distribution
+from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.kernels.device import has_gpu
-from fastaccum.losses import Losses, by_output, takes_class_indices
-from fastaccum.metrics import Metrics
-from fastaccum.model_step import ModelStep, Unread
-from fastaccum.replicated_step import ReplicatedStep
-from fastaccum.stacks import Batch, Dispatch, Layout
-from fastaccum.train_step import StepResult
+from fastaccum.step import compilable
+from fastaccum.step import loss_scale as loss_scales
+from fastaccum.step import program as compiled
+from fastaccum.step.model_step import ModelStep, Unread
+from fastaccum.step.train_step import StepResult
 
 
 class Trainer:

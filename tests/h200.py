@@ -16,8 +16,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from fastaccum.compiled import MemoryAnalysis
 from fastaccum.kernels import device
+from fastaccum.step.program import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
 # xla/backends/gpu/target_config/specs/h200.txtpb.

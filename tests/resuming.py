@@ -6,7 +6,7 @@ import json
 import keras
 import numpy as np
 
-from fastaccum import checkpoint
+from fastaccum.checkpoint import store as checkpoint
 
 
 class Interruption(Exception):

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum import compiled
 from fastaccum.kernels import accumulators
+from fastaccum.step import program as compiled
 
 N, ROWS, WIDTH = 5, 3, 256
 RATE = 0.5
@@ -58,7 +58,7 @@ def kinds(monkeypatch):
         return chosen[-1]
 
     choose = accumulators.accumulator
-    monkeypatch.setattr("fastaccum.train_step.accumulator", spy)
+    monkeypatch.setattr("fastaccum.step.train_step.accumulator", spy)
     return lambda: [type(each).__name__ for each in chosen]
 
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastaccum import compiled
 from fastaccum.kernels import attention, attention_implementation
+from fastaccum.step import program as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum import callbacks as fa_callbacks
-from fastaccum.callbacks import LateLogs
+from fastaccum.adapters import callbacks as fa_callbacks
+from fastaccum.adapters.callbacks import LateLogs
 
 BATCH, ACCUMULATION, STEPS = 4, 2, 3
 RNG = np.random.default_rng(0)

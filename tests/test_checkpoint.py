@@ -22,7 +22,7 @@ import pytest
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
-from fastaccum import checkpoint
+from fastaccum.checkpoint import store as checkpoint
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -13,9 +13,12 @@ import warnings
 import keras
 import pytest
 
-from fastaccum import checkpoint, cli, progress, text, text_training
-from fastaccum.interrupt import Interrupt
-from fastaccum.run_folder import RunFolder
+from fastaccum import cli
+from fastaccum.app import progress, text
+from fastaccum.app import run as text_training
+from fastaccum.app.run_folder import RunFolder
+from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint.signals import Interrupt
 from fastaccum.transformer import PRESETS
 
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))

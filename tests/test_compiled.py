@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum import compiled
+from fastaccum.step import program as compiled
 
 K, B = 4, 8
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastaccum as fa
-from fastaccum import arrays as in_memory
-from fastaccum import data
-from fastaccum.stacks import Batch, Layout, Position
+from fastaccum.data import arrays as in_memory
+from fastaccum.data import datasets as data
+from fastaccum.data.stacks import Batch, Layout, Position
 
 LAYOUTS = st.builds(lambda *own: Layout(*own), st.integers(1, 4), st.integers(1, 3), st.booleans())
 quick = settings(deadline=None, database=None, max_examples=25)

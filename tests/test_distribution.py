@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.stacks import Batch, Layout
+from fastaccum.data.stacks import Batch, Layout
 
 HERE = pathlib.Path(__file__).parent
 CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]

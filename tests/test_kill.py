@@ -8,7 +8,7 @@ import signal
 import killed
 import pytest
 
-from fastaccum import checkpoint
+from fastaccum.checkpoint import store as checkpoint
 
 KILLS_OF_A_TRAINING = 5
 # Within a save, in the order in which they come: the hidden folder, the files read back and flushed, the checkpoint

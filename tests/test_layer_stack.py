@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 import fastaccum as fa
-from fastaccum import compiled
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.step import program as compiled
 from fastaccum.transformer import TransformerBlock
 
 B, T, D, DEPTH = 2, 5, 12, 3

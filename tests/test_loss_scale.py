@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum import DynamicLossScale, NoLossScale, StaticLossScale, loss_scale
+from fastaccum import DynamicLossScale, NoLossScale, StaticLossScale
+from fastaccum.step import loss_scale
 
 
 def walk(scale, finite):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.losses import Losses, by_output, term
+from fastaccum.adapters.losses import Losses, by_output, term
 
 ROWS, TIME, CLASSES = 6, 4, 3
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]

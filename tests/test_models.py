@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum import models
+from fastaccum.adapters import models
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(20, 6)).astype("float32")

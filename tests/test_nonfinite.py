@@ -12,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum import data, nonfinite
+from fastaccum.data import datasets as data
+from fastaccum.data.stacks import Dispatch, Layout
 from fastaccum.kernels import LayerStack
-from fastaccum.stacks import Dispatch, Layout
+from fastaccum.step import nonfinite
 
 RNG = np.random.default_rng(0)
 STEPS, K, B = 4, 2, 3

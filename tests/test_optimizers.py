@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum import addons, optimizers
+from fastaccum import addons
+from fastaccum.adapters import optimizers
 
 STEPS = 3
 

@@ -8,7 +8,7 @@ import optree
 import pytest
 import tensorflow as tf
 
-from fastaccum.compiled import Program
+from fastaccum.step.program import Program
 
 Pair = collections.namedtuple("Pair", "first second")
 

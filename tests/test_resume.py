@@ -7,7 +7,8 @@ import tensorflow as tf
 from resuming import Interruption, StopAfter, assert_same, bits, edit_manifest, interrupted, scramble
 
 import fastaccum as fa
-from fastaccum import checkpoint, training_state
+from fastaccum.checkpoint import saver as training_state
+from fastaccum.checkpoint import store as checkpoint
 
 X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from fastaccum import text
+from fastaccum.app import text
 from fastaccum.transformer import gpt
 
 

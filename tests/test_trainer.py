@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum import callbacks as fa_callbacks
+from fastaccum.adapters import callbacks as fa_callbacks
 
 ROWS, BATCH, ACCUMULATION = 44, 4, 3
 STEPS = 4  # ceil(44 / 12): the last has 8 rows, two thirds of a step

@@ -11,16 +11,17 @@ import keras
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api as autograph
 
-from fastaccum import diagnosis, models
-from fastaccum.callbacks import plain
-from fastaccum.compiled import Program
-from fastaccum.index_checks import IndexChecks
+from fastaccum.adapters import models
+from fastaccum.adapters.callbacks import plain
+from fastaccum.adapters.losses import Losses, Term
+from fastaccum.adapters.metrics import Metrics
+from fastaccum.data.stacks import Batch, Dispatch, trip_count
 from fastaccum.kernels.device import has_gpu
-from fastaccum.losses import Losses, Term
-from fastaccum.metrics import Metrics
-from fastaccum.nonfinite import PATIENCE, StuckSteps
-from fastaccum.stacks import Batch, Dispatch, trip_count
-from fastaccum.train_step import StepResult, TrainStep
+from fastaccum.step import diagnosis
+from fastaccum.step.index_checks import IndexChecks
+from fastaccum.step.nonfinite import PATIENCE, StuckSteps
+from fastaccum.step.program import Program
+from fastaccum.step.train_step import StepResult, TrainStep
 
 
 class Executed(NamedTuple):

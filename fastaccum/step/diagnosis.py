@@ -12,10 +12,10 @@ import numpy as np
 import optree
 import tensorflow as tf
 
-from fastaccum import models
-from fastaccum.compiled import Program
-from fastaccum.nonfinite import NonFiniteError
-from fastaccum.stacks import trip_count
+from fastaccum.adapters import models
+from fastaccum.data.stacks import trip_count
+from fastaccum.step.nonfinite import NonFiniteError
+from fastaccum.step.program import Program
 
 NAMES = 5  # of variables, layers or rows in one line; the rest are counted
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.models import Model
+from fastaccum.adapters.models import Model
 
 
 def require(model: Model) -> None:

@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
-from fastaccum.models import LegacyModel, Model
+from fastaccum.adapters.models import LegacyModel, Model
 
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.options import ExternalStatePolicy
 from tensorflow.python.ops import gen_dataset_ops
 
-from fastaccum.stacks import Batch, Dispatch
+from fastaccum.data.stacks import Batch, Dispatch
 
 _ITERATOR, _START = "iterator", "start of the pass"
 

@@ -18,8 +18,8 @@ import optree
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, grouped, trip_count
 from fastaccum.kernels.device import has_gpu
-from fastaccum.stacks import Batch, Dispatch, Layout, Position, grouped, trip_count
 
 PREFETCH = 2
 

@@ -17,9 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import callback_state, checkpoint, checks, models
-from fastaccum.interrupt import Preempted, Preemption
-from fastaccum.stacks import Dispatch, Position
+from fastaccum import checks
+from fastaccum.adapters import models
+from fastaccum.checkpoint import callback_state
+from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint.signals import Preempted, Preemption
+from fastaccum.data.stacks import Dispatch, Position
 
 # By which Keras tells apart what one process made: another process counts anew.
 NUMBER = r"_\d+(?=[_/]|$)"

@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from fastaccum import models
-from fastaccum.losses import by_output
+from fastaccum.adapters import models
+from fastaccum.adapters.losses import by_output
 
 
 class Metrics:

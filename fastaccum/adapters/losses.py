@@ -9,9 +9,10 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
-from fastaccum import checks, models
-from fastaccum.head_loss import HeadLoss, LinearCrossEntropy
-from fastaccum.index_checks import whole
+from fastaccum import checks
+from fastaccum.adapters import models
+from fastaccum.adapters.head import HeadLoss, LinearCrossEntropy
+from fastaccum.step.index_checks import whole
 
 
 class Term(NamedTuple):

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
-from fastaccum import xla_layers
+from fastaccum.adapters import layers as xla_layers
 from fastaccum.kernels import fp32_layers
 
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from fastaccum.arrays import (
+from fastaccum.data.arrays import (
     PREFETCH,
     ArraySource,
     as_arrays,
@@ -23,8 +23,8 @@ from fastaccum.arrays import (
     is_array_nest,
     require_unmasked,
 )
-from fastaccum.passes import Passes
-from fastaccum.stacks import Batch, Dispatch, Layout, Position, grouped, reshaped, split_rows
+from fastaccum.data.passes import Passes
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, grouped, reshaped, split_rows
 
 
 def source(

@@ -9,13 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import checks, models
-from fastaccum.index_checks import whole
+from fastaccum import checks
+from fastaccum.adapters import models
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
+from fastaccum.step.index_checks import whole
 
 if TYPE_CHECKING:
-    from fastaccum.metrics import Metrics
+    from fastaccum.adapters.metrics import Metrics
 
 
 _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbedding)

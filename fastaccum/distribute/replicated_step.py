@@ -9,13 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum import models
-from fastaccum.compiled import Program
-from fastaccum.distribution import ReplicaProgram, Replicas, WorkersDiffer, first_components
+from fastaccum.adapters import models
+from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.distribute.replicas import ReplicaProgram, Replicas, WorkersDiffer, first_components
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.model_step import Executed, ModelStep
-from fastaccum.stacks import Batch, Dispatch
-from fastaccum.train_step import Accumulated
+from fastaccum.step.model_step import Executed, ModelStep
+from fastaccum.step.program import Program
+from fastaccum.step.train_step import Accumulated
 
 PIECE = 16  # bits of an integer in one float32, which holds 24 exactly
 SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet

@@ -12,11 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum import checkpoint, optimizers, progress, run_folder, text
+from fastaccum.adapters import optimizers
+from fastaccum.adapters.head import LinearCrossEntropy
+from fastaccum.app import progress, run_folder, text
+from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint.signals import Interrupt, Preempted, Preemption
 from fastaccum.cli import BadArgument, device_names
-from fastaccum.head_loss import LinearCrossEntropy
-from fastaccum.interrupt import Interrupt, Preempted, Preemption
-from fastaccum.nonfinite import NonFiniteError
+from fastaccum.step.nonfinite import NonFiniteError
 from fastaccum.trainer import Trainer
 from fastaccum.transformer import PRESETS, gpt
 

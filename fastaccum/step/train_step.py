@@ -10,12 +10,13 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 
-from fastaccum import checks, optimizers
-from fastaccum import loss_scale as loss_scales
-from fastaccum.compiled import Program
+from fastaccum import checks
+from fastaccum.adapters import optimizers
+from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
 from fastaccum.kernels.accumulators import Product, Sum, accumulator
-from fastaccum.stacks import trip_count
+from fastaccum.step import loss_scale as loss_scales
+from fastaccum.step.program import Program
 
 
 class StepResult(NamedTuple):

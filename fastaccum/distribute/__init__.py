@@ -1,0 +1,1 @@
+"""The train step on the replicas of a tf.distribute strategy."""
