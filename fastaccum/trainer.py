@@ -404,7 +404,7 @@ class Trainer:
         """
         batch, step = self._prepared(stack)
         if self._replicas is not None:
-            batch = self._layout(self._exact_in_training()).share(batch)
+            batch = self._layout(self._exact_in_training()).shard(batch)
         executed = self._run(step.compiled_execute, batch)
         unread = Unread(step, executed, Dispatch((batch,)))
         late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
@@ -438,15 +438,15 @@ class Trainer:
     def _prepared(self, stack: tuple) -> tuple[Batch, ModelStep]:
         """The stack as the model's step takes it, and that step; what is like a stack before is not checked again."""
         batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
-        if isinstance(batch, Batch) and self._likeness(batch) in self._known_stacks:
+        if isinstance(batch, Batch) and self._signature(batch) in self._known_stacks:
             return batch, self._step
         batch = stack if isinstance(stack, Batch) else arrays.as_stack(stack)
-        if self._likeness(batch) not in self._known_stacks:
+        if self._signature(batch) not in self._known_stacks:
             self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
-            self._known_stacks.add(self._likeness(batch))
+            self._known_stacks.add(self._signature(batch))
         return batch, self._step
 
-    def _likeness(self, batch: Batch) -> tuple:
+    def _signature(self, batch: Batch) -> tuple:
         """What `_built` checks: the stack, and what may have been set since the step was built."""
         trainable = tuple([layer.trainable for layer in self._layers])
         return compiled.flat(batch)[1], trainable, self.clip_norm, id(self.loss_scale), self.on_nonfinite
@@ -462,7 +462,7 @@ class Trainer:
         layout = Layout(self.gradient_accumulation_steps, exact_rows=exact_rows)
         if self._replicas is None:
             return layout
-        return layout._replace(replicas=self._replicas.count, shares=self._replicas.shares)
+        return layout._replace(replicas=self._replicas.count, shards=self._replicas.shards)
 
     def _exact_in_training(self) -> bool:
         return self._model.couples_rows or self._metrics.need_exact_rows

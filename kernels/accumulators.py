@@ -16,7 +16,7 @@ SMALLEST_MATRIX = 2**16
 FEWEST_STEPS = 4
 
 
-class Sum:
+class SumAccumulator:
     """An accumulator, to which each micro-batch's gradient is added.
 
     Args:
@@ -45,7 +45,7 @@ class Sum:
         return total
 
 
-class Product:
+class FactoredAccumulator:
     """The sum of `a_i^T @ b_i` over micro-batches i, as one product `a^T @ b` over the rows of them all.
 
     The loop only writes the factors down. Where they are smaller than the accumulator they replace, this saves one
@@ -79,9 +79,9 @@ class Product:
 
 def accumulator(
     total: tf.Tensor, gradient: Any, steps: int, whole: Callable[[tf.Tensor], tf.Tensor | None]
-) -> Sum | Product:
-    """A `Product` where the gradient is a matrix product whose factors, over all micro-batches, take no more memory
-    than the accumulator; else a `Sum`.
+) -> SumAccumulator | FactoredAccumulator:
+    """A `FactoredAccumulator` where the gradient is a matrix product whose factors, over all micro-batches, take no
+    more memory than the accumulator; else a `SumAccumulator`.
 
     Args:
         total: what to start from: zeros of the variable's shape, in the accumulator's dtype.
@@ -91,12 +91,12 @@ def accumulator(
     """
     factors = _factors(gradient)
     if factors is None or steps < FEWEST_STEPS or total.shape.num_elements() < SMALLEST_MATRIX:
-        return Sum(total, gradient)
+        return SumAccumulator(total, gradient)
     wholes = tuple(whole(_source(factor)) for factor in factors)
     written = sum(_bytes(factor) for factor, known in zip(factors, wholes, strict=True) if known is None)
     if steps * written > _bytes(total):
-        return Sum(total, gradient)
-    return Product(total, factors, wholes, steps)
+        return SumAccumulator(total, gradient)
+    return FactoredAccumulator(total, factors, wholes, steps)
 
 
 def _factors(gradient: Any) -> tuple[tf.Tensor, tf.Tensor] | None:

@@ -233,7 +233,7 @@ def check_batch_norm():
         batch_size = 2 * COUNT if len(given) % COUNT else 2 * COUNT - 1
         try:
             trainer.fit(given, Y[: len(given)], batch_size=batch_size, verbose=0)
-            raise AssertionError("shares that do not divide were not refused")
+            raise AssertionError("shards that do not divide were not refused")
         except ValueError as error:
             assert "replicas" in str(error) and "batch_size" in str(error), error
     for now, then in zip(model.get_weights(), before, strict=True):
@@ -274,8 +274,8 @@ def check_mean_of_replica_means_is_another_result():
         return [now - then for now, then in zip(model.get_weights(), before, strict=True)]
 
     size = -(-5 // COUNT)
-    shares = [np.arange(5)[i : i + size] for i in range(0, 5, size)]
-    means = [np.mean(each, axis=0) for each in zip(*map(moved, shares), strict=True)]
+    shards = [np.arange(5)[i : i + size] for i in range(0, 5, size)]
+    means = [np.mean(each, axis=0) for each in zip(*map(moved, shards), strict=True)]
     model = replicated(dense)
     fa.Trainer(model, keras.optimizers.SGD(1.0), "mse").train_step((x[None], y[None]))
     ours = [now - then for now, then in zip(model.get_weights(), before, strict=True)]

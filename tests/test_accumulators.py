@@ -68,7 +68,7 @@ def test_the_product_is_the_full_batch_gradient(jit_compile, kinds):
     before = [v.numpy().astype("float64") for v in (net.a, net.b)]
     expected = net.gradients(stack)
     net.step(stack)
-    assert kinds() == ["Product", "Product"]
+    assert kinds() == ["FactoredAccumulator", "FactoredAccumulator"]
     for variable, start, gradient in zip((net.a, net.b), before, expected, strict=True):
         moved = variable.numpy() - start
         assert np.linalg.norm(moved + RATE * gradient) < 1e-5 * np.linalg.norm(moved)
@@ -88,7 +88,7 @@ def test_stacks_of_several_shapes_add_up(kinds):
     expected = net.gradients(flat)
     before = net.a.numpy().astype("float64")
     tf.function(net.step.run, jit_compile=True)(*tf.nest.map_structure(tf.constant, stacks))
-    assert kinds() == ["Product", "Product", "Sum", "Sum"]
+    assert kinds() == ["FactoredAccumulator", "FactoredAccumulator", "SumAccumulator", "SumAccumulator"]
     np.testing.assert_allclose(net.a.numpy(), before - RATE * expected[0], rtol=1e-4, atol=1e-6)
 
 
@@ -153,13 +153,13 @@ def twice(x, kernel):
 @pytest.mark.parametrize(
     "loss, options, kind",
     [
-        (once, {}, "Product"),
-        (once, {"rows": WIDTH // 2 // N}, "Product"),
-        (once, {"rows": WIDTH // 2 // N + 1}, "Sum"),  # the factors would outgrow the accumulator
-        (once, {"steps": accumulators.FEWEST_STEPS - 1}, "Sum"),
-        (once, {"shape": (WIDTH, WIDTH - 1)}, "Sum"),
-        (twice, {}, "Sum"),
-        (half_of_autodiff, {"dtype": tf.float16}, "Sum"),
+        (once, {}, "FactoredAccumulator"),
+        (once, {"rows": WIDTH // 2 // N}, "FactoredAccumulator"),
+        (once, {"rows": WIDTH // 2 // N + 1}, "SumAccumulator"),  # the factors would outgrow the accumulator
+        (once, {"steps": accumulators.FEWEST_STEPS - 1}, "SumAccumulator"),
+        (once, {"shape": (WIDTH, WIDTH - 1)}, "SumAccumulator"),
+        (twice, {}, "SumAccumulator"),
+        (half_of_autodiff, {"dtype": tf.float16}, "SumAccumulator"),
     ],
 )
 def test_when(loss, options, kind):
@@ -184,7 +184,7 @@ def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(poli
         return copy.get_weights()
 
     ours = weights_after_fit()
-    assert kinds() == ["Product", "Sum", "Sum", "Sum"]
+    assert kinds() == ["FactoredAccumulator", "SumAccumulator", "SumAccumulator", "SumAccumulator"]
     monkeypatch.setattr(accumulators, "SMALLEST_MATRIX", WIDTH**2 + 1)
     for a, b, start in zip(ours, weights_after_fit(), model.get_weights(), strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b - start)

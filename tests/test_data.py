@@ -32,8 +32,8 @@ def used(dispatches, layout):
     """The valid rows of an epoch's dispatches in the order of their use; checks each dispatch on the way."""
     rows = []
     for dispatch in dispatches:
-        assert dispatch.many == (dispatch.stacks[0].valid.shape.rank == 3)
-        if dispatch.many:
+        assert dispatch.is_multi_step == (dispatch.stacks[0].valid.shape.rank == 3)
+        if dispatch.is_multi_step:
             assert len(dispatch.stacks) == 1
             assert dispatch.stacks[0].valid.shape[0] == layout.steps_per_execution >= dispatch.steps
         else:
@@ -47,7 +47,7 @@ def used(dispatches, layout):
             assert set(x) == set(x[valid])
             assert valid.all() or not layout.exact_rows
             rows.extend(x[valid].tolist())
-        if dispatch.many:
+        if dispatch.is_multi_step:
             # Steps beyond `steps` hold nothing, those within it something.
             counted = dispatch.stacks[0].valid.numpy()
             assert counted.any(axis=(1, 2)).tolist() == [i < dispatch.steps for i in range(len(counted))]
@@ -471,7 +471,7 @@ def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
     def source(worker):
         rows = np.arange(10) + 100 * worker
         dataset = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(10, seed=3).batch(2).with_options(options)
-        layout = Layout(1, replicas=2, shares=slice(worker, worker + 1))
+        layout = Layout(1, replicas=2, shards=slice(worker, worker + 1))
         return data.source(dataset, batch_size=None, layout=layout)
 
     def rows(dispatches, count):

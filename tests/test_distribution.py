@@ -52,17 +52,17 @@ def test_shares_hold_every_row_once():
     stack = Batch(tf.reshape(rows, [2, 7]), tf.reshape(rows, [2, 7]))
     seen = []
     for worker in range(3):
-        layout = Layout(2, replicas=6, shares=slice(2 * worker, 2 * worker + 2))
-        own = layout.share(stack)
+        layout = Layout(2, replicas=6, shards=slice(2 * worker, 2 * worker + 2))
+        own = layout.shard(stack)
         assert own.x.shape == [2, 4]
         seen += own.x[own.valid].numpy().tolist() if own.mask is not None else tf.reshape(own.x, [-1]).numpy().tolist()
     assert sorted(seen) == rows.numpy().tolist()
 
 
 def test_exact_rows_are_never_padded():
-    layout = Layout(1, exact_rows=True, replicas=4, shares=slice(0, 4))
+    layout = Layout(1, exact_rows=True, replicas=4, shards=slice(0, 4))
     assert layout.columns(8)[1].all()
-    with pytest.raises(ValueError, match=r"7 rows cannot be cut into equal shares for 4 replicas"):
+    with pytest.raises(ValueError, match=r"7 rows cannot be cut into equal shards for 4 replicas"):
         layout.columns(7)
 
 

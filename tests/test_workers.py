@@ -151,5 +151,5 @@ def test_a_killed_worker_ends_the_others(tmp_path, victim):
         code = survivor.wait(BOUND)
     said = log(tmp_path, 1 - victim)
     assert code not in (0, None)
-    assert f"WorkerLost: Worker {1 - victim} of 2 lost another one after" in said
+    assert f"WorkerLostError: Worker {1 - victim} of 2 lost another one after" in said
     assert "restart all of them, from the last checkpoint" in said

@@ -106,7 +106,7 @@ class LinearCrossEntropy(keras.losses.Loss):
         return {**super().get_config(), "head": self.head, **self.options, "chunk_size": self.chunk_size}
 
 
-class HeadLoss:
+class FusedHeadLoss:
     """A `LinearCrossEntropy` with the layer that it takes over: what the train step calls instead of it.
 
     Args:

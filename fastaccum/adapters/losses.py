@@ -11,7 +11,7 @@ from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
 from fastaccum.adapters import models
-from fastaccum.adapters.head import HeadLoss, LinearCrossEntropy
+from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.step.index_checks import whole
 
 
@@ -95,12 +95,12 @@ class Losses:
             classes = _classes(loss, prediction)
             self.outputs.append(Output(name, loss, 1.0 if weight is None else float(weight), classes))
 
-    def take_over_heads(self, model: models.Model) -> list[HeadLoss]:
+    def take_over_heads(self, model: models.Model) -> list[FusedHeadLoss]:
         """Gives each `LinearCrossEntropy` the layer that it leaves out of the model; returns those losses."""
         for i, output in enumerate(self.outputs):
             if isinstance(output.loss, LinearCrossEntropy):
-                self.outputs[i] = output._replace(loss=HeadLoss(output.loss, model, output.name, output.classes))
-        return [output.loss for output in self.outputs if isinstance(output.loss, HeadLoss)]
+                self.outputs[i] = output._replace(loss=FusedHeadLoss(output.loss, model, output.name, output.classes))
+        return [output.loss for output in self.outputs if isinstance(output.loss, FusedHeadLoss)]
 
     def __call__(
         self,
@@ -170,7 +170,7 @@ def term(
 dtype=float32, numpy=2.0>)
     """
     in_mask = models.mask_of(y_pred)
-    if not isinstance(loss, HeadLoss):
+    if not isinstance(loss, FusedHeadLoss):
         dtype = getattr(loss, "dtype", None) or "float32"
         y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
         _require_same_shape(loss, y_true, y_pred)

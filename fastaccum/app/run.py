@@ -63,9 +63,9 @@ def train(options):
                 if recorder.steps != recorder.steps_at_row:
                     recorder.end_row()
             finish(run, folder, recorder, sample=not interrupt.requested)
-    except checkpoint.OfAnother as error:
+    except checkpoint.IncompatibleCheckpointError as error:
         raise BadArgument(f"--resume {run.path}: {error}") from error
-    except (NonFiniteError, checkpoint.NotWritten) as error:
+    except (NonFiniteError, checkpoint.CheckpointWriteError) as error:
         print(f"{error}\nto go on: fastaccum train --resume {folder.path}", file=sys.stderr)
         return 1
     except tf.errors.ResourceExhaustedError:

@@ -247,7 +247,8 @@ class Saver(NotSaved):
 
         Raises:
             ValueError: no checkpoint is good; nothing was changed.
-            checkpoint.OfAnother: the last good one is of another model, optimizer or plan; nothing was changed.
+            checkpoint.IncompatibleCheckpointError: the last good one is of another model, optimizer or plan;
+                nothing was changed.
         """
         self._trainer, self._source, self._hooks = trainer, source, hooks
         source.track()
@@ -271,7 +272,7 @@ class Saver(NotSaved):
             return None
         different = differences(found.manifest["description"], self._description)
         if different:
-            raise checkpoint.OfAnother(
+            raise checkpoint.IncompatibleCheckpointError(
                 f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "
                 f"another checkpoint_dir: {'; '.join(different)}"
             )
@@ -401,7 +402,7 @@ class Saver(NotSaved):
             write.result()
         except Exception as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
-            raise checkpoint.NotWritten(
+            raise checkpoint.CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: {reason}. "
                 "Earlier ones are as they were. Make room or mend the folder, then call fit again to go on from the "
                 "last of them."

@@ -33,15 +33,15 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 _LEFTOVER = re.compile(r"\.step-\d{8,}(\.writing-|\.removing-)\d+")
 
 
-class Damaged(ValueError):
+class CorruptCheckpointError(ValueError):
     """A checkpoint that is not as it was written; the message says in what."""
 
 
-class OfAnother(ValueError):
+class IncompatibleCheckpointError(ValueError):
     """A checkpoint of another training than the one that is to go on; the message says in what they differ."""
 
 
-class NotWritten(RuntimeError):
+class CheckpointWriteError(RuntimeError):
     """A checkpoint could not be written; those before it are as they were."""
 
 
@@ -76,7 +76,7 @@ class Checkpoint:
         """Every tensor by name, in host memory.
 
         Raises:
-            Damaged: they cannot be read.
+            CorruptCheckpointError: they cannot be read.
         """
         specs = self.manifest["tensors"]
         try:
@@ -88,7 +88,7 @@ class Checkpoint:
                     dtypes=[tf.as_dtype(spec["dtype"]) for spec in specs.values()],
                 )
         except (tf.errors.OpError, TypeError, KeyError) as error:
-            raise Damaged(f"its tensors cannot be read: {_first_line(error)}") from error
+            raise CorruptCheckpointError(f"its tensors cannot be read: {_first_line(error)}") from error
         return dict(zip(specs, values, strict=True))
 
 
@@ -116,7 +116,7 @@ def good(directory: str | os.PathLike) -> Iterator[Checkpoint]:
     for path in found:
         try:
             checkpoint = inspect(path)
-        except Damaged as error:
+        except CorruptCheckpointError as error:
             bad.append(f"{path}: {error}")
             warnings.warn(f"checkpoint {path} is passed over: {error}", RuntimeWarning, stacklevel=3)
         else:
@@ -142,7 +142,7 @@ def inspect(path: str | os.PathLike) -> Checkpoint:
     """The checkpoint in a folder, after a look at every byte of it.
 
     Raises:
-        Damaged: it is not as it was written.
+        CorruptCheckpointError: it is not as it was written.
     """
     path = Path(path)
     try:
@@ -150,59 +150,61 @@ def inspect(path: str | os.PathLike) -> Checkpoint:
         _require_files(path, manifest)
         _require_tensors(path, manifest["tensors"])
         if int(_FOLDER.fullmatch(path.name)[1]) != manifest["progress"]["step"]:
-            raise Damaged(f"it is of step {manifest['progress']['step']}, whatever its name says")
+            raise CorruptCheckpointError(f"it is of step {manifest['progress']['step']}, whatever its name says")
     except OSError as error:
-        raise Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from error
+        raise CorruptCheckpointError(f"{Path(error.filename or path).name}: {error.strerror}") from error
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} is none of this format: {error!r}") from error
+        raise CorruptCheckpointError(f"{MANIFEST} is none of this format: {error!r}") from error
     return Checkpoint(path, manifest)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     if not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise Damaged("it is no folder")
+        raise CorruptCheckpointError("it is no folder")
     try:
         manifest = json.loads(_regular(path / MANIFEST).read_text("utf-8"))
     except ValueError as error:
-        raise Damaged(f"{MANIFEST} is no JSON: {error}") from error
+        raise CorruptCheckpointError(f"{MANIFEST} is no JSON: {error}") from error
     if manifest["format"] != FORMAT:
-        raise Damaged(f"its format is {manifest['format']!r}, where this version reads {FORMAT}")
+        raise CorruptCheckpointError(f"its format is {manifest['format']!r}, where this version reads {FORMAT}")
     if manifest.pop("sha256") != _digest(manifest):
-        raise Damaged(f"{MANIFEST} was changed after it was written: its checksum differs")
+        raise CorruptCheckpointError(f"{MANIFEST} was changed after it was written: its checksum differs")
     return manifest
 
 
 def _require_files(path: Path, manifest: dict[str, Any]) -> None:
     for name, written in manifest["files"].items():
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise Damaged(f"{MANIFEST} names the file {name!r}, which is no plain name inside the folder")
+            raise CorruptCheckpointError(
+                f"{MANIFEST} names the file {name!r}, which is no plain name inside the folder"
+            )
         file = _regular(path / name)
         size = file.stat().st_size
         if size != written["size"]:
-            raise Damaged(f"{name} has {size} bytes of {written['size']}")
+            raise CorruptCheckpointError(f"{name} has {size} bytes of {written['size']}")
         if _sha256(file) != written["sha256"]:
-            raise Damaged(f"{name} was changed after it was written: its checksum differs")
+            raise CorruptCheckpointError(f"{name} was changed after it was written: its checksum differs")
     for name in (f"{TENSORS}.index", f"{TENSORS}.data-00000-of-00001"):
         if name not in manifest["files"]:
-            raise Damaged(f"{MANIFEST} does not list {name}")
+            raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
 
 
 def _require_tensors(path: Path, specs: dict[str, Any]) -> None:
     try:
         reader = tf.train.load_checkpoint(str(path / TENSORS))
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise Damaged(f"its tensors cannot be read: {_first_line(error)}") from error
+        raise CorruptCheckpointError(f"its tensors cannot be read: {_first_line(error)}") from error
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     held = {name: {"shape": list(shapes[name]), "dtype": dtypes[name].name} for name in shapes}
     if held != specs:
         differing = sorted(name for name in {*held, *specs} if held.get(name) != specs.get(name))
-        raise Damaged(f"its tensors are not those that {MANIFEST} lists: {', '.join(differing[:3])}")
+        raise CorruptCheckpointError(f"its tensors are not those that {MANIFEST} lists: {', '.join(differing[:3])}")
 
 
 def _regular(file: Path) -> Path:
     """`file`, unless it is a link, which could lead out of the folder, or a device."""
     if not stat.S_ISREG(os.lstat(file).st_mode):
-        raise Damaged(f"{file.name} is no regular file")
+        raise CorruptCheckpointError(f"{file.name} is no regular file")
     return file
 
 

@@ -140,7 +140,7 @@ class ArraySource:
                 start += size
                 if per_dispatch > 1 and size == per_dispatch * self.rows_per_step:
                     shape = (per_dispatch, self.layout.accumulation, self.batch_size)
-                    yield Dispatch((self._gathered(rows, valid, shape),), steps, many=True)
+                    yield Dispatch((self._gathered(rows, valid, shape),), steps, is_multi_step=True)
                     continue
                 whole, rest = divmod(size, self.batch_size)
                 parts = [(0, (whole, self.batch_size)), (whole * self.batch_size, (1, rest))]

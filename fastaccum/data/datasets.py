@@ -243,7 +243,7 @@ class DatasetSource:
                 stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths)
             else:
                 stacks = (self._dealt(pooled, lengths),)
-            yield self._passes.read(Dispatch(tuple(self.layout.share(stack) for stack in stacks)))
+            yield self._passes.read(Dispatch(tuple(self.layout.shard(stack) for stack in stacks)))
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
@@ -326,8 +326,8 @@ def _own_shares(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
             "where each worker reads all and takes its share of every batch, or OFF with a dataset that each worker "
             "has sharded itself."
         )
-    local = layout.shares.stop - layout.shares.start
-    return layout._replace(replicas=local, shares=slice(0, local))
+    local = layout.shards.stop - layout.shards.start
+    return layout._replace(replicas=local, shards=slice(0, local))
 
 
 def _pool(batch: Batch):

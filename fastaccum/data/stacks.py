@@ -44,7 +44,7 @@ class Dispatch(NamedTuple):
 
     stacks: tuple[Batch, ...]
     steps: int = 1
-    many: bool = False
+    is_multi_step: bool = False
 
 
 class Position(NamedTuple):
@@ -68,41 +68,41 @@ class Layout(NamedTuple):
         accumulation: micro-batches in a step.
         steps_per_execution: steps in a dispatch.
         exact_rows: never pad, where a padded row would be felt (batch statistics); shapes then vary.
-        replicas: equal shares that every micro-batch is cut into.
-        shares: those of them that are for this process.
+        replicas: equal shards that every micro-batch is cut into.
+        shards: those of them that are for this process.
     """
 
     accumulation: int
     steps_per_execution: int = 1
     exact_rows: bool = False
     replicas: int = 1
-    shares: slice = slice(0, 1)
+    shards: slice = slice(0, 1)
 
     @property
     def all_here(self) -> bool:
         """Whether every share is for this process."""
-        return self.shares == slice(0, self.replicas)
+        return self.shards == slice(0, self.replicas)
 
     def columns(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of a micro-batch's rows are for this process, and which of these are more than padding.
 
-        >>> [c.tolist() for c in Layout(1, replicas=4, shares=slice(2, 4)).columns(7)]
+        >>> [c.tolist() for c in Layout(1, replicas=4, shards=slice(2, 4)).columns(7)]
         [[4, 5, 6, 6], [True, True, True, False]]
 
         Raises:
-            ValueError: shares that would be padded, where rows must be exact.
+            ValueError: shards that would be padded, where rows must be exact.
         """
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
             raise ValueError(
-                f"A micro-batch of {rows} rows cannot be cut into equal shares for {self.replicas} replicas, and in "
+                f"A micro-batch of {rows} rows cannot be cut into equal shards for {self.replicas} replicas, and in "
                 "this model (batch statistics, added losses) or its metrics a row that only pads would count: use a "
                 f"batch_size, and a number of rows, that {self.replicas} divides."
             )
-        own = np.arange(size * self.replicas).reshape(self.replicas, size)[self.shares].ravel()
+        own = np.arange(size * self.replicas).reshape(self.replicas, size)[self.shards].ravel()
         return np.minimum(own, rows - 1), own < rows
 
-    def share(self, stack: Batch) -> Batch:
+    def shard(self, stack: Batch) -> Batch:
         """This process's rows of a stack of [micro-batches, rows, ...]."""
         if self.replicas == 1:
             return stack
@@ -165,7 +165,7 @@ def grouped(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
 
 def _joined(dispatches: list[Dispatch], steps: int) -> Dispatch:
     stack = tf.nest.map_structure(lambda *parts: tf.stack(parts), *(d.stacks[0] for d in dispatches))
-    return Dispatch((stack,), steps, many=True)
+    return Dispatch((stack,), steps, is_multi_step=True)
 
 
 def _shapes(dispatch: Dispatch) -> list:

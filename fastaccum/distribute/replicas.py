@@ -51,11 +51,11 @@ def of(model: Model) -> Replicas | None:
     return Replicas(strategy)
 
 
-class WorkerLost(RuntimeError):
+class WorkerLostError(RuntimeError):
     """Another worker died, stopped answering, or failed: what it was, the step, and what to do."""
 
 
-class WorkersDiffer(ValueError):
+class WorkersDifferError(ValueError):
     """Workers were given what must be the same, and is not. Raised on each of them."""
 
 
@@ -74,12 +74,12 @@ def connected(method: Callable[..., Any]) -> Callable[..., Any]:
                 replicas.report(error)
                 raise
             updates = int(trainer.optimizer.iterations.numpy())
-            raise WorkerLost(
+            raise WorkerLostError(
                 f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
                 f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on together: "
                 "restart all of them, from the last checkpoint."
             ) from error
-        except (WorkerLost, WorkersDiffer):
+        except (WorkerLostError, WorkersDifferError):
             raise
         except BaseException as error:  # Ctrl-C and SIGTERM too
             replicas.report(error)
@@ -175,8 +175,8 @@ class Replicas:
             )
 
     @property
-    def shares(self) -> slice:
-        """Of the shares that a micro-batch is cut into, this process's."""
+    def shards(self) -> slice:
+        """Of the shards that a micro-batch is cut into, this process's."""
         return slice(self.first, self.first + len(self.devices))
 
     # Variables.
@@ -280,13 +280,15 @@ class Replicas:
         self.gather([0])
 
     def require_same(self, advice: str, **numbers: int) -> None:
-        """Raises WorkersDiffer, with advice, on every worker where they differ in one of the numbers."""
+        """Raises WorkersDifferError, with advice, on every worker where they differ in one of the numbers."""
         if self.workers == 1:
             return
         table = self.gather(list(numbers.values()))
         for name, column in zip(numbers, table.T.tolist(), strict=True):
             if len(set(column)) > 1:
-                raise WorkersDiffer(f"Workers differ in {name.replace('_', ' ')}: {column}, in their order. {advice}")
+                raise WorkersDifferError(
+                    f"Workers differ in {name.replace('_', ' ')}: {column}, in their order. {advice}"
+                )
 
 
 class ReplicaProgram:

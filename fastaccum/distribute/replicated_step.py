@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from fastaccum.adapters import models
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.distribute.replicas import ReplicaProgram, Replicas, WorkersDiffer, first_components
+from fastaccum.distribute.replicas import ReplicaProgram, Replicas, WorkersDifferError, first_components
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.model_step import Executed, ModelStep
 from fastaccum.step.program import Program
@@ -237,30 +237,30 @@ class ReplicatedStep(ModelStep):
     # On all local replicas, in a graph that calls the compiled programs.
 
     def _count_on_all(self, *stacks: Batch) -> list[tf.Tensor]:
-        shares = self._shares(stacks)
-        count = self._count(*shares[0])
-        return self._replicas.all_reduce([count(i, *share) for i, share in enumerate(shares)])
+        shards = self._shards(stacks)
+        count = self._count(*shards[0])
+        return self._replicas.all_reduce([count(i, *share) for i, share in enumerate(shards)])
 
     def _execute_on_all(self, counts: list, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
-        replicas, shares = self._replicas, self._shares(stacks)
-        accumulate = self._accumulate(replicas.ids[0], counts[0], *shares[0])
+        replicas, shards = self._replicas, self._shards(stacks)
+        accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
         finish = self._finish(*accumulate.outputs)
         replicas.synchronize()
-        given = zip(replicas.ids, counts, shares, strict=True)
+        given = zip(replicas.ids, counts, shards, strict=True)
         sums = [accumulate(i, replica, count, *share) for i, (replica, count, share) in enumerate(given)]
         totals = replicas.all_reduce([flat for flat, _ in sums])
         results = [finish(i, total, state) for i, (total, (_, state)) in enumerate(zip(totals, sums, strict=True))]
         return results[0]
 
     def _evaluate_on_all(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
-        replicas, shares = self._replicas, self._shares(stacks)
-        sums = self._sum(replicas.ids[0], *shares[0])
+        replicas, shards = self._replicas, self._shards(stacks)
+        sums = self._sum(replicas.ids[0], *shards[0])
         total = self._total(sums.outputs)
         replicas.synchronize()
-        parts = [sums(i, replica, *share) for i, (replica, share) in enumerate(zip(replicas.ids, shares, strict=True))]
+        parts = [sums(i, replica, *share) for i, (replica, share) in enumerate(zip(replicas.ids, shards, strict=True))]
         return total(0, replicas.all_reduce(parts)[0])  # the others' metrics are synchronized before the next step
 
-    def _shares(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
+    def _shards(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
         """Each local replica's rows of the stacks."""
         count = len(self._replicas.devices)
         return [
@@ -281,7 +281,7 @@ class ReplicatedStep(ModelStep):
         return sums
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
-        if not dispatch.many:
+        if not dispatch.is_multi_step:
             return self._executed(*dispatch.stacks)
         # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.
         (stack,) = dispatch.stacks
@@ -338,8 +338,8 @@ class ReplicatedStep(ModelStep):
         if not self._length_known and int(working) < self._replicas.count:
             raise self._apart(int(working))
 
-    def _apart(self, working: int) -> WorkersDiffer:
-        return WorkersDiffer(
+    def _apart(self, working: int) -> WorkersDifferError:
+        return WorkersDifferError(
             f"The workers' data ended at different steps: {working} of {self._replicas.count} replicas still had some. "
             "Nothing was updated with it. Give all workers as many batches, or pass steps_per_epoch (or steps)."
         )

@@ -231,7 +231,7 @@ class ModelStep(TrainStep):
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch."""
-        program = self.compiled_execute_many if dispatch.many else self.compiled_execute
+        program = self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
         return program(*dispatch.stacks)
 
     place = ""  # how the error of a step that is not finite begins, where it may lie elsewhere
@@ -301,7 +301,7 @@ class ModelStep(TrainStep):
         if since is None:
             return
         stacks = dispatch.stacks
-        if dispatch.many:
+        if dispatch.is_multi_step:
             (stack,) = stacks
             stacks = (tf.nest.map_structure(lambda t: t[self._steps_run(dispatch) - 1 - since], stack),)
         try:

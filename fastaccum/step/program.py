@@ -57,8 +57,8 @@ class Program:
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        leaves, likeness = flat(args)
-        call = self._calls.get(likeness)
+        leaves, signature = flat(args)
+        call = self._calls.get(signature)
         if call is None:
             for leaf in leaves:
                 if not tf.is_tensor(leaf):
@@ -66,7 +66,7 @@ class Program:
                         f"A program takes tensors in plain dicts, lists and tuples, and there is a "
                         f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
                     )
-            call = self._calls[likeness] = _call_of(self.function.get_concrete_function(*args), args)
+            call = self._calls[signature] = _call_of(self.function.get_concrete_function(*args), args)
         return call(leaves)
 
     @property

@@ -14,7 +14,7 @@ from fastaccum import checks
 from fastaccum.adapters import optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
-from fastaccum.kernels.accumulators import Product, Sum, accumulator
+from fastaccum.kernels.accumulators import FactoredAccumulator, SumAccumulator, accumulator
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.program import Program
 
@@ -165,7 +165,7 @@ class TrainStep:
 
     def _loop(self, stack: Any, sums: Accumulated, reached: set[int]) -> Accumulated:
         steps = trip_count(stack)
-        summed: dict[int, Sum | Product] = {}
+        summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
         @tf.function(autograph=False)
