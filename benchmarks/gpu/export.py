@@ -24,7 +24,7 @@ from fastaccum.kernels.attention import attention
 from fastaccum.kernels.xla_ops import in_xla
 
 # The helpers of the tests that compile for an H200 trace as on a GPU too.
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 import h200
 
 OPTIMIZER = {"learning_rate": 3e-4, "weight_decay": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}

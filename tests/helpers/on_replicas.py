@@ -1,6 +1,6 @@
 """Checks that need several logical devices, hence a process of their own: `python on_replicas.py COUNT [NAME ...]`.
 
-Prints, as its last line, {name: traceback or null} as JSON. `test_distribution.py` runs it.
+Prints, as its last line, {name: traceback or null} as JSON. `test_replicas.py` runs it.
 """
 
 import contextlib

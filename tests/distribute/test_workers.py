@@ -17,7 +17,7 @@ import worker
 
 import fastaccum as fa
 
-HERE = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 BOUND = 60  # seconds in which the others end; 1 measured for a killed process
 
 
@@ -28,12 +28,12 @@ def workers(mode, folder, count=2):
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         ports = ",".join(str(each.getsockname()[1]) for each in sockets)
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}", "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
     processes = []
     try:
         for index in range(count):
             with open(folder / f"log{index}", "w") as log:
-                command = [sys.executable, str(HERE / "worker.py"), ports, str(index), mode, str(folder)]
+                command = [sys.executable, worker.__file__, ports, str(index), mode, str(folder)]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         yield processes
     finally:

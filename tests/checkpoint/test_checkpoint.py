@@ -95,12 +95,13 @@ def test_the_trainings_agree_with_one_without_checkpoints(run):
 
 
 def test_the_document_names_tests_that_exist():
-    folder = Path(__file__).parent
+    tests = Path(__file__).parents[1]
+    files = {path.name: path.read_text() for path in tests.rglob("test_*.py")}
     numbers, faults = (
         re.findall(r"^\|.*", section, re.MULTILINE)[2:]
         for title in ("## Bad numbers", "## Faults injected")
         for section in [
-            (folder.parent / "docs" / "reliability.md").read_text().partition(title)[2].partition("\n## ")[0]
+            (tests.parent / "docs" / "reliability.md").read_text().partition(title)[2].partition("\n## ")[0]
         ]
     )
     assert len(faults) >= 20 and len(numbers) >= 10
@@ -109,12 +110,11 @@ def test_the_document_names_tests_that_exist():
         damages = re.findall(r"\[([^\]]+)\]`", row)
         assert named or damages, row
         for file, test in named:
-            assert f"def {test}(" in (folder / file).read_text()
+            assert f"def {test}(" in files[file]
         for damage in damages:
             assert damage in DAMAGE
-    tests = (folder / "test_nonfinite.py").read_text()
     for test in re.findall(r"`(test_\w+)", "".join(numbers)):
-        assert f"def {test}" in tests, test
+        assert f"def {test}" in files["test_nonfinite.py"], test
 
 
 # What a folder holds.

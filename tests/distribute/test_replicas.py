@@ -13,15 +13,15 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.data.stacks import Batch, Layout
 
-HERE = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]
 ON_FOUR = ["tokens_weights_tails_and_clipping", "overflow"]
 
 
 def outcomes(count, names):
     """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}", "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, str(HERE / "on_replicas.py"), str(count), *names]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, on_replicas.__file__, str(count), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_optimizers import KERAS, TF_KERAS, TFA, make_model, own_apply, raw
+from every_optimizer import KERAS, TF_KERAS, TFA, make_model, own_apply, raw
 
 import fastaccum as fa
 

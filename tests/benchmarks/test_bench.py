@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # The benchmarks are not installed. At the end of the path, where kernels/ shadows no other package.
 sys.path.append(str(ROOT))
 
