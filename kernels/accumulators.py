@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from fastaccum.kernels import gradients
-from fastaccum.kernels.xla_ops import HALF, dot, update
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice
 
 # Below these, adding costs too little to be worth another kind of loop: the accumulator stays in the cache.
 SMALLEST_MATRIX = 2**16
@@ -67,7 +67,9 @@ class FactoredAccumulator:
         return [tf.zeros([self._steps, *term.shape], term.dtype) for term in self.terms]
 
     def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [update(whole, term[tf.newaxis], [i, 0, 0]) for whole, term in zip(carried, terms, strict=True)]
+        return [
+            dynamic_update_slice(whole, term[tf.newaxis], [i, 0, 0]) for whole, term in zip(carried, terms, strict=True)
+        ]
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
         written = iter(carried)

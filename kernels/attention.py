@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from fastaccum.checks import true_or_false, whole_number
+from fastaccum.kernels.checks import LARGEST, number, one_of, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import cudnn_attention
 from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import HALF, add, dot, first_order, loop, sizes, update
+from fastaccum.kernels.xla_ops import (
+    HALF,
+    dot,
+    dynamic_add_slice,
+    dynamic_update_slice,
+    first_order,
+    loop,
+    sizes,
+)
 
-IMPLEMENTATIONS = ("auto", "blockwise", "cudnn", "reference")
+Implementation = Literal["auto", "blockwise", "cudnn", "reference"]
+
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
 _LOW = -1e30
 
@@ -35,7 +44,7 @@ def attention(
     scale: float | None = None,
     segment_ids: Any = None,
     block_size: int | None = None,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> tf.Tensor:
     """Softmax attention, forward and backward in blocks, in memory linear in the number of tokens.
 
@@ -83,17 +92,13 @@ def attention(
     """
     query, key, value = (tf.convert_to_tensor(t) for t in (query, key, value))
     _require_tensors(query, key, value)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown: choose one of {', '.join(IMPLEMENTATIONS)}.")
+    one_of("implementation", implementation, ("auto", "blockwise", "cudnn", "reference"))
     if implementation == "auto":
         implementation = attention_implementation(query.shape, key.shape, block_size=block_size)
-    masking = _Masking(causal, *_segments(segment_ids, query, key))
-    causal = true_or_false("causal", causal)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
-        raise TypeError(f"scale={scale!r} must be a number, or None for 1 / sqrt(width).")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale} must be finite.")
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    masking = _Masking(true_or_false("causal", causal), *_segments(segment_ids, query, key))
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
     with tf.name_scope("attention"):
         if implementation == "reference":
             return _reference(query, key, value, scale, masking)
@@ -109,7 +114,9 @@ def attention(
         return _blockwise(query, key, value, scale, masking, _block_size(block_size))
 
 
-def attention_implementation(query_shape: Any, key_shape: Any, *, block_size: int | None = None) -> str:
+def attention_implementation(
+    query_shape: Sequence[int | None], key_shape: Sequence[int | None], *, block_size: int | None = None
+) -> Literal["blockwise", "reference"]:
     """What `implementation="auto"` stands for: "reference" up to one block of scores, "blockwise" beyond.
 
     Never "cudnn", which has not run on a GPU yet.
@@ -258,36 +265,36 @@ def _blockwise(query, key, value, scale, masking, block_size):
 
         # The maximum so far goes from block to block of a row beside its place in the whole: were it read there, XLA
         # would copy the whole before each write.
-        def forward(p, high_Nq, high_nNq, sum_nNq, mixed_nNqK):
+        def forward(p, row_max_Nq, row_max_nNq, row_sum_nNq, acc_nNqK):
             i, j, scores_Nqk = block(p)
-            high_Nq = tf.where(j == 0, _LOW, high_Nq)
-            sum_Nq, mixed_NqK = (tf.gather(t, i) for t in (sum_nNq, mixed_nNqK))
-            new_high_Nq = tf.maximum(high_Nq, tf.reduce_max(scores_Nqk, -1))
-            weights_Nqk = tf.exp(scores_Nqk - new_high_Nq[..., None])
-            shrink_Nq = tf.exp(high_Nq - new_high_Nq)
-            sum_Nq = shrink_Nq * sum_Nq + tf.reduce_sum(weights_Nqk, -1)
-            mixed_NqK = shrink_Nq[..., None] * mixed_NqK
-            mixed_NqK += dot(tf.cast(weights_Nqk, value.dtype), tf.gather(value_sNkK, j))
+            row_max_Nq = tf.where(j == 0, _LOW, row_max_Nq)
+            row_sum_Nq, acc_NqK = (tf.gather(t, i) for t in (row_sum_nNq, acc_nNqK))
+            new_row_max_Nq = tf.maximum(row_max_Nq, tf.reduce_max(scores_Nqk, -1))
+            weights_Nqk = tf.exp(scores_Nqk - new_row_max_Nq[..., None])
+            correction_Nq = tf.exp(row_max_Nq - new_row_max_Nq)
+            row_sum_Nq = correction_Nq * row_sum_Nq + tf.reduce_sum(weights_Nqk, -1)
+            acc_NqK = correction_Nq[..., None] * acc_NqK
+            acc_NqK += dot(tf.cast(weights_Nqk, value.dtype), tf.gather(value_sNkK, j))
             return [
-                new_high_Nq,
-                update(high_nNq, new_high_Nq[None], [i, 0, 0]),
-                update(sum_nNq, sum_Nq[None], [i, 0, 0]),
-                update(mixed_nNqK, mixed_NqK[None], [i, 0, 0, 0]),
+                new_row_max_Nq,
+                dynamic_update_slice(row_max_nNq, new_row_max_Nq[None], [i, 0, 0]),
+                dynamic_update_slice(row_sum_nNq, row_sum_Nq[None], [i, 0, 0]),
+                dynamic_update_slice(acc_nNqK, acc_NqK[None], [i, 0, 0, 0]),
             ]
 
         rows = tf.shape(query_nNqK)[:-1]
         start = [tf.zeros(rows[1:]), tf.zeros(rows), tf.zeros(rows), tf.zeros(tf.shape(query_nNqK))]
         with record.stop_recording():  # an eager tape would keep what the loop computes
-            _, high_nNq, sum_nNq, mixed_nNqK = loop(steps, forward, start)
-        mixed_nNqK = tf.math.divide_no_nan(mixed_nNqK, sum_nNq[..., None])
+            _, row_max_nNq, row_sum_nNq, acc_nNqK = loop(steps, forward, start)
+        acc_nNqK = tf.math.divide_no_nan(acc_nNqK, row_sum_nNq[..., None])
         # For a query that sees nothing, inf: its weights are exp(-inf - inf) = 0 again.
-        lse_nNq = tf.where(sum_nNq > 0, high_nNq + tf.math.log(sum_nNq), math.inf)
-        output = _joined(mixed_nNqK, groups, queries, query)
+        lse_nNq = tf.where(row_sum_nNq > 0, row_max_nNq + tf.math.log(row_sum_nNq), math.inf)
+        output = _joined(acc_nNqK, groups, queries, query)
 
         def gradient(doutput):
             doutput_nNqK = _split(doutput, groups, queries)
             products_nNqK = tf.cast(doutput_nNqK, tf.float32) * tf.cast(_split(output, groups, queries), tf.float32)
-            drift_nNq = tf.reduce_sum(products_nNqK, -1)
+            delta_nNq = tf.reduce_sum(products_nNqK, -1)
 
             def backward(p, dquery_nNqK, dkey_sNkK, dvalue_sNkK):
                 i, j, scores_Nqk = block(p)
@@ -297,12 +304,12 @@ def _blockwise(query, key, value, scale, masking, block_size):
                 doutput_NqK = tf.gather(doutput_nNqK, i)
                 weights_Nqk = tf.exp(scores_Nqk - tf.gather(lse_nNq, i)[..., None])
                 dweights_Nqk = dot(doutput_NqK, value_NkK, transpose_b=True)
-                dscores_Nqk = weights_Nqk * (dweights_Nqk - tf.gather(drift_nNq, i)[..., None])
+                dscores_Nqk = weights_Nqk * (dweights_Nqk - tf.gather(delta_nNq, i)[..., None])
                 weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (weights_Nqk, dscores_Nqk))
                 return [
-                    add(dquery_nNqK, dot(dscores_Nqk, key_NkK)[None], [i, 0, 0, 0]),
-                    add(dkey_sNkK, dot(dscores_Nqk, query_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
-                    add(dvalue_sNkK, dot(weights_Nqk, doutput_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
+                    dynamic_add_slice(dquery_nNqK, dot(dscores_Nqk, key_NkK)[None], [i, 0, 0, 0]),
+                    dynamic_add_slice(dkey_sNkK, dot(dscores_Nqk, query_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
+                    dynamic_add_slice(dvalue_sNkK, dot(weights_Nqk, doutput_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
                 ]
 
             start = [tf.zeros(tf.shape(t)) for t in (query_nNqK, key_sNkK, value_sNkK)]

@@ -6,15 +6,14 @@ Shape suffixes: N tokens, D width, V vocabulary; n and v are the part of N and V
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-from fastaccum.checks import fraction, whole_number
+from fastaccum.kernels.checks import fraction, number, one_of, whole_number
 from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import HALF, add, dot, loop, update
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, loop
 
 
 def linear_cross_entropy(
@@ -27,7 +26,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_size: int | None = None,
-    implementation: str = "auto",
+    implementation: Literal["auto", "chunked", "reference"] = "auto",
 ) -> tf.Tensor:
     """The cross-entropy of each token, from a linear layer whose logits are never all in memory.
 
@@ -75,19 +74,16 @@ def linear_cross_entropy(
     hidden, kernel, labels = (tf.convert_to_tensor(t) for t in (hidden, kernel, labels))
     biases = [] if bias is None else [tf.convert_to_tensor(bias)]
     _require_tensors(hidden, kernel, labels, *biases)
-    require_options(ignore_index, label_smoothing, z_loss)
+    ignore_index, label_smoothing, z_loss = require_options(ignore_index, label_smoothing, z_loss)
     chunk = _default_chunk() if chunk_size is None else whole_number("chunk_size", chunk_size)
     width, vocabulary = kernel.shape
     count = math.prod(labels.shape)
+    one_of("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     if implementation == "auto" or not count:
         implementation = "reference" if count * vocabulary <= max(chunk**2, count * width) else "chunked"
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f'implementation={implementation!r} is unknown: choose "auto", "chunked" or "reference".')
-
-    implement = _IMPLEMENTATIONS[implementation]
 
     def lse_and_target(column_N):
-        function = implement(column_N, label_smoothing, chunk)
+        function = _IMPLEMENTATIONS[implementation](column_N, label_smoothing, chunk)
         return function(tf.reshape(hidden, [count, width]), kernel, *biases)
 
     return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)
@@ -201,25 +197,26 @@ def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
                 label_n = tf.where(label_n >= column * columns.length, label_n, -1)
             return _Chunk(n, v, row, column, hidden_nD, kernel_Dv, logits_nv, label_n - v)
 
-        def forward(i, high_N, sum_N, label_logit_N):
+        def forward(i, *carried):
             c = chunk_of(i)
-            before = [tf.slice(t, [c.n], [tokens.length]) for t in (high_N, sum_N, label_logit_N)]
-            high_n, sum_n, label_logit_n = before
-            new_high_n = tf.maximum(high_n, tf.reduce_max(c.logits_nv, -1))
-            new_sum_n = sum_n * tf.exp(high_n - new_high_n)
-            new_sum_n += tf.reduce_sum(tf.exp(c.logits_nv - new_high_n[:, tf.newaxis]), -1)
+            before = [tf.slice(t, [c.n], [tokens.length]) for t in carried]
+            row_max_n, row_sum_n, label_logit_n = before
+            new_row_max_n = tf.maximum(row_max_n, tf.reduce_max(c.logits_nv, -1))
+            correction_n = tf.exp(row_max_n - new_row_max_n)
+            new_row_sum_n = correction_n * row_sum_n
+            new_row_sum_n += tf.reduce_sum(tf.exp(c.logits_nv - new_row_max_n[:, tf.newaxis]), -1)
             here_n = (c.label_n >= 0) & (c.label_n < columns.length)
             picked_n = tf.gather(c.logits_nv, tf.clip_by_value(c.label_n, 0, columns.length - 1), batch_dims=1)
-            after = [new_high_n, new_sum_n, tf.where(here_n, picked_n, label_logit_n)]
+            after = [new_row_max_n, new_row_sum_n, tf.where(here_n, picked_n, label_logit_n)]
             if tokens.overlap:
                 fresh_n = tokens.fresh(c.row)
                 after = [tf.where(fresh_n, new, old) for new, old in zip(after, before, strict=True)]
-            return [update(t, new, [c.n]) for t, new in zip((high_N, sum_N, label_logit_N), after, strict=True)]
+            return [dynamic_update_slice(t, new, [c.n]) for t, new in zip(carried, after, strict=True)]
 
         # A finite start: the exponential of -inf - -inf, in a chunk without a possible class, would be NaN.
         start = [tf.fill([count], tf.float32.min), tf.zeros([count]), tf.zeros([count])]
-        high_N, sum_N, target_N = loop(steps, forward, start)
-        lse_N = high_N + tf.math.log(sum_N)
+        row_max_N, row_sum_N, target_N = loop(steps, forward, start)
+        lse_N = row_max_N + tf.math.log(row_sum_N)
         if smoothing:
             # The mean over the vocabulary of hidden @ kernel is hidden @ (the kernel's mean).
             compute_DV = tf.cast(tf.cast(kernel_DV, hidden_ND.dtype), tf.float32)
@@ -243,11 +240,15 @@ def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
                 if smoothing:
                     smoothed_nv += smoothing / vocabulary * tf.cast(columns.fresh(c.column), tf.float32)
                 dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
-                dbias = [add(db_V, tf.reduce_sum(dlogits_nv, 0), [c.v]) for db_V in dbias]
+                dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [c.v]) for db_V in dbias]
                 dlogits_nv = tf.cast(dlogits_nv, hidden_ND.dtype)
                 dhidden_nD = dot(dlogits_nv, c.kernel_Dv, transpose_b=True)
                 dkernel_Dv = dot(c.hidden_nD, dlogits_nv, transpose_a=True)
-                return [add(dhidden_ND, dhidden_nD, [c.n, 0]), add(dkernel_DV, dkernel_Dv, [0, c.v]), *dbias]
+                return [
+                    dynamic_add_slice(dhidden_ND, dhidden_nD, [c.n, 0]),
+                    dynamic_add_slice(dkernel_DV, dkernel_Dv, [0, c.v]),
+                    *dbias,
+                ]
 
             inputs = hidden_ND, kernel_DV, *bias
             sums = loop(steps, backward, [tf.zeros(t.shape) for t in inputs])
@@ -325,12 +326,10 @@ def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, *b
         )
 
 
-def require_options(ignore_index: Any, label_smoothing: Any, z_loss: Any) -> None:
-    """Raises TypeError or ValueError for options out of their range."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
-        raise TypeError(f"ignore_index={ignore_index!r} must be a whole number.")
-    fraction("label_smoothing", label_smoothing)
-    if isinstance(z_loss, bool) or not isinstance(z_loss, numbers.Real):
-        raise TypeError(f"z_loss={z_loss!r} must be a number of at least 0.")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss} must be finite and at least 0.")
+def require_options(ignore_index: Any, label_smoothing: Any, z_loss: Any) -> tuple[int, float, float]:
+    """The options as numbers; raises TypeError or ValueError if one is out of its range."""
+    return (
+        whole_number("ignore_index", ignore_index, minimum=None),
+        fraction("label_smoothing", label_smoothing),
+        number("z_loss", z_loss, "a finite number of at least 0", lambda v: 0 <= v < math.inf),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -13,13 +13,10 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common.variables import AutocastScope
 from tensorflow.python.eager import record
 
-from fastaccum.checks import whole_number
 from fastaccum.kernels import stackable
+from fastaccum.kernels.checks import one_of, whole_number
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.xla_ops import first_order, loop
-
-IMPLEMENTATIONS = ("auto", "reference")
-
 
 # Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
 _SEED_STRIDE = 1_000_003
@@ -85,13 +82,12 @@ class LayerStack(keras.layers.Layer):
         make_layer: Callable[[], keras.layers.Layer] | keras.layers.Layer,
         depth: int,
         *,
-        implementation: str = "auto",
+        implementation: Literal["auto", "reference"] = "auto",
         name: str | None = None,
         trainable: bool = True,
     ):
         depth = whole_number("depth", depth)
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation={implementation!r} must be one of {', '.join(IMPLEMENTATIONS)}.")
+        one_of("implementation", implementation, ("auto", "reference"))
         if isinstance(make_layer, keras.layers.Layer):
             make_layer = functools.partial(type(make_layer).from_config, make_layer.get_config())
         template = stackable.made(make_layer)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import tensorflow as tf
 
+from fastaccum.kernels.checks import one_of
 from fastaccum.kernels.xla_ops import HALF, dot, sizes
 
 
-def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, *, implementation: str = "auto") -> tf.Tensor:
+def matmul_fp32_wgrad(
+    x: tf.Tensor, kernel: tf.Tensor, *, implementation: Literal["auto", "reference"] = "auto"
+) -> tf.Tensor:
     """`x @ tf.cast(kernel, x.dtype)`, with the kernel's gradient computed as one dot with a float32 result.
 
     Plain autodiff under mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) gives
@@ -52,8 +56,7 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, *, implementation: str = 
             f"x of shape {tuple(x.shape)} does not fit kernel of shape {tuple(kernel.shape)}: "
             "they must be [..., in] and [in, out]."
         )
-    if implementation not in ("auto", "reference"):
-        raise ValueError(f'implementation={implementation!r} is unknown: choose "auto" or "reference".')
+    one_of("implementation", implementation, ("auto", "reference"))
     product = _product if implementation == "auto" else _reference
     y_TO = product(tf.reshape(x, [-1, kernel.shape[0]]), kernel)
     return tf.reshape(y_TO, [*sizes(x)[:-1], kernel.shape[1]])

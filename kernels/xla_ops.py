@@ -17,13 +17,16 @@ def in_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def loop(steps: int, body: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
+def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
     """`for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip count XLA knows.
+
+    Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes and dtypes.
 
     >>> loop(3, lambda i, total: [total + i], [tf.constant(0)])[0].numpy().item()
     3
     """
-    # A Python int as trip count, and no `maximum_iterations`, whose second counter hides it.
+    # A Python int as trip count: with a tensor, a GPU would ask the host before every turn. No `maximum_iterations`:
+    # its second counter hides the trip count from XLA in larger programs.
     _, *values = tf.while_loop(
         lambda i, *_: i < steps,
         lambda i, *values: [i + 1, *body(i, *values)],
@@ -45,10 +48,10 @@ def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool
     return tf.matmul(tf.cast(a, tf.float32), tf.cast(b, tf.float32), transpose_a, transpose_b)
 
 
-def update(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
+def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     """`whole` with `part` written at `start`: in place, once compiled.
 
-    >>> update(tf.zeros([4]), tf.ones([2]), [1]).numpy().tolist()
+    >>> dynamic_update_slice(tf.zeros([4]), tf.ones([2]), [1]).numpy().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
     begin = tf.stack(start)
@@ -59,13 +62,13 @@ def update(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor
     )
 
 
-def add(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
+def dynamic_add_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     """`whole` with `part` added at `start`: in place, once compiled.
 
-    >>> add(tf.ones([4]), tf.ones([2]), [1]).numpy().tolist()
+    >>> dynamic_add_slice(tf.ones([4]), tf.ones([2]), [1]).numpy().tolist()
     [1.0, 2.0, 2.0, 1.0]
     """
-    return update(whole, tf.slice(whole, start, tf.shape(part)) + part, start)
+    return dynamic_update_slice(whole, tf.slice(whole, start, tf.shape(part)) + part, start)
 
 
 def first_order(gradients: Sequence[tf.Tensor | None], what: str) -> list[tf.Tensor | None]:

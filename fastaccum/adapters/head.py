@@ -78,12 +78,8 @@ class LinearCrossEntropy(keras.losses.Loss):
         if head is not None and not isinstance(head, str):
             raise TypeError(f"head={head!r} must be a layer's name: pass head.name.")
         self.head = head
-        require_options(ignore_index, label_smoothing, z_loss)
-        self.options = {
-            "ignore_index": int(ignore_index),
-            "label_smoothing": float(label_smoothing),
-            "z_loss": float(z_loss),
-        }
+        numbers = require_options(ignore_index, label_smoothing, z_loss)
+        self.options = dict(zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True))
         self.chunk_size = None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:

@@ -6,7 +6,7 @@ import numbers
 
 import tensorflow as tf
 
-from fastaccum import checks
+from fastaccum.checks import positive, whole_number
 
 
 class LossScale(tf.Module):
@@ -58,7 +58,7 @@ class StaticLossScale(LossScale):
 
     def __init__(self, loss_scale: float):
         super().__init__()
-        self.loss_scale = _positive("loss_scale", loss_scale)
+        self.loss_scale = positive("loss_scale", loss_scale)
 
     def scale(self) -> tf.Tensor:
         return tf.constant(self.loss_scale)
@@ -117,18 +117,16 @@ class DynamicLossScale(LossScale):
         max_scale: float = 2.0**24,
     ):
         super().__init__()
-        self.init_scale = _positive("init_scale", init_scale)
-        self.growth_factor = _positive("growth_factor", growth_factor)
-        self.backoff_factor = _positive("backoff_factor", backoff_factor)
-        self.min_scale = _positive("min_scale", min_scale)
-        self.max_scale = _positive("max_scale", max_scale)
-        self.growth_interval = growth_interval
+        self.init_scale = positive("init_scale", init_scale)
+        self.growth_factor = positive("growth_factor", growth_factor)
+        self.backoff_factor = positive("backoff_factor", backoff_factor)
+        self.min_scale = positive("min_scale", min_scale)
+        self.max_scale = positive("max_scale", max_scale)
+        self.growth_interval = whole_number("growth_interval", growth_interval)
         if self.growth_factor <= 1:
             raise ValueError(f"growth_factor={growth_factor} must be above 1, or the scale never grows.")
         if self.backoff_factor >= 1:
             raise ValueError(f"backoff_factor={backoff_factor} must be below 1, or overflows never end.")
-        if isinstance(growth_interval, bool) or growth_interval != int(growth_interval) or growth_interval < 1:
-            raise ValueError(f"growth_interval={growth_interval} must be a whole number of at least 1.")
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"init_scale={init_scale} must lie between min_scale={min_scale} and max_scale={max_scale}."
@@ -181,11 +179,3 @@ min_scale=1.0, max_scale=16777216.0), NoLossScale(), StaticLossScale(loss_scale=
         f"loss_scale={loss_scale!r} must be 'auto', a number, or one of NoLossScale(), StaticLossScale(...), "
         "DynamicLossScale(...)."
     )
-
-
-def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} must be a number.")
-    if not 0 < value <= checks.LARGEST:
-        raise ValueError(f"{name}={value} must be positive and finite.")
-    return float(value)

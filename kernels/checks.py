@@ -1,0 +1,88 @@
+"""Argument checks whose errors name the argument, its value and what it must be."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+LARGEST = float(np.finfo(np.float32).max)  # what a compiled program computes with
+
+Choice = TypeVar("Choice")
+
+
+def number(name: str, value: Any, rule: str, accepts: Callable[[Any], bool]) -> float:
+    """`value` as a float.
+
+    Raises:
+        TypeError: raised if it is not a real number (a bool is not).
+        ValueError: raised if `accepts(value)` is false.
+
+    >>> number("z_loss", -1, "a number of at least 0", lambda v: v >= 0)
+    Traceback (most recent call last):
+    ValueError: z_loss=-1 must be a number of at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be {rule}.")
+    if not accepts(value):
+        raise ValueError(f"{name}={value} must be {rule}.")
+    return float(value)
+
+
+def positive(name: str, value: Any, or_else: str = "") -> float:
+    """`value` as a positive, finite float; `or_else` says what else the argument may be.
+
+    >>> positive("clip_norm", -1.0, ", or None")
+    Traceback (most recent call last):
+    ValueError: clip_norm=-1.0 must be a positive, finite number, or None.
+    """
+    return number(name, value, f"a positive, finite number{or_else}", lambda v: 0 < v <= LARGEST)
+
+
+def fraction(name: str, value: Any) -> float:
+    """`value` as a float of at least 0 and below 1."""
+    return number(name, value, "a number of at least 0 and below 1", lambda v: 0 <= v < 1)
+
+
+def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
+    """`value` as an int of at least `minimum` (None for no bound).
+
+    >>> whole_number("batch_size", 8.0)
+    8
+    >>> whole_number("batch_size", 0)
+    Traceback (most recent call last):
+    ValueError: batch_size=0 must be a whole number of at least 1.
+    """
+    rule = "a whole number" if minimum is None else f"a whole number of at least {minimum}"
+    least = -sys.maxsize if minimum is None else minimum
+    if isinstance(value, numbers.Integral) and value > sys.maxsize:
+        raise ValueError(f"{name} must be {rule} and at most {sys.maxsize}.")  # of any length, so not shown
+    number(name, value, rule, lambda v: least <= v <= sys.maxsize and v == int(v))
+    return int(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """`value`, a bool.
+
+    >>> true_or_false("shuffle", "batch")
+    Traceback (most recent call last):
+    TypeError: shuffle='batch' must be True or False.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={value!r} must be True or False.")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
+    """`value`, one of `choices`.
+
+    >>> one_of("on_nonfinite", "stop", ("skip", "raise"))
+    Traceback (most recent call last):
+    ValueError: on_nonfinite='stop' must be 'skip' or 'raise'.
+    """
+    if not isinstance(value, (str, numbers.Integral, np.bool_)) or value not in choices:
+        raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
+    return value
