@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import readme, report, suites
+from benchmarks import readme, report, scores, suites
 
 NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
-# What a report needs of a run.
-PARTS = {"benchmarks", "commit_info", "datetime", "machine_info"}
+# What a report reads of a run.
+REQUIRED_KEYS = {"benchmarks", "commit_info", "datetime", "machine_info"}
 EPILOG = """\
 exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started; 130 ended by Ctrl-C,
-with a report of the suites that were done. A missed bar is no failure.
+with a report of the suites that were done. A missed bar is not a failure.
 """
 
 
@@ -74,9 +74,9 @@ def _read(options):
         run = json.loads(options.from_run.read_text())
     except (OSError, ValueError) as error:
         raise BadArgument(f"--from {options.from_run} cannot be read: {error}") from error
-    if not isinstance(run, dict) or PARTS - run.keys() or not isinstance(run["benchmarks"], list):
+    if not isinstance(run, dict) or REQUIRED_KEYS - run.keys() or not isinstance(run["benchmarks"], list):
         raise BadArgument(
-            f"--from {options.from_run} is no run of these benchmarks: it must be a run.json, or what "
+            f"--from {options.from_run} is not a run of these benchmarks: it must be a run.json, or what "
             "`pytest benchmarks --benchmark-json` wrote."
         )
     _check_readme(options, set(suites.known()) - set(run.get("suites", {})), run.get("quick"))
@@ -113,7 +113,7 @@ def _run_suites(chosen, known, options, console):
             for name in chosen:
                 bar.update(task, description=name)
                 results.append(suites.run(name, known[name], pathlib.Path(scratch), options.quick))
-                _tell(results[-1], console)
+                _print_outcome(results[-1], console)
                 bar.advance(task)
             bar.update(task, description="done")
         except KeyboardInterrupt:
@@ -131,7 +131,7 @@ def _run_suites(chosen, known, options, console):
     return 130 if interrupted else code
 
 
-def _tell(result, console):
+def _print_outcome(result, console):
     """How one suite ended: a line, the output of a failure, and the reasons of what was skipped and failed."""
     counts = {"passed": result.passed, "skipped": len(result.skipped), "failed": len(result.failed)}
     summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
@@ -144,7 +144,7 @@ def _tell(result, console):
 
 
 def _write_up(run, options, console):
-    found = report.found_in(run)
+    found = scores.of_run(run)
     console.print(_table(found, report.device(run)[0]))
     console.print(f"report: {report.write(run, options.out) / 'README.md'}", soft_wrap=True)
     failed = [name for name, ended in run.get("suites", {}).items() if ended["failed"]]
@@ -167,7 +167,7 @@ def _table(found, device):
     for score in found:
         bar = f"{score.bar[0]} {score.bar[1]:g}" if score.bar else ""
         style = {"reached": "green", "MISSED": "red"}.get(score.verdict, "")
-        table.add_row(score.measure, score.workload, readme.number(score.value), bar, score.verdict, style=style)
+        table.add_row(score.measure, score.workload, scores.number(score.value), bar, score.verdict, style=style)
     return table
 
 

@@ -33,18 +33,18 @@ def outcome_of_train_step(contestant, workload):
     return Outcome(losses, before, contestant.model.get_weights())
 
 
-def rewind(trainer):
-    """Returns a function that puts the model and the optimizer back to where they are now."""
-    # The slots must exist to be noted.
+def snapshot(trainer):
+    """Returns a function that restores the model and the optimizer to what they are now."""
+    # The optimizer's slots must exist to be saved.
     trainer.optimizer.build(trainer.model.trainable_variables)
     variables = [*trainer.model.variables, *trainer.optimizer.variables]
     before = [variable.numpy() for variable in variables]
 
-    def back():
+    def restore():
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
 
-    return back
+    return restore
 
 
 def outcome_of_fit(contestant, workload):

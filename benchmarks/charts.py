@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from benchmarks.readme import number
-from benchmarks.report import found_in
+from benchmarks import scores
+from benchmarks.scores import number
 
 DPI = 100
 SLOWER, FASTER = "tab:blue", "tab:orange"
@@ -37,7 +37,7 @@ def draw(run, folder):
 def time_by_peer(run, kind):
     """`{workload: {peer: its time / ours}}` of the measures `KIND: PEER / ours`, both in the order of the run."""
     ratios = collections.defaultdict(dict)
-    for score in found_in(run):
+    for score in scores.of_run(run):
         found = re.fullmatch(rf"{re.escape(kind)}: (?P<peer>.+) / ours", score.measure)
         if found:
             ratios[score.workload][found["peer"]] = score.value

@@ -51,10 +51,10 @@ class Contestant:
 
     def footprint(self):
         """The process's first step and what it took; weights and optimizer are then put back."""
-        back = agreement.rewind(self.trainer)
+        restore = agreement.snapshot(self.trainer)
         first_step = self.seconds()
         process_bytes = limits.peak_resident_bytes()
-        back()
+        restore()
         temp_bytes = self.trainer.memory_analysis(self.batch).temp_bytes
         example = self.batch[0].shape[2:]
         flops = self.workload.update_size * limits.train_flops(self.trainer.model, example)
@@ -72,7 +72,7 @@ class Contestant:
         loss = float(loss)
         elapsed = time.perf_counter() - started
         if not np.isfinite(loss):
-            raise FloatingPointError(f"the loss of {self.workload.name} is {loss}: what was timed is no training.")
+            raise FloatingPointError(f"the loss of {self.workload.name} is {loss}: what was timed is not training.")
         return elapsed
 
 
@@ -110,7 +110,7 @@ _Process.register("Contestant", Contestant)
 _Process.register("Peer", Peer)
 
 
-def _started():
+def _start_process():
     process = _Process(ctx=_SPAWN)
     process.start(_end_with_parent)
     return process
@@ -149,7 +149,7 @@ def contestants_of(points):
     """
     with contextlib.ExitStack() as scope:
         with _importable():
-            servers = {place: scope.enter_context(_started()) for place in points}
+            servers = {place: scope.enter_context(_start_process()) for place in points}
         yield {place: servers[place].Contestant(*call) for place, call in points.items()}
 
 
@@ -157,7 +157,7 @@ def contestants_of(points):
 def peer(*arguments):
     """A `Peer` in a process of its own, where its framework's threads wait for no others; it ends with the scope."""
     with _importable():
-        process = _started()
+        process = _start_process()
     with process:
         yield process.Peer(*arguments)
 
@@ -171,11 +171,11 @@ def take_turns(benchmark, contestants, rounds, updates=1):
     """
     order, times, rates = list(contestants), {place: [] for place in contestants}, []
 
-    def play():
+    def one_round():
         order.append(order.pop(0))
         for place in order:
             times[place].append(contestants[place].seconds(updates) / updates)
         rates.append(limits.matmul_rate())
 
-    benchmark.pedantic(play, rounds=1 if benchmark.disabled else rounds)
+    benchmark.pedantic(one_round, rounds=1 if benchmark.disabled else rounds)
     return times, max(rates)

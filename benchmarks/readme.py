@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+from benchmarks.scores import number
+
 ROOT = pathlib.Path(__file__).parent.parent
 WORKLOADS = ("MLP 128", "MLP 2048", "ConvNet", "GPT", "GPT 32k")
 
@@ -71,18 +73,6 @@ def kernels(scores):
     found = sorted((s for s in scores if s.measure in KERNELS), key=lambda s: KERNELS.index(s.measure))
     rows = [[score.measure, score.workload, number(score.value), score.note] for score in found]
     return _table([["measure", "on", "figure", ""], ["---"] * 4, *rows])
-
-
-def number(value):
-    """Three digits from 1 on, two below.
-
-    >>> number(21.54), number(1.003), number(0.01373), number(-181.4)
-    ('21.5', '1.00', '0.014', '-181')
-    """
-    size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.{2 if size < 10 else 1}f}" if size >= 0.1 else f"{value:.2g}"
 
 
 def _table(rows):

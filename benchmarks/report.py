@@ -15,16 +15,16 @@ def write(run, folder=None):
     By default `folder` is named after the run's date and device, and after what it left out: a part of the
     benchmarks does not take the place of a whole run.
     """
-    from benchmarks import charts
+    from benchmarks import charts  # needs matplotlib, which is optional
 
-    folder = folder or RESULTS / name(run)
+    folder = folder or RESULTS / folder_name(run)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
     (folder / "README.md").write_text(markdown(run, charts.draw(run, folder)))
     return folder
 
 
-def name(run):
+def folder_name(run):
     """`2026-11-21-2-cores`; `2026-11-21-2-cores-quick`; `2026-11-21-2-cores-fit` for a run of one suite."""
     parts = [f"{datetime.datetime.fromisoformat(run['datetime']):%Y-%m-%d}", device(run)[1]]
     if run.get("quick"):
@@ -44,12 +44,6 @@ def device(run):
     return f"{info['cores']} cores of {cpu}", f"{info['cores']}-cores"
 
 
-def found_in(run):
-    """The scores of all its benchmarks."""
-    extra = [benchmark.get("extra_info", {}) for benchmark in run["benchmarks"]]
-    return [scores.Score(**score) for info in extra for score in info.get("scores", [])]
-
-
 def markdown(run, charts):
     """The report; `charts` is `{title: path}`, of pictures in the report's own folder."""
     info, commit = run["machine_info"], run["commit_info"].get("id") or "none"
@@ -65,7 +59,7 @@ weights (with BatchNorm, the full batch in inference mode), kernels have compute
 
 {pictures}
 
-{scores.markdown(found_in(run))}
+{scores.markdown(scores.of_run(run))}
 
 {_suites(run)}
 """

@@ -1,4 +1,4 @@
-"""Rows of the result table, and the bar that each must reach."""
+"""The figures of a run: rows of the result table, the bar that each must reach, and how they are written."""
 
 import dataclasses
 import operator
@@ -65,6 +65,24 @@ class Score:
         relation, limit = self.bar
         reached = {">=": operator.ge, "<=": operator.le}[relation](self.value, limit)
         return "reached" if reached else "MISSED"
+
+
+def of_run(run):
+    """The scores of all the benchmarks of a run."""
+    extra = [benchmark.get("extra_info", {}) for benchmark in run["benchmarks"]]
+    return [Score(**score) for info in extra for score in info.get("scores", [])]
+
+
+def number(value):
+    """Three digits from 1 on, two below.
+
+    >>> number(21.54), number(1.003), number(0.01373), number(-181.4)
+    ('21.5', '1.00', '0.014', '-181')
+    """
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 if size < 10 else 1}f}" if size >= 0.1 else f"{value:.2g}"
 
 
 def ratio(numerators, denominators):

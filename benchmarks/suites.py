@@ -16,7 +16,7 @@ ROOT = FOLDER.parent
 # What `--quick` runs; the others have no small form, or are not about the workloads.
 QUICK = ("fit", "memory", "overhead", "steps_per_execution", "train_step")
 
-# Without the doctests, which are no part of a suite.
+# Without the doctests, which are not part of a suite.
 PYTEST = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "-o", "addopts=--import-mode=importlib"]
 
 
@@ -50,9 +50,9 @@ def known(folder=FOLDER):
 
 def run(name, path, scratch, quick=False):
     """Runs the suite `path` and returns its `Result`; its files go to the folder `scratch`."""
-    measured, told = scratch / f"{name}.json", scratch / f"{name}.xml"
+    timings, outcomes = scratch / f"{name}.json", scratch / f"{name}.xml"
     command = [sys.executable, "-m", "pytest", "-q", path, *PYTEST]
-    command += [f"--benchmark-json={measured}", f"--junitxml={told}", *(["--quick"] if quick else [])]
+    command += [f"--benchmark-json={timings}", f"--junitxml={outcomes}", *(["--quick"] if quick else [])]
     started = time.monotonic()
     done = subprocess.run(
         list(map(str, command)),
@@ -65,12 +65,12 @@ def run(name, path, scratch, quick=False):
         errors="replace",
     )
     seconds = time.monotonic() - started
-    passed, skipped, failed = _outcomes(name, told) if told.exists() else (0, {}, {})
+    passed, skipped, failed = _outcomes(name, outcomes) if outcomes.exists() else (0, {}, {})
     # 5: no test ran, as when the whole file is skipped.
     if not failed and done.returncode and not (done.returncode == 5 and skipped):
         failed = {name: f"pytest ended with exit code {done.returncode} before it could report"}
     # pytest-benchmark leaves the file empty when nothing was measured.
-    found = json.loads(measured.read_text()) if measured.exists() and measured.stat().st_size else None
+    found = json.loads(timings.read_text()) if timings.exists() and timings.stat().st_size else None
     return Result(name, seconds, passed, skipped, failed, done.stdout, found)
 
 
@@ -120,13 +120,13 @@ def merge(results, left_out=(), quick=False):
     }
 
 
-def _outcomes(suite, told):
+def _outcomes(suite, path):
     """The number of tests that passed, and `{test: reason}` of those that were skipped and that failed.
 
     A suite that is skipped, or fails, as a whole is told as a test of its own name.
     """
     passed, skipped, failed = 0, {}, {}
-    for case in xml.etree.ElementTree.parse(told).iter("testcase"):
+    for case in xml.etree.ElementTree.parse(path).iter("testcase"):
         test = case.get("name") or suite
         trouble = {kind: case.find(kind) for kind in ("skipped", "failure", "error")}
         if trouble["skipped"] is not None:

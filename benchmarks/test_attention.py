@@ -9,7 +9,7 @@ import tensorflow as tf
 from benchmarks.race import race
 from benchmarks.scores import ratio
 from fastaccum.kernels import attention
-from fastaccum.step import program as compiled
+from fastaccum.step.program import Program, memory_analysis
 
 ROUNDS = 9
 
@@ -51,12 +51,12 @@ def with_gradients(function):
             output = function(query, key, value)
         return output, *tape.gradient(output, (query, key, value), output_gradients=cotangent)
 
-    return compiled.Program(run)
+    return Program(run)
 
 
 def megabytes(function, sizes):
     specs = [tf.TensorSpec([1, sizes.tokens, sizes.heads, sizes.width])] * 4
-    return compiled.memory_analysis(with_gradients(function), *specs).temp_bytes / 1e6
+    return memory_analysis(with_gradients(function), *specs).temp_bytes / 1e6
 
 
 def test_attention(benchmark, report):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from benchmarks.race import race
 from benchmarks.scores import ratio
 from fastaccum.kernels.cross_entropy import linear_cross_entropy
-from fastaccum.step import program as compiled
+from fastaccum.step.program import Program, memory_analysis
 
 ROUNDS = 7
 
@@ -47,7 +47,7 @@ def with_gradients(losses):
             total = tf.reduce_sum(weights * losses(hidden, kernel, labels))
         return total, *tape.gradient(total, (hidden, kernel))
 
-    return compiled.Program(run)
+    return Program(run)
 
 
 def seconds(times):
@@ -58,7 +58,7 @@ def test_linear_cross_entropy(benchmark, report):
     sizes = Sizes(4096, 16384, 64) if benchmark.disabled else Sizes(8192, 32768, 512)
     arguments = sizes.arguments()
     programs = {"ours": with_gradients(linear_cross_entropy), "unfused": with_gradients(unfused)}
-    temp = {name: compiled.memory_analysis(program, *arguments).temp_bytes for name, program in programs.items()}
+    temp = {name: memory_analysis(program, *arguments).temp_bytes for name, program in programs.items()}
     for got, expected in zip(programs["ours"](*arguments), programs["unfused"](*arguments), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 

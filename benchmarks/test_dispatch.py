@@ -27,14 +27,14 @@ def test_dispatch(count, benchmark, report, series, request):
     trainer = contestants.trainer(workload)
     one, many = programs(trainer, workload)
 
-    back = agreement.rewind(trainer)
+    restore = agreement.snapshot(trainer)
     started = time.perf_counter()
     one()
     first_step = time.perf_counter() - started
     for _ in range(STEPS - 1):
         one()
     by_one = trainer.model.get_weights()
-    back()
+    restore()
     many()
     np.testing.assert_allclose(trainer.model.get_weights(), by_one, rtol=1e-5, atol=1e-6)
 

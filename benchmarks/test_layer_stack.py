@@ -16,7 +16,7 @@ from benchmarks.models import SEED
 from benchmarks.race import race
 from benchmarks.scores import milliseconds, ratio
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.step import program as compiled
+from fastaccum.step.program import memory_analysis
 from fastaccum.transformer import TransformerBlock
 
 
@@ -97,7 +97,7 @@ def test_memory(benchmark, report):
     depth = 12 if benchmark.disabled else 48
 
     def temp(implementation):
-        return compiled.memory_analysis(BLOCKS.program(depth, implementation), BLOCKS.input()).temp_bytes
+        return memory_analysis(BLOCKS.program(depth, implementation), BLOCKS.input()).temp_bytes
 
     ours = benchmark.pedantic(temp, ["auto"], rounds=1)
     unrolled = temp("reference")

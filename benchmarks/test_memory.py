@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import contestants, models
 from benchmarks.peers import full_batch
-from fastaccum.step import program as compiled
+from fastaccum.step.program import memory_analysis
 
 
 @pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)
@@ -49,4 +49,4 @@ def temp_bytes_of_plain_micro_step(workload):
     """Temp bytes and parameters of the full-batch step, on one micro-batch."""
     model, step = full_batch.make_step(workload)
     batch = full_batch.feed_full_batch(workload.stacks(1, 1)[0])
-    return compiled.memory_analysis(step, *batch).temp_bytes, model.count_params()
+    return memory_analysis(step, *batch).temp_bytes, model.count_params()

@@ -21,9 +21,9 @@ def test_overhead(workload, benchmark, report):
     step = contestants.as_train_step(trainer)
 
     # One trainer, so one compilation, for both.
-    back = agreement.rewind(trainer)
+    restore = agreement.snapshot(trainer)
     by_fit = agreement.outcome_of_fit(fit, workload)
-    back()
+    restore()
     by_step = agreement.outcome_of_train_step(step, workload)
     mean = dataclasses.replace(by_step, losses=[statistics.mean(by_step.losses)])
     agreement.assert_agree(by_fit, mean, "the bare train step")

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import gzip
 import json
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -18,14 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 import fastaccum as fa
+from benchmarks import stablehlo
 from benchmarks.gpu import manifest
+from benchmarks.stablehlo import h200
 from fastaccum import transformer
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.xla_ops import in_xla
-
-# The helpers of the tests that compile for an H200 trace as on a GPU too.
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
-import h200
 
 OPTIMIZER = {"learning_rate": 3e-4, "weight_decay": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 CLIP_NORM = 1.0
@@ -80,25 +77,21 @@ def export(program, folder):
     """Traces the program as on a GPU, writes it, and completes its entry in the manifest."""
     trainer, stack = _trainer(program), _shapes(program)
     with h200.as_on_a_gpu(), _attention(program["attention"]):
-        exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
-        batch, step = trainer._prepared(stack)
-        signature = step.compiled_execute.function.get_concrete_function(batch)
-    module = h200.parse(exported)
-    following = next_values(module)
+        module, variables = stablehlo.of_train_step(trainer, stack)
+    next_values = stablehlo.next_values(module)
     vocabulary = program["sizes"]["vocabulary_size"]
     lead = [list(array.shape) for array in stack]
     arguments = [
         {"name": name, "shape": shape, "dtype": "int32", "initial": {"tokens": vocabulary, "shift": i}, "output": None}
         for i, (name, shape) in enumerate(zip(("x", "y"), lead, strict=True))
     ]
-    variables = captured(signature)
     for name, variable in zip(_unique(map(_name, variables)), variables, strict=True):
-        arguments.append({"name": name, **_described(variable), "output": following.get(len(arguments))})
+        arguments.append({"name": name, **_described(variable), "output": next_values.get(len(arguments))})
     program["arguments"] = arguments
     program["weights"] = [_name(variable.value) for variable in trainer.model.variables]
     program["loss"] = 0  # the first field of the first result, StepResult.loss
     path = Path(folder, program["file"])
-    path.write_bytes(gzip.compress(portable(module), mtime=0))
+    path.write_bytes(gzip.compress(stablehlo.portable(module), mtime=0))
     program["losses"] = _losses(program) if program["purpose"] == "check" else []
     return path.stat().st_size
 
@@ -134,12 +127,6 @@ def _attention(implementation):
         yield
 
 
-def captured(signature):
-    """The variables among a program's arguments, in order: they follow the stack's tensors."""
-    by_handle = {id(variable.handle): variable for variable in signature.variables}
-    return [by_handle[id(handle)] for handle in signature.captured_inputs]
-
-
 def _name(variable):
     return variable.name.removesuffix(":0")
 
@@ -162,21 +149,6 @@ def _described(variable):
     else:
         initial = {"normal": float(np.std(value, dtype="float64"))}
     return {"shape": list(value.shape), "dtype": value.dtype.name, "initial": initial}
-
-
-def next_values(module):
-    """The number of the result that an argument's buffer takes, by the argument's number."""
-    with module.context:
-        aliases = module.operation.attributes["mhlo.input_output_alias"]
-        return {int(a["alias"]["parameter_number"]): int(a["output_index"][0]) for a in aliases}
-
-
-def portable(module):
-    """StableHLO in the form that other versions of XLA read."""
-    from jaxlib.mlir.dialects import stablehlo
-
-    with module.context:
-        return stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version())
 
 
 def main(argv=None):

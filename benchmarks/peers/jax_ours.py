@@ -1,6 +1,6 @@
 """Our own train step, compiled and run by JAX: the same program, with another XLA and without TensorFlow's runtime.
 
-No peer, but the limit that TensorFlow sets to ours.
+Not a peer: it shows what TensorFlow's own runtime costs ours.
 """
 
 import jax
@@ -8,8 +8,7 @@ import numpy as np
 import tensorflow as tf
 from jaxlib import _jax, xla_client
 
-from benchmarks import contestants
-from benchmarks.gpu import export
+from benchmarks import contestants, stablehlo
 
 
 def make(workload):
@@ -17,14 +16,12 @@ def make(workload):
     jax.config.update("jax_enable_x64", True)  # some counters are int64
     trainer = contestants.trainer(workload)
     stack = contestants.feed_stack(workload.stacks(1)[0])
-    module = export.h200.parse(trainer.compiler_ir(stack, stage="stablehlo_serialized"))
-    batch, step = trainer._prepared(stack)
-    signature = step.compiled_execute.function.get_concrete_function(batch)
+    module, variables = stablehlo.of_train_step(trainer, stack)
     device = jax.devices()[0]
     program = device.client.compile_and_load(
-        export.portable(module), _jax.DeviceList((device,)), xla_client.CompileOptions()
+        stablehlo.portable(module), _jax.DeviceList((device,)), xla_client.CompileOptions()
     )
-    variables, next_values = export.captured(signature), export.next_values(module)
+    next_values = stablehlo.next_values(module)
     values = [jax.device_put(variable.numpy(), device) for variable in variables]
     places = {id(variable): place for place, variable in enumerate(variables)}
 

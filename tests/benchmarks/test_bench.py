@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import charts, readme, report, suites  # noqa: E402
+from benchmarks import charts, readme, report, scores, suites  # noqa: E402
 from benchmarks.scores import Score  # noqa: E402
 from fastaccum import cli  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_one_suite_of_the_real_ones(tmp_path):
     assert list(run["suites"]) == ["compile"] and run["suites"]["compile"]["passed"] == 2
     assert "train_step" in run["left_out"] and "compile" not in run["left_out"]
     assert {benchmark["suite"] for benchmark in run["benchmarks"]} == {"compile"}
-    assert [(score.measure, score.value) for score in report.found_in(run)] == [
+    assert [(score.measure, score.value) for score in scores.of_run(run)] == [
         ("programs compiled in a ragged epoch, plain", 1),
         ("programs compiled in a ragged epoch, batch statistics", 2),
     ]
@@ -222,7 +222,7 @@ def test_runs_of_suites_are_merged():
     results = [result_of("none", skipped={"test_jax": "no jax"}), result_of("one", first), result_of("two", second)]
     run = suites.merge(results, ["three"], quick=True)
     assert [benchmark["suite"] for benchmark in run["benchmarks"]] == ["one", "two", "two"]
-    assert [(score.measure, score.value) for score in report.found_in(run)] == [("a", 1.5), ("b", 2.5)]
+    assert [(score.measure, score.value) for score in scores.of_run(run)] == [("a", 1.5), ("b", 2.5)]
     assert run["benchmarks"][0]["stats"] == {"median": 0.5}
     assert run["datetime"] == first["datetime"] and run["machine_info"] == first["machine_info"]
     assert run["suites"]["none"]["skipped"] == {"test_jax": "no jax"}
@@ -235,9 +235,9 @@ def test_quick_names_suites_that_exist():
 
 def test_part_of_the_benchmarks_has_a_folder_of_its_own():
     whole = run_of(suites={"fit": {}, "memory": {}}, left_out=[])
-    assert report.name(whole) == "2026-11-21-2-cores"
-    assert report.name({**whole, "left_out": ["attention"]}) == "2026-11-21-2-cores-fit-memory"
-    assert report.name({**whole, "left_out": ["attention"], "quick": True}) == "2026-11-21-2-cores-quick"
+    assert report.folder_name(whole) == "2026-11-21-2-cores"
+    assert report.folder_name({**whole, "left_out": ["attention"]}) == "2026-11-21-2-cores-fit-memory"
+    assert report.folder_name({**whole, "left_out": ["attention"], "quick": True}) == "2026-11-21-2-cores-quick"
 
 
 def test_an_earlier_run_is_written_up_without_running(tmp_path, capsys):
@@ -286,12 +286,12 @@ def test_what_cannot_be_done_is_refused(arguments, message, capsys):
 
 
 @pytest.mark.parametrize("text", ["[]", '{"benchmarks": []}', json.dumps({**run_of(), "benchmarks": 3})])
-def test_json_that_is_no_run_is_refused(text, tmp_path, capsys):
+def test_json_that_is_not_a_run_is_refused(text, tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(SystemExit):
         command.main(["--from", str(path)])
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_the_tables_of_the_readme(tmp_path, monkeypatch):
