@@ -1,70 +1,54 @@
-"""How training is going: a bar on a terminal, plain lines elsewhere."""
+"""How training is going, on a terminal or in a log."""
+
+from __future__ import annotations
 
 import sys
 import time
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-def for_stream(total, stream=None):
-    """A `Bar` where `stream`, by default standard output, is a terminal, else `Lines`: context managers."""
-    stream = stream or sys.stdout
-    return Bar(total, stream) if stream.isatty() else Lines(total, stream)
-
-
-class Lines:
-    """Plain lines, for a file or a pipe: the notes, and where they are rare, the status twice a minute.
+class Display:
+    """Notes, above a bar on a terminal; in a file or a pipe where they are rare, the status twice a minute.
 
     Args:
         total: how many steps there will be.
-        stream: where to print.
+        stream: where to print; by default standard output.
     """
 
-    def __init__(self, total, stream):
-        self.total, self.stream = total, stream
-        self._last = time.monotonic()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def update(self, step, status):
-        """`step` steps are done; `status` is a short text."""
-        if time.monotonic() - self._last > 30:
-            self.note(f"step {step:,}/{self.total:,}  {status}")
-
-    def note(self, text):
-        """A line that stays."""
-        print(text, file=self.stream, flush=True)
-        self._last = time.monotonic()
-
-
-class Bar(Lines):
-    """A progress bar below the notes."""
-
-    def __init__(self, total, stream):
-        super().__init__(total, stream)
+    def __init__(self, total: int, stream: TextIO | None = None):
+        self.total = total
+        self._console = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
             BarColumn(20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}", markup=False),
             TimeRemainingColumn(compact=True),
-            console=Console(file=stream, highlight=False, markup=False),
+            console=self._console,
         )
         self._task = self._bar.add_task("", total=total, status="compiling")
+        self._has_bar = self._console.file.isatty()
+        self._last = time.monotonic()
 
-    def __enter__(self):
-        self._bar.__enter__()
+    def __enter__(self) -> Display:
+        if self._has_bar:
+            self._bar.start()
         return self
 
-    def __exit__(self, *error):
-        self._bar.__exit__(*error)
+    def __exit__(self, *_: Any) -> None:
+        if self._has_bar:
+            self._bar.stop()
 
-    def update(self, step, status):
-        self._bar.update(self._task, completed=step, status=status)
+    def update(self, step: int, status: str) -> None:
+        """`step` steps are done; `status` is a short text."""
+        if self._has_bar:
+            self._bar.update(self._task, completed=step, status=status)
+        elif time.monotonic() - self._last > 30:
+            self.note(f"step {step:,}/{self.total:,}  {status}")
 
-    def note(self, text):
-        self._bar.console.print(text, soft_wrap=True)
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, soft_wrap=True)
+        self._last = time.monotonic()

@@ -1,37 +1,41 @@
 """The folder that a run leaves behind: config.json, metrics.csv, curve.png, model.keras and checkpoints."""
 
+from __future__ import annotations
+
 import contextlib
 import csv
 import itertools
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+Row = dict[str, float]  # of metrics.csv: values by column
 
 CHECKPOINTS = "checkpoints"
-WHOLE = ("step", "tokens_per_second", "skipped_steps")
-COLUMNS = (
-    "step",
-    "seconds",
-    "tokens_per_second",
-    "bits_per_byte",
-    "held_out_bits_per_byte",
-    "loss_scale",
-    "grad_norm",
-    "skipped_steps",
-)
+COLUMNS = {
+    "step": int,
+    "seconds": float,
+    "tokens_per_second": int,
+    "bits_per_byte": float,
+    "held_out_bits_per_byte": float,
+    "loss_scale": float,
+    "grad_norm": float,
+    "skipped_steps": int,
+}
 
 
 class RunFolder:
-    """Writes a run's files into `path`, which is new or empty, or the folder of a run that goes on.
+    """Writes a run's files into `path`, which is new or empty, or the folder of a run that is resumed.
 
     Every file but metrics.csv, which grows line by line, is there as a whole or not at all.
 
     Args:
         path: the folder; made with its parents.
-        rows: of metrics.csv so far, for a run that goes on.
+        rows: of metrics.csv so far, for a run that is resumed.
 
     Raises:
-        FileExistsError: something is there already, and no `rows` say that it is this run's.
         OSError: it cannot be made.
 
     >>> import tempfile
@@ -42,35 +46,30 @@ class RunFolder:
     ['config.json', 'metrics.csv']
     """
 
-    def __init__(self, path, rows=None):
+    def __init__(self, path: str | os.PathLike[str], rows: Iterable[Row] | None = None):
         self.path = Path(path)
-        if rows is None:
-            refuse_used(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.rows = list(rows or [])
 
     @property
-    def checkpoints(self):
+    def checkpoints(self) -> Path:
         """Where the run's checkpoints lie."""
         return self.path / CHECKPOINTS
 
-    def write_config(self, config):
+    def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json."""
         with self._replacing("config.json") as path:
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def keep_rows(self, last_step):
-        """Takes the rows beyond `last_step`, which a run that goes on will write again, off metrics.csv."""
+    def keep_rows(self, last_step: int) -> None:
+        """Takes the rows beyond `last_step`, which a resumed run will write again, off metrics.csv."""
         self.rows = [row for row in self.rows if row["step"] <= last_step]
-        with (
-            self._replacing("metrics.csv") as path,
-            open(path, "w", newline="", encoding="utf-8") as file,
-        ):
+        with self._replacing("metrics.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows)
 
-    def add_row(self, row):
+    def add_row(self, row: Row) -> None:
         """Appends to metrics.csv a dict with keys of `COLUMNS`; what is missing stays blank."""
         with open(self.path / "metrics.csv", "a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
@@ -79,12 +78,12 @@ class RunFolder:
             writer.writerow(row)
         self.rows.append(row)
 
-    def save_model(self, model):
+    def save_model(self, model: Any) -> None:
         """Writes model.keras; `import fastaccum.transformer`, then `keras.models.load_model` reads it."""
         with self._replacing("model.keras") as path:
             model.save(path)
 
-    def draw_curve(self):
+    def draw_curve(self) -> bool:
         """Draws curve.png, bits per byte over steps.
 
         Returns:
@@ -96,10 +95,7 @@ class RunFolder:
             return False
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for column, label, style in (
-            ("bits_per_byte", "training", "-"),
-            ("held_out_bits_per_byte", "held out", "o-"),
-        ):
+        for column, label, style in (("bits_per_byte", "training", "-"), ("held_out_bits_per_byte", "held out", "o-")):
             points = [(row["step"], row[column]) for row in self.rows if column in row]
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
@@ -111,34 +107,34 @@ class RunFolder:
         return True
 
     @contextlib.contextmanager
-    def _replacing(self, name):
+    def _replacing(self, name: str) -> Iterator[Path]:
         """The path to write a file to; at the end it takes its place at once."""
         path = self.path / f".partial-{name}"
         yield path
         os.replace(path, self.path / name)
 
 
-def read_config(path):
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What config.json of the run folder `path` holds.
 
     Raises:
-        ValueError: there is none, or it is no JSON object.
+        ValueError: it cannot be read, or is not a JSON object.
     """
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{str(file)!r} cannot be read, so {str(path)!r} is no run folder: {error}") from None
+        raise ValueError(f"{str(file)!r} cannot be read, so {str(path)!r} is not a run folder: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{str(file)!r} holds a {type(config).__name__}, and not what a run's options were")
+        raise ValueError(f"{str(file)!r} holds a {type(config).__name__}, not the options of a run")
     return config
 
 
-def read_rows(path):
+def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of metrics.csv in the run folder `path`, with numbers as values; the last one left out if cut short.
 
     Raises:
-        ValueError: other columns, or something that is no number.
+        ValueError: other columns, or a value that is not a number.
     """
     file = Path(path) / "metrics.csv"
     if not file.exists():
@@ -147,29 +143,31 @@ def read_rows(path):
         reader = csv.DictReader(line for line in lines if line.endswith("\n"))
         rows = [{name: value for name, value in row.items() if value != ""} for row in reader]
     try:
-        if set(reader.fieldnames or COLUMNS) != set(COLUMNS):
+        if set(reader.fieldnames or COLUMNS) != COLUMNS.keys():
             raise ValueError(f"its columns are {reader.fieldnames}")
         if any("step" not in row for row in rows):
-            raise ValueError("a row names no step")
-        return [{n: int(v) if n in WHOLE else float(v) for n, v in row.items()} for row in rows]
+            raise ValueError("a row has no step")
+        return [{name: COLUMNS[name](value) for name, value in row.items()} for row in rows]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{str(file)!r} is not what a run writes: {error}") from None
 
 
-def refuse_used(path):
-    """Raises FileExistsError unless `path` is an empty folder or nothing at all."""
-    if path.is_dir():
-        if any(path.iterdir()):
-            raise FileExistsError(f"{str(path)!r} has files in it, which are not overwritten: name a new folder")
-    elif path.exists() or path.is_symlink():
-        raise FileExistsError(f"{str(path)!r} is no folder: name a new one")
+def new_path(path: str | None, default: str) -> Path:
+    """`path`, if it is free for a run; where there is none, the first of default, default-2, ... that does not exist.
 
+    Raises:
+        FileExistsError: `path` is a file, or a folder with files in it.
 
-def unused_path(path):
-    """`path`, or the first of path-2, path-3, ... that does not exist.
-
-    >>> unused_path("no/such/run").as_posix()
+    >>> new_path(None, "no/such/run").as_posix()
     'no/such/run'
     """
-    numbered = (Path(f"{path}-{n}") for n in itertools.count(2))
-    return next(p for p in itertools.chain([Path(path)], numbered) if not p.exists())
+    if path is None:
+        numbered = (Path(f"{default}-{n}") for n in itertools.count(2))
+        return next(p for p in itertools.chain([Path(default)], numbered) if not p.exists())
+    folder = Path(path)
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise FileExistsError(f"{path!r} has files in it, which are not overwritten: name a new folder")
+    elif folder.exists() or folder.is_symlink():
+        raise FileExistsError(f"{path!r} is not a directory: name a new one")
+    return folder

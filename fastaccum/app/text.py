@@ -1,10 +1,13 @@
 """Text as bytes: files to ids, a held-out part, windows to train on, and text back from a model."""
 
+from __future__ import annotations
+
 import codecs
 import os
 import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -21,7 +24,7 @@ class Text(NamedTuple):
     skipped: int  # files in the folders that hold a NUL byte: not text
 
 
-def standard_library():
+def standard_library() -> list[Path]:
     """The running Python's own source code: real text that every machine has. Sorted paths, no tests.
 
     >>> any(path.name == "argparse.py" for path in standard_library())
@@ -32,7 +35,7 @@ def standard_library():
     return sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
 
 
-def read_text(paths=()):
+def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
     """Reads files, and folders to their bottom, as bytes, and holds a part out as `split` does.
 
     From a folder comes every file but hidden ones and those that are not text, in sorted order; a file that
@@ -48,34 +51,21 @@ def read_text(paths=()):
         ValueError: a path that does not exist, or nothing to read.
         OSError: a file that cannot be read.
     """
-    files = [(path, False) for path in standard_library()] if not paths else []
+    files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
     for path in map(Path, paths):
-        if path.is_dir():
-            files += [(found, False) for found in _files_below(path)]
-        elif path.exists():
-            files.append((path, True))
-        else:
+        if not path.exists():
             raise ValueError(f"{str(path)!r} does not exist: give a text file, or a folder of them.")
-    contents, seen, skipped = [], set(), 0
-    for path, named in files:
-        # A file read twice could be in both parts.
-        identity = path.resolve()
-        if identity in seen:
-            continue
-        seen.add(identity)
-        content = path.read_bytes()
-        if named or b"\0" not in content:
-            contents.append(content)
-        else:
-            skipped += 1
+        for file in _files_below(path) if path.is_dir() else [path]:
+            files.setdefault(file.resolve(), file is path)
+    contents = [c for path, named in files.items() if b"\0" not in (c := path.read_bytes()) or named]
     if not any(contents):
         where = ", ".join(repr(str(path)) for path in paths)
         raise ValueError(f"no text in {where}: give a file or a folder that holds some.")
     train, held_out = split(contents)
-    return Text(train, held_out, len(contents), skipped)
+    return Text(train, held_out, len(contents), skipped=len(files) - len(contents))
 
 
-def split(contents):
+def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Splits a list of `bytes` into `(train, held_out)`, uint8 arrays, always in the same way.
 
     Every 20th file is held out whole. Where those hold less than 1% of all bytes (few files, or unequal
@@ -117,22 +107,22 @@ class RandomWindows(keras.utils.PyDataset):
     ((2, 4), True)
     """
 
-    def __init__(self, ids, context, batch_size, batches, seed, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(self, ids: np.ndarray, context: int, batch_size: int, batches: int, seed: int):
+        super().__init__()
         _check_length(ids, context, "training text")
         self.ids, self.context = ids, context
         self.batch_size, self.batches, self.seed = batch_size, batches, seed
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.batches
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         random = np.random.default_rng((self.seed, index))
         starts = random.integers(0, len(self.ids) - self.context, self.batch_size)
         return _windows_at(self.ids, starts, self.context)
 
 
-def spread_windows(ids, context, most):
+def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`.
 
     Raises:
@@ -148,7 +138,7 @@ def spread_windows(ids, context, most):
     return _windows_at(ids, starts, context)
 
 
-def generate(model, prompt, length, context, *, temperature=0.8, seed=0):
+def generate(model: Any, prompt: bytes, length: int, context: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continues `prompt` by `length` bytes, each drawn from `softmax(logits / temperature)`.
 
     Args:
@@ -181,7 +171,7 @@ def generate(model, prompt, length, context, *, temperature=0.8, seed=0):
     return bytes(ids[len(prompt) :])
 
 
-def printable(data):
+def printable(data: bytes) -> str:
     """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
 
     >>> printable(b"def f():\\n\\tpass\\x1b[2J")
@@ -192,7 +182,7 @@ def printable(data):
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def _files_below(folder):
+def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
@@ -201,7 +191,7 @@ def _files_below(folder):
                 yield path
 
 
-def _check_length(ids, context, what):
+def _check_length(ids: np.ndarray, context: int, what: str) -> None:
     if len(ids) < context + 1:
         raise ValueError(
             f"the {what} has {len(ids)} bytes, but a window takes {context + 1} (context={context}, and one "
@@ -209,6 +199,6 @@ def _check_length(ids, context, what):
         )
 
 
-def _windows_at(ids, starts, context):
+def _windows_at(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     windows = ids[starts[:, None] + np.arange(context + 1)].astype(np.int32)
     return windows[:, :-1], windows[:, 1:]

@@ -14,8 +14,8 @@ import keras
 import pytest
 
 from fastaccum import cli
-from fastaccum.app import progress, text
-from fastaccum.app import run as text_training
+from fastaccum.app import options, progress, text
+from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store as checkpoint
 from fastaccum.checkpoint.signals import Interrupt
@@ -176,22 +176,25 @@ def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: (run / "config.json").unlink(), "'run/config.json' cannot be read, so 'run' is no run folder"),
+        (lambda run: (run / "config.json").unlink(), "'run/config.json' cannot be read, so 'run' is not a run folder"),
         (lambda run: (run / "config.json").write_text("[1]"), "'run/config.json' holds a list"),
         (lambda run: rewrite(run, steps=None), "--steps: 'None' must be a whole number"),
         (lambda run: rewrite(run, steps="__import__('os')"), "must be a whole number of at least 1"),
-        (lambda run: rewrite(run, paths="source.txt"), "paths='source.txt' is no list of names"),
-        (lambda run: rewrite(run, seed=...), "lacks seed: no run that can go on"),
+        (lambda run: rewrite(run, paths="source.txt"), "paths='source.txt' is not a list of names"),
+        (lambda run: rewrite(run, seed=...), "lacks seed: the run cannot be resumed"),
         (lambda run: rewrite(run, parameters=7), "parameters was 7, is"),
         (lambda run: rewrite(run, lr=0.5), "'run/config.json' was edited"),
-        (lambda run: (run.parent / "source.txt").write_bytes(TEXT + b"."), "cannot go on as it began: text_sha256 was"),
+        (
+            lambda run: (run.parent / "source.txt").write_bytes(TEXT + b"."),
+            "continue as it began: text_sha256 was",
+        ),
         (lambda run: (run / "metrics.csv").write_text("step,pickle\n1,2\n"), "its columns are ['step', 'pickle']"),
         (lambda run: (run / "checkpoints" / "step-00000020").mkdir(parents=True), "None of the 1 checkpoints in"),
     ],
 )
 def test_a_folder_that_is_no_runs_is_refused(tmp_path, source, monkeypatch, capsys, change, message):
     monkeypatch.chdir(tmp_path)
-    run = text_training.Run(cli._parser().parse_args(["train", str(source), "--out", "run"]))
+    run = app_run.Run(options.make_parser().parse_args(["train", str(source), "--out", "run"]))
     RunFolder("run").write_config(run.config)
     change(tmp_path / "run")
     with pytest.raises(SystemExit) as exit, warnings.catch_warnings():
@@ -227,7 +230,7 @@ def rewrite(run, **values):
         (["train", "empty"], "no text in 'empty'"),
         (["train", "short.txt"], "held-out text has 10 bytes, but a window takes 129"),
         (["train", "SOURCE", "--out", "used"], "'used' has files in it"),
-        (["train", "SOURCE", "--out", "short.txt"], "'short.txt' is no folder"),
+        (["train", "SOURCE", "--out", "short.txt"], "'short.txt' is not a directory"),
     ],
 )
 def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monkeypatch, capsys, arguments, message):
@@ -265,14 +268,14 @@ def test_devices_lists_the_cpu(capsys):
 
 @pytest.mark.parametrize(("kind", "precision"), [("GPU", "mixed_float16"), ("CPU", "float32")])
 def test_auto_precision_follows_the_device(source, monkeypatch, kind, precision):
-    monkeypatch.setattr(text_training, "device_names", lambda: [(kind, "some model")])
-    run = text_training.Run(cli._parser().parse_args(["train", str(source)]))
+    monkeypatch.setattr(app_run, "device_names", lambda: [(kind, "some model")])
+    run = app_run.Run(options.make_parser().parse_args(["train", str(source)]))
     assert run.config["precision"] == precision
     assert run.model.get_layer("block_0").dtype_policy.name == precision
 
 
 def test_learning_rate_rises_then_falls():
-    rate = text_training.learning_rate(0.01, 200)
+    rate = app_run.learning_rate(0.01, 200)
     values = [float(rate(step)) for step in (0, 5, 10, 105, 200, 300)]
     assert values == pytest.approx([0.0, 0.005, 0.01, 0.0051, 0.0002, 0.0002], rel=1e-3)
 
@@ -295,7 +298,7 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch):
 
     monkeypatch.setenv("TERM", "xterm")
     for stream in (io.StringIO(), Terminal()):
-        with progress.for_stream(10, stream) as shown:
+        with progress.Display(10, stream) as shown:
             shown.update(4, "loss 2.000 bits")
             shown.note("[a note]")
         printed = stream.getvalue()

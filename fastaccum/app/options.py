@@ -1,0 +1,115 @@
+"""The options of the `fastaccum` command, and the devices that there are. Needs no TensorFlow to answer --help."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+EPILOG = """\
+exit codes: 0 done; 1 failed while training; 2 bad arguments, nothing started; 130 ended by Ctrl-C;
+143 ended by SIGTERM (preemption), after a checkpoint was saved.
+The first Ctrl-C ends training after the current step and saves what was learned; a second one aborts.
+However a run ended, `fastaccum train --resume FOLDER` continues from its last checkpoint.
+"""
+
+
+class BadArgument(Exception):
+    """What the user asked for cannot be done: one line that names the value and the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options cannot be abbreviated, and whose errors are one line."""
+
+    def __init__(self, **settings: str):
+        super().__init__(
+            epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
+        )
+
+    def error(self, message: str) -> NoReturn:
+        # Without the usage: the one line that matters would be the last of many.
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def make_parser() -> Parser:
+    """The parser of the command line; what it parses has the subcommand's name and parser as `command`, `parser`."""
+    parser = Parser(
+        prog="fastaccum", description="Trains on TensorFlow, a whole gradient-accumulation cycle as one XLA program."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a small byte-level transformer on text",
+        description="Trains a byte-level decoder-only transformer on text, evaluates it on a part\n"
+        "held out, and writes a run folder: config.json, metrics.csv, curve.png, model.keras\n"
+        "and checkpoints.",
+    )
+    _add_train_options(train)
+    train.set_defaults(command="train", parser=train)
+    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
+    devices = commands.add_parser("devices", help="list what TensorFlow can train on")
+    devices.set_defaults(command="devices", parser=devices)
+    return parser
+
+
+def _add_train_options(parser: Parser) -> None:
+    add = parser.add_argument
+    text = "the text; by default the source code of Python's standard library"
+    add("paths", nargs="*", metavar="FILE or FOLDER", help=text)
+    add("--steps", type=_whole(1), default=300, metavar="N", help="optimizer updates (%(default)s)")
+    add("--batch-size", type=_whole(1), default=8, metavar="N", help="windows in a micro-batch (%(default)s)")
+    add("--accum", type=_whole(1), default=4, metavar="N", help="micro-batches in an update (%(default)s)")
+    precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
+    precision = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
+    add("--precision", choices=precisions, default="auto", help=precision)
+    add("--preset", default="nano", metavar="NAME", help="model size: nano (default), micro, 124m, 350m, 1.3b")
+    optimizer = (
+        "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
+        "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
+    )
+    add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
+    rate = "highest learning rate, after a warm-up; it falls along a cosine to a 50th (%(default)s)"
+    add("--lr", type=_positive, default=0.004, metavar="RATE", help=rate)
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of weights and data (%(default)s)")
+    out = "run folder, new or empty (by default a new one: runs/PRESET-OPTIMIZER-seedN)"
+    add("--out", metavar="FOLDER", help=out)
+    every = "updates between checkpoints (%(default)s)"
+    add("--checkpoint-every", type=_whole(1), default=50, metavar="N", help=every)
+    resume = "continue the run in FOLDER, from its last checkpoint and with its own options: give no others"
+    add("--resume", metavar="FOLDER", help=resume)
+
+
+def _whole(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
+    limits = f"of at least {minimum}" if maximum == math.inf else f"from {minimum} to {maximum}"
+
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = minimum - 1
+        if not minimum <= number <= maximum:
+            raise argparse.ArgumentTypeError(f"{value!r} must be a whole number {limits}")
+        return number
+
+    return parse
+
+
+def _positive(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{value!r} must be a positive number, such as 0.004")
+    return number
+
+
+def device_names() -> list[tuple[str, str]]:
+    """`(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2 cores")`."""
+    import tensorflow as tf
+
+    gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [("GPU", gpu.get("device_name", "unnamed")) for gpu in gpus] + [("CPU", f"{cores} cores")]

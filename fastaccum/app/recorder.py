@@ -1,0 +1,131 @@
+"""What is seen and kept of a run while it trains."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from fastaccum.app.progress import Display
+from fastaccum.app.run import Run
+from fastaccum.app.run_folder import RunFolder
+from fastaccum.checkpoint.signals import Interrupt, Preemption
+
+ROWS = 100  # of metrics.csv, about
+EVALUATIONS = 10
+SHOW_SECONDS = 0.25
+
+
+class Recorder(keras.callbacks.Callback):
+    """Shows progress, evaluates, writes metrics.csv, and stops when asked to.
+
+    An epoch of `fit` is here the stretch of steps that one row of metrics.csv sums up.
+
+    Args:
+        run: what is trained.
+        folder: where the rows go; its last one says where a resumed run stands.
+        interrupt: asks for an end.
+        display: where progress shows.
+    """
+
+    def __init__(self, run: Run, folder: RunFolder, interrupt: Interrupt, display: Display):
+        super().__init__()
+        self.run, self.folder, self.interrupt, self.display = run, folder, interrupt, display
+        self.total = run.options.steps
+        self.steps_per_row = math.ceil(self.total / ROWS)
+        self.rows = math.ceil(self.total / self.steps_per_row)
+        # A run that had ended has nothing left to train, and reports what it reached.
+        last = folder.rows[-1] if folder.rows else {}
+        self.steps, self.skipped = self.total, int(last.get("skipped_steps", 0))
+        self.held_out = last.get("held_out_bits_per_byte", math.nan)
+        self.shown = self.row_started = time.monotonic()
+        self.started = self.shown - last.get("seconds", 0)
+        self.steps_before = 0
+        self.steps_at_row: int | None = None  # None until a step has run
+        self.rate = math.nan
+        self.logs: Mapping[str, Any] = {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing for the checkpoint: what a resumed run needs to know is in metrics.csv."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.steps_before = epoch * self.steps_per_row
+        if self.run.rows is not None and self.steps_at_row is None:
+            # Without what was written after the checkpoint from which the run goes on, if only in part.
+            self.folder.keep_rows(self.steps_before)
+            self.skipped = int(self.folder.rows[-1]["skipped_steps"]) if self.folder.rows else 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.logs = logs
+        self.steps = self.steps_before + batch + 1
+        if self.steps_at_row is None:
+            # Until here it compiled, which says nothing of its speed.
+            float(logs["loss"])
+            self.row_started, self.steps_at_row = time.monotonic(), self.steps
+        if self.steps == self.total:
+            self.model.stop_training = True
+        elif self.interrupt.requested:
+            Preemption.entered.requested = True
+        # A look at the logs waits for the step, so it must be rare.
+        if time.monotonic() - self.shown > SHOW_SECONDS:
+            self.display.update(self.steps, self._status(self.skipped + int(logs["skipped_steps"])))
+            self.shown = time.monotonic()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs = logs
+        self._end_row()
+
+    def finish(self) -> None:
+        """Completes metrics.csv after an interruption, and evaluates where no row says what was reached."""
+        if self.steps_at_row not in (None, self.steps):
+            self._end_row()
+        if math.isnan(self.held_out):
+            self.held_out = self._evaluate()
+
+    def _end_row(self) -> None:
+        """Writes a row of metrics.csv for the steps since the last one."""
+        now = time.monotonic()
+        self.skipped += int(self.logs["skipped_steps"])
+        row = {
+            "step": self.steps,
+            "seconds": round(now - self.started, 2),
+            "bits_per_byte": _bits(self.logs),
+            "loss_scale": float(self.logs["loss_scale"]),
+            "grad_norm": float(self.logs["grad_norm"]),
+            "skipped_steps": self.skipped,
+        }
+        if self.steps > self.steps_at_row:
+            self.rate = (self.steps - self.steps_at_row) * self.run.tokens_per_step / (now - self.row_started)
+        if math.isfinite(self.rate):
+            row["tokens_per_second"] = round(self.rate)
+        last = self.steps == self.total or self.interrupt.requested
+        if last or self.steps // self.steps_per_row % math.ceil(self.rows / EVALUATIONS) == 0:
+            self.held_out = row["held_out_bits_per_byte"] = self._evaluate()
+            self.display.note(
+                f"step {self.steps:,}/{self.total:,}  held out {self.held_out:.3f} bits per byte  "
+                f"{self._status(self.skipped)}"
+            )
+        self.folder.add_row(row)
+        self.row_started, self.steps_at_row = time.monotonic(), self.steps
+
+    def _evaluate(self) -> float:
+        x, y = self.run.held_out
+        return _bits(
+            self.run.trainer.evaluate(x, y, batch_size=self.run.options.batch_size, return_dict=True, verbose=0)
+        )
+
+    def _status(self, skipped: int) -> str:
+        rate = f"{self.rate:,.0f} tokens/s" if math.isfinite(self.rate) else "compiled"
+        scale = float(self.logs["loss_scale"])
+        return f"loss {_bits(self.logs):.3f} bits  {rate}  loss scale {scale:g}  skipped {skipped}"
+
+
+def _bits(logs: Mapping[str, Any]) -> float:
+    return float(logs["loss"]) / math.log(2)
