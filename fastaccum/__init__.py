@@ -5,7 +5,11 @@ import importlib
 import pkgutil
 from typing import Any
 
+from fastaccum.adapters import saved
+
 __version__ = "0.1.0"
+
+saved.register()
 
 # Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only those who use tensorflow-addons pay
 # for it (it is optional, and changes what tf.keras is). The stub lists each name once, with the module it stands in.

@@ -27,8 +27,8 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     float32 before it scatters), and what this does not know: subclasses of these layers, and layers with LoRA or
     quantization.
 
-    Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum.kernels`
-    is imported) and clones as a switched one. The exception is a layer of your own that makes such layers inside:
+    Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum` is
+    imported) and clones as a switched one. The exception is a layer of your own that makes such layers inside:
     once loaded, it has made plain ones, so switch again. Keras quantizes only its own classes, so switch back first.
     `fastaccum.Trainer` needs none of this: it switches by itself, for as long as it traces a step.
 

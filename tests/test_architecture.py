@@ -19,7 +19,8 @@ TOP_LEVEL_MODULES = 9
 # From the lowest room to the highest: a module imports from its own room and from lower layers, never from its
 # neighbours in the same layer. "" is fastaccum/__init__.py; the command line runs benchmarks where they are there.
 LAYERS = (
-    {"kernels", "checks"},
+    {"kernels"},
+    {"checks"},
     {"adapters", "addons", "transformer"},
     {"data"},
     {"step", "checkpoint"},
@@ -246,7 +247,7 @@ BREAKS = [
     (arrows_run_one_way, {LOW: "import fastaccum as fa", "fastaccum/__init__.py": ""}),
     (arrows_run_one_way, {HIGH: "from fastaccum.checkpoint import store", "fastaccum/checkpoint/store.py": ""}),
     (arrows_run_one_way, {"kernels/matmul.py": "from fastaccum import checks", "fastaccum/checks.py": ""}),
-    (arrows_run_one_way, {"fastaccum/checks.py": "from fastaccum.kernels import matmul", "kernels/matmul.py": ""}),
+    (arrows_run_one_way, {"fastaccum/checks.py": "from fastaccum.adapters import models", LOW: ""}),
     (arrows_run_one_way, {"fastaccum/helpers.py": ""}),
     (no_circles, {"kernels/a.py": "from fastaccum.kernels import b", "kernels/b.py": "import fastaccum.kernels.a"}),
     (

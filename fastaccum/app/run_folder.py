@@ -79,7 +79,7 @@ class RunFolder:
         self.rows.append(row)
 
     def save_model(self, model: Any) -> None:
-        """Writes model.keras; `import fastaccum.transformer`, then `keras.models.load_model` reads it."""
+        """Writes model.keras; `import fastaccum`, then `keras.saving.load_model` reads it."""
         with self._replacing("model.keras") as path:
             model.save(path)
 

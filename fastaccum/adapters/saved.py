@@ -1,0 +1,68 @@
+"""`keras.saving.load_model` finds the layers of fastaccum after `import fastaccum` alone, which imports no Keras.
+
+Keras looks a saved layer up by its registered name, in a table that a layer enters when its module is imported. Here
+each gets a stand-in in that table, which imports the module once a saved layer is to be made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+LAYERS = {
+    "fastaccum.adapters.head": ("LinearCrossEntropy",),
+    "fastaccum.kernels.fp32_layers": (
+        "Fp32Conv1D",
+        "Fp32Conv2D",
+        "Fp32Dense",
+        "Fp32EinsumDense",
+        "Fp32GroupQueryAttention",
+        "Fp32MultiHeadAttention",
+        "Fp32ReversibleEmbedding",
+    ),
+    "fastaccum.kernels.layer_stack": ("LayerStack",),
+    "fastaccum.transformer": ("CausalSelfAttention", "ContextLimit", "LearnedPositions", "TransformerBlock"),
+}
+
+
+def register() -> None:
+    """Enters the stand-ins in Keras's table: now if Keras has been imported, otherwise as soon as it is."""
+    if "keras" in sys.modules:
+        _register(sys.modules["keras"])
+    else:
+        sys.meta_path.insert(0, _KerasFinder())
+
+
+def _register(keras: Any) -> None:
+    for module, names in LAYERS.items():
+        for name in names:
+            keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", _StandIn(module, name))
+
+
+class _StandIn:
+    def __init__(self, module: str, name: str):
+        self._module, self._name = module, name
+
+    def from_config(self, config: dict[str, Any]) -> Any:
+        return getattr(importlib.import_module(self._module), self._name).from_config(config)
+
+
+class _KerasFinder:
+    """Finds Keras as the finders after it do, and adds to its execution that the stand-ins are entered."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "keras":
+            return None
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _KerasFinder))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: Any) -> None:
+                execute(module)
+                if module.__name__ == "keras":  # one loader may serve several modules
+                    _register(module)
+
+            spec.loader.exec_module = execute_and_register
+        return spec
