@@ -14,8 +14,9 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import models, optimizers
 from fastaccum.adapters.callbacks import Callbacks, LateLogs
-from fastaccum.adapters.losses import Losses, by_output, takes_class_indices
+from fastaccum.adapters.losses import Losses, takes_class_indices
 from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.outputs import Outputs
 from fastaccum.checkpoint import saver as training_state
 from fastaccum.data import arrays
 from fastaccum.data import datasets as data
@@ -319,7 +320,7 @@ class Trainer:
     def _names_in_order(self, logs: dict[str, float]) -> list[str]:
         """Log names in the order in which Keras's `evaluate` lists them."""
         losses = [f"{output.name}_loss" for output in self._losses.outputs]
-        if isinstance(self._y_pred, dict):
+        if self._outputs.is_dict:
             losses.sort()
         known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *losses]
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
@@ -476,12 +477,13 @@ class Trainer:
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 compilable.require(self._model)
-            self._y_pred = y_pred
-            self._losses.build(y_true, y_pred, self._model.output_names)
-            self._metrics.build(y_true, y_pred, self._model.output_names)
+            self._outputs = Outputs(self._model.output_names, y_pred)
+            self._losses.build(self._outputs, y_true)
+            self._metrics.build(self._outputs, y_true)
             step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
             self._step = step(
                 self._model,
+                self._outputs,
                 self._losses,
                 self._metrics,
                 self._optimizer,
@@ -505,7 +507,7 @@ class Trainer:
                 )
         self._layers = list(self._model.layers)
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
-        by_output(sample.y, self._model.output_names, self._y_pred, "y")
+        self._outputs.match(sample.y, "y")
         return self._step
 
     def _run(self, program, *args):

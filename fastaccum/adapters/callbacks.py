@@ -15,7 +15,7 @@ from fastaccum import checks
 REDRAW_SECONDS = 0.1
 
 
-def plain(tensor: tf.Tensor) -> Any:
+def log_value(tensor: tf.Tensor) -> Any:
     """A log value as a number; as an array where a metric has one value for each class, as in Keras."""
     value = tensor.numpy()
     return value if value.ndim else value.item()
@@ -42,7 +42,7 @@ class LateLogs(dict):
             if self._check is not None:
                 self._check()
             self._late = False
-            super().update({name: plain(tensor) for name, tensor in super().items()})
+            super().update({name: log_value(tensor) for name, tensor in super().items()})
 
     def __iter__(self) -> Iterator[str]:
         # Overridden, or `dict(logs)` would copy the tensors behind this class's back.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import models
+from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.indices import whole
+from fastaccum.adapters.models import Model
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
-from fastaccum.step.index_checks import whole
-
-if TYPE_CHECKING:
-    from fastaccum.adapters.metrics import Metrics
-
 
 _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbedding)
 
@@ -95,7 +93,7 @@ class LinearCrossEntropy(keras.losses.Loss):
 
     def _masked(self, losses: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         # As Keras's own losses tell what is not to be counted.
-        keras.src.backend.set_keras_mask(losses, labels != self.options["ignore_index"])
+        losses._keras_mask = labels != self.options["ignore_index"]
         return losses
 
     def get_config(self) -> dict[str, Any]:
@@ -115,59 +113,46 @@ class FusedHeadLoss:
         ValueError: no such layer, or one that is no linear layer with so many outputs.
     """
 
-    def __init__(self, loss: LinearCrossEntropy, model: models.Model, output: str, classes: int):
+    def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int):
         self._loss, self._output = loss, output
         self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
         _require_linear(self.head, classes)
-        self._hidden: tf.Tensor | None = None
-
-    def require_no_metrics(self, metrics: Metrics) -> None:
-        """Raises ValueError if the output has metrics."""
-        compiled = metrics.compiled
-        names = [
-            metric.name
-            for metrics_by_output in (compiled._flat_metrics, compiled._flat_weighted_metrics)
-            for output, metrics in zip(compiled.output_names, metrics_by_output, strict=True)
-            for metric in (metrics.metrics if metrics and output == self._output else ())
-        ]
-        if names:
-            raise ValueError(
-                f"The metrics {names} of output {self._output!r} need the logits, which LinearCrossEntropy never "
-                "computes. Leave them out, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
-            )
 
     @contextmanager
-    def head_left_out(self):
-        """Within the scope, the head returns its input, in the dtype in which it comes."""
+    def head_left_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
+        """Within the scope, the head passes its input on in the dtype in which it comes, and to `observe`."""
         call = self.head.call
 
-        def passed_on(inputs, *args, **kwargs):
+        def pass_on(inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
             if _embeds(self.head, kwargs):
                 return call(inputs, *args, **kwargs)
             # A tensor of its own, so that whatever else reads it can be told.
-            self._hidden = tf.identity(inputs)
-            return self._hidden
+            hidden = tf.identity(inputs)
+            observe(hidden)
+            return hidden
 
         autocast = "autocast" if hasattr(self.head, "autocast") else "_autocast"  # tf_keras
-        with models.replaced([(self.head, "call", passed_on), (self.head, autocast, False)]):
+        with replaced([(self.head, "call", pass_on), (self.head, autocast, False)]):
             yield
 
-    def call(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
-        """The losses of the model's output when it was called with the head left out."""
-        if hidden is not self._hidden:
+    def require_hidden(self, y_pred: tf.Tensor, hidden: tf.Tensor | None) -> None:
+        """Raises ValueError unless the model's output is what the head passed on, and nothing else reads that."""
+        if y_pred is not hidden:
             raise ValueError(
                 f"The output {self._output!r} is not what layer {self.head.name!r} returns, so LinearCrossEntropy "
                 "cannot take that layer's place. Pass head=..., the name of the linear layer that the model ends "
                 "in, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
-        if tf.is_symbolic_tensor(hidden) and hidden.consumers():
-            readers = [operation.name for operation in hidden.consumers()]
+        if tf.is_symbolic_tensor(y_pred) and y_pred.consumers():
+            readers = [operation.name for operation in y_pred.consumers()]
             raise ValueError(
                 f"The logits of layer {self.head.name!r} are also read by {readers}, and LinearCrossEntropy never "
                 "computes them. Use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
-        self._hidden = None
+
+    def call(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
+        """The losses of the model's output when it was called with the head left out."""
         kernel, bias = _kernel(self.head), getattr(self.head, "bias", None)
         bias = None if bias is None else tf.convert_to_tensor(bias)
         return self._loss.from_hidden(y_true, hidden, tf.convert_to_tensor(kernel), bias)
@@ -184,7 +169,7 @@ def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
     return whole(y_true)
 
 
-def _find(model: models.Model, name: str | None, output: str) -> Any:
+def _find(model: Model, name: str | None, output: str) -> Any:
     layers = model.layers
     if name is not None:
         named = [layer for layer in layers if layer.name == name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -10,9 +12,10 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
-from fastaccum.adapters import models
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
-from fastaccum.step.index_checks import whole
+from fastaccum.adapters.indices import whole
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.outputs import Matched, Outputs, mask_of
 
 
 class Term(NamedTuple):
@@ -30,6 +33,7 @@ class Term(NamedTuple):
 class Output(NamedTuple):
     """A model output with its loss. `classes` is set where labels are class indices."""
 
+    index: int
     name: str
     loss: Any
     weight: float
@@ -64,21 +68,20 @@ class Losses:
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
 
-    def build(self, y_true: Any, y_pred: Any, output_names: list[str]) -> None:
-        """Matches losses with outputs, from specs of one batch of targets and predictions."""
-        self._output_names, self._y_pred = output_names, y_pred
-        predictions = by_output(y_pred, output_names, y_pred, "y_pred")
-        targets = by_output(y_true, output_names, y_pred, "y")
-        losses = by_output(self._loss, output_names, y_pred, "loss", repeat=True)
-        weights = by_output(self._loss_weights, output_names, y_pred, "loss_weights", repeat=True)
+    def build(self, outputs: Outputs, y_true: Any) -> None:
+        """Matches losses with outputs; `y_true` holds specs of one batch of targets."""
+        targets = outputs.match(y_true, "y")
+        losses = outputs.match(self._loss, "loss", repeat=True)
+        weights = outputs.match(self._loss_weights, "loss_weights", repeat=True)
         self.outputs = []
-        for name, prediction in predictions.items():
-            if losses.get(name) is None:
+        for i, (name, loss, target) in enumerate(zip(outputs.names, losses, targets, strict=True)):
+            if loss is None:
                 continue
-            if targets.get(name) is None:
-                raise ValueError(f"Output {name!r} has a loss but no target: y holds {list(targets)}.")
-            target = targets[name]
-            loss = losses[name] if _is_loss(losses[name]) else get_loss(losses[name], target, prediction)
+            if target is None:
+                given = [n for n, each in zip(outputs.names, targets, strict=True) if each is not None]
+                raise ValueError(f"Output {name!r} has a loss but no target: y holds {given}.")
+            if not _is_loss(loss):
+                loss = get_loss(loss, target, outputs.specs[i])
             if _reduction(loss) is None:
                 raise ValueError(
                     f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
@@ -89,32 +92,52 @@ class Losses:
                     f"The loss of output {name!r} is Circle, which compares the rows of a batch with each other: no "
                     "sum over micro-batches equals it. Pass a loss of single rows."
                 )
-            weight = weights.get(name)
-            if weight is not None and not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):
+            weight = 1.0 if weights[i] is None else weights[i]
+            if not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):
                 raise ValueError(f"loss_weights={weight!r} of output {name!r} must be a finite number.")
-            classes = _classes(loss, prediction)
-            self.outputs.append(Output(name, loss, 1.0 if weight is None else float(weight), classes))
+            self.outputs.append(Output(i, name, loss, float(weight), _classes(loss, outputs.specs[i])))
 
-    def take_over_heads(self, model: models.Model) -> list[FusedHeadLoss]:
-        """Gives each `LinearCrossEntropy` the layer that it leaves out of the model; returns those losses."""
-        for i, output in enumerate(self.outputs):
-            if isinstance(output.loss, LinearCrossEntropy):
-                self.outputs[i] = output._replace(loss=FusedHeadLoss(output.loss, model, output.name, output.classes))
-        return [output.loss for output in self.outputs if isinstance(output.loss, FusedHeadLoss)]
+    def take_over_heads(self, model: Model) -> list[str]:
+        """Gives each `LinearCrossEntropy` the layer that it leaves out of the model.
 
-    def __call__(
-        self,
-        y_true: Any,
-        y_pred: Any,
-        sample_weight: Any,
-        valid: tf.Tensor | None,
-        output_names: list[str],
-    ) -> list[Term]:
-        """One term per output that has a loss."""
-        predictions = by_output(y_pred, output_names, y_pred, "y_pred")
-        targets = by_output(y_true, output_names, y_pred, "y")
-        weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
-        return [term(o.loss, targets[o.name], predictions[o.name], weights.get(o.name), valid) for o in self.outputs]
+        Returns:
+            The names of the outputs whose logits are then never computed.
+        """
+        self.outputs = [
+            o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
+            if isinstance(o.loss, LinearCrossEntropy)
+            else o
+            for o in self.outputs
+        ]
+        return [o.name for o in self._with_heads]
+
+    @property
+    def _with_heads(self) -> list[Output]:
+        return [o for o in self.outputs if isinstance(o.loss, FusedHeadLoss)]
+
+    @contextlib.contextmanager
+    def heads_left_out(self) -> Iterator[dict[int, tf.Tensor]]:
+        """Within the scope, heads that were taken over return their inputs; yields the latest by output position."""
+        hidden: dict[int, tf.Tensor] = {}
+        with contextlib.ExitStack() as scopes:
+            for o in self._with_heads:
+                scopes.enter_context(o.loss.head_left_out(lambda tensor, i=o.index: hidden.update({i: tensor})))
+            yield hidden
+
+    def terms(self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor]) -> list[Term]:
+        """One term per output that has a loss.
+
+        Args:
+            batch: one micro-batch.
+            valid: bool [rows], false where a row only pads.
+            hidden: what `heads_left_out` yielded around the forward pass.
+        """
+        for o in self._with_heads:
+            o.loss.require_hidden(batch.y_pred[o.index], hidden.get(o.index))
+        return [
+            term(o.loss, batch.y_true[o.index], batch.y_pred[o.index], batch.sample_weight[o.index], valid)
+            for o in self.outputs
+        ]
 
     def require_classes(self, class_weight: dict[int, float] | None) -> None:
         """Raises ValueError for a class that no label can be."""
@@ -125,10 +148,9 @@ class Losses:
                     f"{output.classes} classes, from 0 to {output.classes - 1}."
                 )
 
-    def class_indices(self, y_true: Any) -> list[tf.Tensor]:
-        """The labels of the outputs whose `classes` are set, in their order; ignored classes as 0."""
-        targets = by_output(y_true, self._output_names, self._y_pred, "y")
-        return [_without_ignored(o.loss, targets[o.name]) for o in self.outputs if o.classes is not None]
+    def class_indices(self, y_true: list[Any]) -> list[tf.Tensor]:
+        """The labels of the outputs whose `classes` are set, from targets by output; ignored classes as 0."""
+        return [_without_ignored(o.loss, y_true[o.index]) for o in self.outputs if o.classes is not None]
 
     def divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
         """What a single output's loss sum is divided by; 0 where nothing was valid."""
@@ -169,7 +191,7 @@ def term(
     Term(loss_sum=<tf.Tensor: shape=(), dtype=float32, numpy=2.0>, weight_sum=<tf.Tensor: shape=(), \
 dtype=float32, numpy=2.0>)
     """
-    in_mask = models.mask_of(y_pred)
+    in_mask = mask_of(y_pred)
     if not isinstance(loss, FusedHeadLoss):
         dtype = getattr(loss, "dtype", None) or "float32"
         y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
@@ -181,7 +203,7 @@ dtype=float32, numpy=2.0>)
             f"loss {_loss_name(loss)!r} returned {returned}. It must return one tensor of floating-point losses, one "
             "per example (or per token)."
         )
-    out_mask = models.mask_of(values)
+    out_mask = mask_of(values)
     values = tf.cast(values, tf.float32)
     _require_per_example(loss, values, y_pred)
     elements = tf.ones([values.shape[0]] + [1] * (values.shape.rank - 1), tf.bool)
@@ -201,37 +223,6 @@ dtype=float32, numpy=2.0>)
     else:
         weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, values.shape), tf.float32))
     return Term(loss_sum, weight_sum)
-
-
-def by_output(value: Any, output_names: list[str], y_pred: Any, what: str, repeat: bool = False) -> dict[str, Any]:
-    """`value` (one for all, a list or a dict) as a dict by output name.
-
-    Args:
-        value: what the user passed for the outputs.
-        output_names: the model's names, used where `y_pred` is no dict.
-        y_pred: the model's output or its spec: what decides how many outputs there are.
-        what: the argument's name, for errors.
-        repeat: whether one value stands for every output.
-    """
-    if isinstance(y_pred, dict):
-        names = list(y_pred)
-    else:
-        count = len(y_pred) if isinstance(y_pred, (list, tuple)) else 1
-        names = output_names if len(output_names) == count else [f"output_{i}" for i in range(count)]
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        unknown = set(value) - set(names)
-        if unknown:
-            raise ValueError(f"{what} names {sorted(unknown)}, but the model's outputs are {names}.")
-        return dict(value)
-    if isinstance(value, (list, tuple)):
-        if len(value) != len(names):
-            raise ValueError(f"{what} has {len(value)} entries for the {len(names)} outputs {names}.")
-        return dict(zip(names, value, strict=True))
-    if len(names) > 1 and not repeat:
-        raise ValueError(f"{what} is one value, but the model has {len(names)} outputs {names}: pass a list or dict.")
-    return dict.fromkeys(names, value)
 
 
 def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

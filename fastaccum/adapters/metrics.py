@@ -9,8 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from fastaccum.adapters import models
-from fastaccum.adapters.losses import by_output
+from fastaccum.adapters.outputs import Matched, Outputs, mask_of
 
 
 class Metrics:
@@ -30,24 +29,35 @@ class Metrics:
         self._user = metrics or None, weighted_metrics or None
         self.compiled: CompileMetrics | None = None
 
-    def build(self, y_true: Any, y_pred: Any, output_names: list[str]) -> None:
-        """Creates the metrics' variables, from specs of targets and predictions."""
+    def build(self, outputs: Outputs, y_true: Any) -> None:
+        """Creates the metrics' variables; `y_true` holds specs of one batch of targets."""
         plain, weighted = (list(m) if isinstance(m, tuple) else m for m in self._user)
-        names = list(by_output(y_pred, output_names, y_pred, "y_pred"))
         for each in (plain, weighted):
             if isinstance(each, dict):  # Keras drops what it cannot place
-                by_output(each, output_names, y_pred, "metrics")
-        self.compiled = CompileMetrics(plain, weighted, output_names=names)
-        if len(names) > 1:
-            y_true = _like(y_pred, by_output(y_true, output_names, y_pred, "y"))
-        self.compiled.build(y_true, y_pred)
+                outputs.match(each, "metrics")
+        targets = outputs.match(y_true, "y")
+        self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
+        self.compiled.build(targets, outputs.specs)
         self._by_batch = any(
-            _one_value(metric, target, prediction)
-            for metrics, target, prediction in zip(
-                self.compiled._flat_metrics, tf.nest.flatten(y_true), tf.nest.flatten(y_pred), strict=False
-            )
+            _one_value(metric, target, spec)
+            for metrics, target, spec in zip(self.compiled._flat_metrics, targets, outputs.specs, strict=False)
             for metric in (metrics.metrics if metrics else ())
         )
+
+    def require_none(self, output: str) -> None:
+        """Raises ValueError if an output has metrics: its logits are never computed."""
+        compiled = self.compiled
+        names = [
+            metric.name
+            for metrics_by_output in (compiled._flat_metrics, compiled._flat_weighted_metrics)
+            for name, metrics in zip(compiled.output_names, metrics_by_output, strict=True)
+            for metric in (metrics.metrics if metrics and name == output else ())
+        ]
+        if names:
+            raise ValueError(
+                f"The metrics {names} of output {output!r} need the logits, which LinearCrossEntropy never "
+                "computes. Leave them out, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            )
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -70,26 +80,17 @@ class Metrics:
         sums = keras.metrics.Mean, keras.metrics.Sum
         return [m.name for m in self.compiled.metrics if _own(type(m)) and not isinstance(m, sums)]
 
-    def update(
-        self, y_true: Any, y_pred: Any, sample_weight: Any, valid: tf.Tensor | None, output_names: list[str]
-    ) -> None:
+    def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
         """Updates every metric with one micro-batch's valid rows."""
-        predictions = by_output(y_pred, output_names, y_pred, "y_pred")
-        targets = by_output(y_true, output_names, y_pred, "y")
-        weights = by_output(sample_weight, output_names, y_pred, "sample_weight", repeat=True)
-        compiled = self.compiled
         if self.need_exact_rows:
             valid = None
-        for i, (name, prediction) in enumerate(predictions.items()):
-            weight = weights.get(name)
-            for metrics, given in (
-                (compiled._flat_metrics[i], None),
-                (compiled._flat_weighted_metrics[i], weight),
-            ):
+        compiled = self.compiled
+        by_output = zip(*batch, compiled._flat_metrics, compiled._flat_weighted_metrics, strict=False)
+        for y_true, y_pred, weight, plain, weighted in by_output:
+            for metrics, given in ((plain, None), (weighted, weight)):
                 for metric in metrics.metrics if metrics else ():
-                    rows = _row_weight(valid, prediction, given)
-                    keywords = {} if rows is None else {"sample_weight": rows}
-                    metric.update_state(targets[name], prediction, **keywords)
+                    rows = _row_weight(valid, y_pred, given)
+                    metric.update_state(y_true, y_pred, **({} if rows is None else {"sample_weight": rows}))
 
     def result(self) -> dict[str, tf.Tensor]:
         """Every metric's value by its log name."""
@@ -109,7 +110,7 @@ def _row_weight(valid, prediction, weight):
     factors = [tf.cast(each, tf.float32) for each in (valid, weight) if each is not None]
     if not factors:
         return None
-    mask = models.mask_of(prediction)
+    mask = mask_of(prediction)
     if mask is not None:
         factors.append(tf.ones(mask.shape))
     rank = max(factor.shape.rank for factor in factors)
@@ -127,10 +128,6 @@ def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
         return False
     value = keras.src.backend.compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
     return len(value.shape) == 0
-
-
-def _like(y_pred: Any, values: dict[str, Any]) -> Any:
-    return values if isinstance(y_pred, dict) else [values[name] for name in values]
 
 
 def _require_metric(metric: Any) -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum.adapters import layers as xla_layers
+from fastaccum.adapters.attributes import replaced
 from fastaccum.kernels import fp32_layers
 
 
@@ -50,7 +51,7 @@ class Model:
         return self.model._flatten_layers()
 
     @property
-    def _called_layers(self) -> list[Any]:
+    def called_layers(self) -> list[Any]:
         """Every layer whose `call` runs: those that a LayerStack calls for its own too."""
         return list(fp32_layers.all_layers(self.model))
 
@@ -91,9 +92,24 @@ class Model:
         return [v.value for v in (*layer._non_trainable_variables, *seeds)]
 
     @property
+    def seeds(self) -> list[tf.Variable]:
+        """The states of random generators."""
+        return [generator.state.value for layer in self.layers for generator in layer._seed_generators]
+
+    def owner(self, variable: tf.Variable) -> str | None:
+        """The name of the layer that made a trainable variable."""
+        for layer in self.called_layers:
+            if any(getattr(v, "value", v) is variable for v in self._own_trainable(layer)):
+                return layer.name
+        return None
+
+    def _own_trainable(self, layer: Any) -> list[Any]:
+        return layer._trainable_variables
+
+    @property
     def compute_dtype(self) -> str:
         """The lowest precision that any layer computes in: what decides about loss scaling."""
-        dtypes = {layer.compute_dtype for layer in self._called_layers}
+        dtypes = {layer.compute_dtype for layer in self.called_layers}
         return next((d for d in ("float16", "bfloat16") if d in dtypes), "float32")
 
     @property
@@ -181,7 +197,7 @@ class Model:
         """Within the scope, layers compute in the form that XLA compiles in a loop, with gradients that a CPU runs
         fast if asked for.
         """
-        with replaced(xla_layers.replacements(self._called_layers, fast_gradients)):
+        with replaced(xla_layers.replacements(self.called_layers, fast_gradients)):
             yield
 
 
@@ -201,11 +217,14 @@ class LegacyModel(Model):
         return list(self.model._flatten_layers())
 
     @property
-    def _called_layers(self) -> list[Any]:
+    def called_layers(self) -> list[Any]:
         return self.layers
 
     def _own_state(self, layer: Any) -> list[tf.Variable]:
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
+
+    def _own_trainable(self, layer: Any) -> list[Any]:
+        return layer._trainable_weights
 
     def added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in layer._losses]
@@ -239,22 +258,6 @@ def _is(layer: Any, *names: str) -> bool:
     return any(c.__name__ in names for c in type(layer).__mro__)
 
 
-@contextmanager
-def replaced(attributes: list[tuple[Any, str, Any]]):
-    """Within the scope, these (object, name, value) stand in for the objects' own attributes; scopes may be nested."""
-    before = [(vars(owner), name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in attributes]
-    try:
-        for owner, name, value in attributes:
-            vars(owner)[name] = value
-        yield
-    finally:
-        for own, name, had, value in before:
-            if had:
-                own[name] = value
-            else:
-                own.pop(name, None)
-
-
 def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable:
     def wrapped(inputs: Any, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
         if reverse:  # ReversibleEmbedding, from vectors to logits
@@ -263,9 +266,3 @@ def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable
         return call(inputs, *args, **kwargs)
 
     return wrapped
-
-
-def mask_of(tensor: Any) -> tf.Tensor | None:
-    """The Keras mask that layers attached to a tensor, if any."""
-    mask = keras.src.backend.get_keras_mask(tensor)
-    return getattr(tensor, "_keras_mask", None) if mask is None else mask

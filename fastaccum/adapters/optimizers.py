@@ -69,7 +69,7 @@ class Optimizer:
         self.optimizer = optimizer
         self._model_variables = []
         self._seen_as = {}
-        for part in self._parts():
+        for part in self.parts:
             _refuse(part)
 
     def build(self, variables):
@@ -97,14 +97,14 @@ class Optimizer:
                 )
         if not getattr(self.optimizer, "built", False):
             self._create([self._native(v) for v in variables])
-        for part in self._parts():  # MultiOptimizer may have found its optimizers only now
+        for part in self.parts:  # MultiOptimizer may have found its optimizers only now
             _refuse(part)
         self._model_variables = raw
 
     @property
     def variables(self):
         """Every tf.Variable that `apply` may change besides the model's, once each; after `build`."""
-        states = [vars(part) for part in self._parts()]
+        states = [vars(part) for part in self.parts]
         found = {id(v): v for v in _held(states)}
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
         stand_ins = [v for v in _held([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
@@ -170,7 +170,8 @@ class Optimizer:
         if hasattr(self.optimizer, "finalize_variable_values"):
             self.optimizer.finalize_variable_values([self._native(v) for v in variables])
 
-    def _parts(self):
+    @property
+    def parts(self):
         """The optimizer objects that hold state: the user's and those it wraps."""
         return [self.optimizer]
 
@@ -218,7 +219,7 @@ class _Keras(Optimizer):
         arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
         hooks = [
             (vars(part), name, hooked(getattr(part, name), new))
-            for part in self._parts()
+            for part in self.parts
             for name, new in arithmetic.items()
         ]
         try:
@@ -241,7 +242,8 @@ class _Keras(Optimizer):
 class _KerasMulti(_Keras):
     """keras.optimizers.MultiOptimizer: an optimizer for each group of variables."""
 
-    def _parts(self):
+    @property
+    def parts(self):
         return [self.optimizer, *self.optimizer.optimizers]
 
     def _update(self, pairs):
@@ -284,7 +286,7 @@ class _Legacy(_TFKeras):
 
     def __init__(self, optimizer):
         super().__init__(optimizer)
-        for part in self._parts():
+        for part in self.parts:
             # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
             part._iterations = optimizer.iterations
         for name, value in part._hyper.items():
@@ -297,12 +299,13 @@ class _Legacy(_TFKeras):
 
     @property
     def learning_rate(self):
-        inner = self._parts()[-1]
+        inner = self.parts[-1]
         if "learning_rate" not in inner._hyper:
             raise AttributeError(f"{type(inner).__name__} has no learning rate")
         return inner._decayed_lr(tf.float32)
 
-    def _parts(self):
+    @property
+    def parts(self):
         # Lookahead, MovingAverage and SWA leave the state of the optimizer inside out of their `variables()`.
         parts = [self.optimizer]
         while hasattr(parts[-1], "_optimizer"):

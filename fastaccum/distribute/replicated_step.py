@@ -9,7 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.adapters import models
+from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, WorkersDifferError, first_components
 from fastaccum.kernels.gradients import accumulator_dtype
@@ -132,7 +134,8 @@ class ReplicatedStep(ModelStep):
     def __init__(
         self,
         replicas: Replicas,
-        model: models.Model,
+        model: Model,
+        outputs: Outputs,
         losses: Any,
         metrics: Any,
         optimizer: Any,
@@ -146,7 +149,7 @@ class ReplicatedStep(ModelStep):
                 "they are sums: derive them from keras.metrics.Mean or Sum, or pass fn(y_true, y_pred)."
             )
         self._replicas = replicas
-        self._optimizers = [part for part in optimizer._parts() if hasattr(part, "_distribution_strategy")]
+        self._optimizers = [part for part in optimizer.parts if hasattr(part, "_distribution_strategy")]
         for part in self._optimizers:  # that of the scope in which it was made, if any
             part._distribution_strategy = replicas.strategy
         if not optimizer.optimizer.built:
@@ -155,8 +158,8 @@ class ReplicatedStep(ModelStep):
         replicas.mirror(optimizer.optimizer.variables)
         replicas.unmirror([*metrics.compiled.variables, loss_scale])
         with first_components():
-            super().__init__(model, losses, metrics, optimizer, loss_scale=loss_scale, **options)
-            self._seeds = [g.state.value for layer in model.layers for g in layer._seed_generators]
+            super().__init__(model, outputs, losses, metrics, optimizer, loss_scale=loss_scale, **options)
+            self._seeds = model.seeds
         self._statistics = [v for v in self._state if v.dtype.is_floating]
         loss_means = [v.value for mean in self._loss_means.values() for v in mean.variables]
         metric_variables = [*metrics.variables, *loss_means]
@@ -177,7 +180,7 @@ class ReplicatedStep(ModelStep):
         """Around the trace of a replica's program: nothing in it may reduce or update on other devices."""
         default = tf.distribute.get_strategy()
         strategies = [(part, "_distribution_strategy", default) for part in self._optimizers]
-        with models.replaced(strategies):
+        with replaced(strategies):
             yield
 
     # On one replica, compiled.

@@ -12,7 +12,8 @@ import numpy as np
 import optree
 import tensorflow as tf
 
-from fastaccum.adapters import models
+from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.models import Model
 from fastaccum.data.stacks import trip_count
 from fastaccum.step.nonfinite import NonFiniteError
 from fastaccum.step.program import Program
@@ -100,7 +101,7 @@ def _of_micro_batch(step: Any, batch: Any, seen: Seen, layers: list[Any]) -> lis
     lines.append(f"The loss: {loss:g}.")
     variables = list(itertools.compress(step.variables, seen.gradients))
     if variables:
-        owners = dict.fromkeys(name for v in variables if (name := _owner(step, v)))
+        owners = dict.fromkeys(name for v in variables if (name := step.model.owner(v)))
         lines.append(
             f"Gradients that are not finite: {len(variables)} of {len(step.variables)}: "
             f"{_some(_name(step, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
@@ -194,7 +195,7 @@ def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def _watched(model: models.Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> Iterator[None]:
+def _watched(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> Iterator[None]:
     """Within the scope, each layer called notes itself and what it returned, which nothing reads until later."""
     graph = tf.compat.v1.get_default_graph()
 
@@ -210,7 +211,7 @@ def _watched(model: models.Model, layers: list[Any], outputs: list[list[tf.Tenso
 
         return noted
 
-    with models.replaced([(layer, "call", noting(layer, layer.call)) for layer in model._called_layers]):
+    with replaced([(layer, "call", noting(layer, layer.call)) for layer in model.called_layers]):
         yield
 
 
@@ -266,12 +267,3 @@ def _name(step: Any, variable: tf.Variable) -> str:
         if isinstance(each, keras.Variable) and each.value is variable:
             return each.path
     return variable.name
-
-
-def _owner(step: Any, variable: tf.Variable) -> str | None:
-    """The name of the layer that made the variable."""
-    for layer in step.model._called_layers:
-        own = (*layer._trainable_variables,) if hasattr(layer, "_trainable_variables") else layer._trainable_weights
-        if any(getattr(v, "value", v) is variable for v in own):
-            return layer.name
-    return None

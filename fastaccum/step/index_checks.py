@@ -8,16 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import tensorflow as tf
 
-NOT_WHOLE = tf.int64.min
+from fastaccum.adapters.indices import NOT_WHOLE, whole
+
 NOTHING_SEEN = (tf.int64.max, -1)
-
-
-def whole(indices: tf.Tensor) -> tf.Tensor:
-    """As int64, with fractions and NaN, which a cast would make some index, as `NOT_WHOLE`."""
-    as_int = tf.cast(indices, tf.int64)
-    if not indices.dtype.is_floating:
-        return as_int
-    return tf.where(tf.cast(as_int, indices.dtype) == indices, as_int, NOT_WHOLE)
 
 
 class IndexChecks(tf.Module):

@@ -12,9 +12,10 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api as autograph
 
 from fastaccum.adapters import models
-from fastaccum.adapters.callbacks import plain
+from fastaccum.adapters.callbacks import log_value
 from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.data.stacks import Batch, Dispatch, trip_count
 from fastaccum.kernels.device import has_gpu
 from fastaccum.step import diagnosis
@@ -70,6 +71,7 @@ class ModelStep(TrainStep):
     def __init__(
         self,
         model: models.Model,
+        outputs: Outputs,
         losses: Losses,
         metrics: Metrics,
         optimizer: Any,
@@ -79,7 +81,7 @@ class ModelStep(TrainStep):
         on_nonfinite: str,
         **options,
     ):
-        self.model, self.losses, self.metrics = model, losses, metrics
+        self.model, self.outputs, self.losses, self.metrics = model, outputs, losses, metrics
         self.on_nonfinite = on_nonfinite
         self.stuck_steps = StuckSteps(patience=1 if on_nonfinite == "raise" else PATIENCE)
         self._jit_compile = jit_compile
@@ -90,9 +92,8 @@ class ModelStep(TrainStep):
             + [(f"ids given to embedding {layer.name!r}", layer.input_dim) for layer in model.embeddings]
         )
         self._first_embedding = len(labelled)
-        self._heads = losses.take_over_heads(model)
-        for head in self._heads:
-            head.require_no_metrics(metrics)
+        for output in losses.take_over_heads(model):
+            metrics.require_none(output)
         self._added = model.added_reductions
         self._loss_means = {
             f"{output.name}_loss": keras.metrics.Mean() for output in losses.outputs if len(losses.outputs) > 1
@@ -114,21 +115,20 @@ class ModelStep(TrainStep):
 
     # One micro-batch.
 
-    def terms(self, batch: Batch, training: bool) -> tuple[list[Term], Any]:
-        """Every output's loss sum and weight sum, then those of added losses; and the predictions."""
+    def terms(self, batch: Batch, training: bool) -> tuple[list[Term], Matched]:
+        """Every output's loss sum and weight sum, then those of added losses; and the batch by output."""
         checks = self.index_checks
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(self.model.observed_ids(lambda i, ids: checks.observe(self._first_embedding + i, ids)))
-            for head in self._heads:
-                scopes.enter_context(head.head_left_out())
+            hidden = scopes.enter_context(self.losses.heads_left_out())
             y_pred = self.model(batch.x, training=training)
-        names = self.model.output_names
-        terms = self.losses(batch.y, y_pred, batch.weights, batch.mask, names)
+        matched = self.outputs.matched(batch.y, y_pred, batch.weights)
+        terms = self.losses.terms(matched, batch.mask, hidden)
         rows = _rows(batch)
         for reduction in self._added:
             added = self.model.added_loss(reduction)
             terms.append(Term(added * rows if reduction == "mean" else added, rows))
-        return terms, y_pred
+        return terms, matched
 
     @property
     def _term_weights(self) -> list[float]:
@@ -140,12 +140,12 @@ class ModelStep(TrainStep):
 
     @autograph.do_not_convert
     def _objective(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
-        terms, y_pred = self.terms(batch, training=True)
+        terms, matched = self.terms(batch, training=True)
         for mean, t, reduction in zip(self._loss_means.values(), terms, self._reductions, strict=False):
             # The shares of a step's micro-batches in a sum add up to one.
             count = _rows(batch) / self._denominators[-1] if reduction == "sum" else t.weight_sum
             mean.update_state(tf.math.divide_no_nan(t.loss_sum, count), count)
-        self.metrics.update(batch.y, y_pred, batch.weights, batch.mask, self.model.output_names)
+        self.metrics.update(matched, batch.mask)
         if self._denominators is None:
             (only,), (weight,) = terms, self._term_weights
             return weight * only.loss_sum, only.weight_sum
@@ -186,7 +186,7 @@ class ModelStep(TrainStep):
 
     def _observe_labels(self, *stacks: Batch) -> None:
         for stack in stacks:
-            for i, labels in enumerate(self.losses.class_indices(stack.y)):
+            for i, labels in enumerate(self.losses.class_indices(self.outputs.match(stack.y, "y"))):
                 self.index_checks.observe(i, labels)
 
     def count(self, *stacks: Batch) -> list[tf.Tensor]:
@@ -336,8 +336,8 @@ class ModelStep(TrainStep):
         """Sums over the stacks: every term's loss sum, then every term's weight sum. Updates the metrics."""
 
         def sums(batch):
-            terms, y_pred = self.terms(batch, training=False)
-            self.metrics.update(batch.y, y_pred, batch.weights, batch.mask, self.model.output_names)
+            terms, matched = self.terms(batch, training=False)
+            self.metrics.update(matched, batch.mask)
             return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
 
         self._observe_labels(*stacks)
@@ -359,7 +359,7 @@ class ModelStep(TrainStep):
                 logs[name] = value
         penalty = self.model.penalty()
         loss += 0.0 if penalty is None else float(penalty)
-        return {"loss": loss, **logs, **{k: plain(v) for k, v in self.metrics.result().items()}}
+        return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result().items()}}
 
 
 def _sum_over(stacks, fn, size: int) -> list[tf.Tensor]:

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.adapters.losses import Losses, by_output, term
+from fastaccum.adapters.losses import Losses, term
+from fastaccum.adapters.outputs import Outputs
 
 ROWS, TIME, CLASSES = 6, 4, 3
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
@@ -165,18 +166,21 @@ def test_weights_that_do_not_fit_say_so():
 def test_a_loss_that_averages_over_rows_is_refused(mean):
     losses = Losses(lambda y_true, y_pred: mean((y_true - y_pred) ** 2))
     spec = keras.KerasTensor((ROWS, 2))
-    losses.build(spec, spec, ["out"])
+    outputs = Outputs(["out"], spec)
+    losses.build(outputs, spec)
     with pytest.raises(ValueError, match="one loss per example"):
-        losses(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None, None, ["out"])
+        losses.terms(outputs.matched(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None), None, {})
 
 
 def test_a_function_and_a_name_are_losses_too():
     spec = keras.KerasTensor((ROWS, 2))
+    outputs = Outputs(["out"], spec)
+    batch = outputs.matched(tf.zeros([ROWS, 2]), tf.fill([ROWS, 2], 3.0), None)
     found = []
     for each in ("mse", lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, -1), LOSSES.MeanSquaredError()):
         losses = Losses(each)
-        losses.build(spec, spec, ["out"])
-        (only,) = losses(tf.zeros([ROWS, 2]), tf.fill([ROWS, 2], 3.0), None, None, ["out"])
+        losses.build(outputs, spec)
+        (only,) = losses.terms(batch, None, {})
         found.append((float(only.loss_sum), float(only.weight_sum)))
     assert found == [(9.0 * ROWS, ROWS)] * 3
 
@@ -199,21 +203,26 @@ def test_what_is_no_loss_is_refused(loss, error, message):
 def test_a_loss_without_a_reduction_is_refused(reduction):
     losses = Losses(LOSSES.MeanSquaredError(reduction=reduction))
     with pytest.raises(ValueError, match="reduction=None"):
-        losses.build(keras.KerasTensor((2, 1)), keras.KerasTensor((2, 1)), ["out"])
+        losses.build(Outputs(["out"], keras.KerasTensor((2, 1))), keras.KerasTensor((2, 1)))
 
 
-class TestByOutput:
-    PAIR = (keras.KerasTensor((2, 1)), keras.KerasTensor((2, 3)))
+class TestOutputs:
+    OUTPUTS = Outputs(["a", "b"], (keras.KerasTensor((2, 1)), keras.KerasTensor((2, 3))))
 
     def test_lists_dicts_and_single_values_mean_the_same(self):
         for value in ([1, 2], (1, 2), {"a": 1, "b": 2}):
-            assert by_output(value, ["a", "b"], self.PAIR, "loss") == {"a": 1, "b": 2}
-        assert by_output("mse", ["a", "b"], self.PAIR, "loss", repeat=True) == {"a": "mse", "b": "mse"}
-        assert by_output(None, ["a", "b"], self.PAIR, "loss") == {}
+            assert self.OUTPUTS.match(value, "loss") == [1, 2]
+        assert self.OUTPUTS.match("mse", "loss", repeat=True) == ["mse", "mse"]
+        assert self.OUTPUTS.match(None, "loss") == self.OUTPUTS.match((), "loss") == [None, None]
 
     def test_a_models_dict_names_its_outputs_itself(self):
-        y_pred = dict(zip("xy", self.PAIR, strict=True))
-        assert by_output([1, 2], ["a", "b"], y_pred, "loss") == {"x": 1, "y": 2}
+        outputs = Outputs(["a", "b"], {"x": keras.KerasTensor((2, 1)), "y": keras.KerasTensor((2, 3))})
+        assert outputs.names == ["x", "y"] and outputs.match({"y": 2, "x": 1}, "loss") == [1, 2]
+        assert outputs.predictions({"y": 2, "x": 1}) == [1, 2]
+
+    def test_outputs_may_share_a_name(self):
+        outputs = Outputs(["a", "a"], [keras.KerasTensor((2, 1))] * 2)
+        assert outputs.match([1, 2], "loss") == [1, 2] and outputs.match({"a": 1}, "loss") == [1, 1]
 
     @pytest.mark.parametrize(
         ("value", "message"),
@@ -225,27 +234,28 @@ class TestByOutput:
     )
     def test_what_does_not_fit_says_so(self, value, message):
         with pytest.raises(ValueError, match=message):
-            by_output(value, ["a", "b"], self.PAIR, "loss")
+            self.OUTPUTS.match(value, "loss")
 
 
 def test_a_loss_without_a_target_says_so():
     losses = Losses({"a": "mse", "b": "mse"})
     spec = keras.KerasTensor((2, 1))
     with pytest.raises(ValueError, match="Output 'b' has a loss but no target"):
-        losses.build({"a": spec}, {"a": spec, "b": spec}, ["a", "b"])
+        losses.build(Outputs(["a", "b"], {"a": spec, "b": spec}), {"a": spec})
 
 
 def test_only_labels_that_are_class_indices_are_observed():
     losses = Losses({"a": "mse", "b": LOSSES.SparseCategoricalCrossentropy(ignore_class=-1)})
     y_pred = {"a": tf.zeros([2, 1]), "b": tf.fill([2, CLASSES], 1 / 3)}
     y_true = {"a": tf.fill([2, 1], 99.0), "b": tf.constant([-1, 2])}
-    losses.build(y_true, y_pred, ["a", "b"])
+    outputs = Outputs(["a", "b"], y_pred)
+    losses.build(outputs, y_true)
     assert [output.classes for output in losses.outputs] == [None, CLASSES]
     # The ignored class is not out of range.
-    assert [labels.numpy().tolist() for labels in losses.class_indices(y_true)] == [[0, 2]]
+    assert [labels.numpy().tolist() for labels in losses.class_indices(outputs.match(y_true, "y"))] == [[0, 2]]
 
 
 def test_a_loss_that_compares_rows_is_refused():
     losses = Losses(LOSSES.Circle())
     with pytest.raises(ValueError, match="Circle, which compares the rows"):
-        losses.build(tf.zeros([4], tf.int32), tf.ones([4, 3]), ["a"])
+        losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))

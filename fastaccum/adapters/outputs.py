@@ -1,0 +1,85 @@
+"""The outputs of a model by position, and what a user passes for each of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Matched(NamedTuple):
+    """One micro-batch by output, in the order of `Outputs.names`; None where an output has no target or no weight."""
+
+    y_true: list[tf.Tensor | None]
+    y_pred: list[tf.Tensor]
+    sample_weight: list[tf.Tensor | None]
+
+
+class Outputs:
+    """The outputs of a model. A model that returns a dict names them itself.
+
+    Args:
+        names: the model's own names, empty or too few for a model that names none.
+        y_pred: symbolic outputs: one tensor, a list or a dict.
+
+    Attributes:
+        names: one for each output; two may be equal.
+        specs: the symbolic outputs by position.
+        is_dict: whether the model returns a dict.
+
+    >>> a, b = tf.zeros([2, 1]), tf.zeros([2, 3])
+    >>> outputs = Outputs(["a", "b"], [a, b])
+    >>> outputs.match({"b": "mse"}, "loss"), outputs.match("mse", "loss", repeat=True)
+    ([None, 'mse'], ['mse', 'mse'])
+    """
+
+    def __init__(self, names: list[str], y_pred: Any):
+        self.is_dict = isinstance(y_pred, dict)
+        if self.is_dict:
+            names = list(y_pred)
+        count = len(y_pred) if isinstance(y_pred, (dict, list, tuple)) else 1
+        self.names = list(names) if len(names) == count else [f"output_{i}" for i in range(count)]
+        self.specs = self.predictions(y_pred)
+
+    def predictions(self, y_pred: Any) -> list[Any]:
+        """What the model returned, by position."""
+        if self.is_dict:
+            return [y_pred[name] for name in self.names]
+        return list(y_pred) if isinstance(y_pred, (list, tuple)) else [y_pred]
+
+    def match(self, value: Any, what: str, repeat: bool = False) -> list[Any]:
+        """What a user passed for the outputs, by position; None where there is nothing for one.
+
+        Args:
+            value: one value, a list or a dict by name; None or () for nothing.
+            what: the argument's name, for errors.
+            repeat: whether one value stands for every output.
+
+        Raises:
+            ValueError: the value names or counts other outputs.
+        """
+        if value is None or (isinstance(value, tuple) and not value):
+            return [None] * len(self.names)
+        if isinstance(value, dict):
+            if unknown := set(value) - set(self.names):
+                raise ValueError(f"{what} names {sorted(unknown)}, but the model's outputs are {self.names}.")
+            return [value.get(name) for name in self.names]
+        if isinstance(value, (list, tuple)):
+            if len(value) != len(self.names):
+                raise ValueError(f"{what} has {len(value)} entries for the {len(self.names)} outputs {self.names}.")
+            return list(value)
+        if len(self.names) > 1 and not repeat:
+            raise ValueError(
+                f"{what} is one value, but the model has {len(self.names)} outputs {self.names}: pass a list or dict."
+            )
+        return [value] * len(self.names)
+
+    def matched(self, y_true: Any, y_pred: Any, sample_weight: Any) -> Matched:
+        """One micro-batch's targets, predictions and weights."""
+        weights = self.match(sample_weight, "sample_weight", repeat=True)
+        return Matched(self.match(y_true, "y"), self.predictions(y_pred), weights)
+
+
+def mask_of(tensor: Any) -> tf.Tensor | None:
+    """The mask that Keras's layers attached to a tensor, if any."""
+    return getattr(tensor, "_keras_mask", None)
