@@ -33,12 +33,15 @@ print(json.dumps({name: find(name) for name in sys.argv[1:]}))
 def checkout(folder, link=True):
     """What a build needs of the repository: a build writes into its source, so it gets a copy."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("fastaccum", "kernels"):
+    for name in ("fastaccum", "kernels", "src"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     if not link:
-        (folder / "fastaccum" / "kernels").unlink()
+        for path in (folder / "fastaccum" / "kernels", folder / "src" / "fastaccum"):
+            target = os.readlink(path)
+            path.unlink()
+            path.write_text(target)
     return folder
 
 
@@ -121,6 +124,28 @@ def test_editable_install(editable, base):
         result = found(python, *flags, cwd=cwd)
         assert found_in(source / "fastaccum", source / "kernels", result), (flags, cwd, result)
     assert found(python, cwd=base / "elsewhere")["kernels"] is None
+
+
+def test_editable_install_is_a_path_that_type_checkers_follow(base, editable):
+    source, _, site_packages = editable
+    lines = [line for path in site_packages.glob("*.pth") for line in path.read_text().splitlines()]
+    if (source / "src" / "fastaccum").is_dir():
+        assert lines == [str(source / "src")]
+        assert [path.name for path in (source / "src").iterdir() if path.suffix != ".egg-info"] == ["fastaccum"]
+    else:
+        assert [line.split()[0] for line in lines] == ["import"], "without links, Python's import hook"
+
+
+def test_source_distribution(base, tmp_path):
+    source = checkout(tmp_path / "source")
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, tmp_path, cwd=source, PYTHONPATH=OUTER)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    _, site_packages = install(tmp_path / "venv", archive)
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastaccum").rglob("*.py*")}
+    installed = {path.relative_to(site_packages).as_posix() for path in (site_packages / "fastaccum").rglob("*.py*")}
+    assert {name for name in modules if not name.endswith(".pyc")} <= installed
+    assert (site_packages / "fastaccum" / "kernels" / "__init__.py").is_file()
 
 
 def test_checkout_on_pythonpath_needs_no_install(base, tmp_path):

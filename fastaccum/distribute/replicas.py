@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -17,6 +17,8 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 
 from fastaccum.adapters.models import LegacyModel, Model
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
@@ -59,11 +61,11 @@ class WorkersDifferError(ValueError):
     """Workers were given what must be the same, and is not. Raised on each of them."""
 
 
-def connected(method: Callable[..., Any]) -> Callable[..., Any]:
+def connected(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """A method of a Trainer in which no worker waits for one that has failed: each raises an error instead."""
 
     @functools.wraps(method)
-    def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(trainer: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         replicas = trainer._replicas
         if replicas is None or replicas.workers == 1:
             return method(trainer, *args, **kwargs)
