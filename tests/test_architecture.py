@@ -43,6 +43,10 @@ MAY_NAME_PRIVATE = (
     "fastaccum/addons.py",
 )
 
+# What a tuple's class offers under such names is public.
+OF_NAMED_TUPLES = ("_asdict", "_fields", "_replace")
+PAGE, PRIVATE_SECTION = "docs/architecture.md", "## Private names"
+
 Sources = dict[str, str]  # a path in the repository, and what the file holds
 
 
@@ -115,6 +119,48 @@ def private_names(path: str, tree: ast.Module) -> set[str]:
     return found
 
 
+def defined_names(tree: ast.Module) -> set[str]:
+    """What a module defines: functions, classes, variables, and attributes of self."""
+    return {
+        node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else getattr(node, "attr", None) or node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value))
+    }
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_attributes(tree: ast.Module, package: set[str]) -> set[str]:
+    """Private attributes of objects that others define: `x._y` where this module defines no `_y`.
+
+    On self they are others' where nothing in the package defines them, and so are strings that look like one.
+    """
+    own, found = defined_names(tree), set()
+    literals = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, known = node.attr, package if is_self(node.value) else own
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in literals:
+            name, known = node.value, package
+        else:
+            continue
+        if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in known and name not in OF_NAMED_TUPLES:
+            found.add(name)
+    return found
+
+
+def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The names and the files in the first two cells of the tables of private names."""
+    for line in page.partition(PRIVATE_SECTION)[2].splitlines():
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3]]
+        if len(cells) == 2 and all(cells):
+            yield cells[0], [path if path.startswith("kernels/") else f"fastaccum/{path}" for path in cells[1]]
+
+
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Functions of the module and methods of its classes; not what is defined within a function."""
     for node in ast.iter_child_nodes(tree):
@@ -162,6 +208,24 @@ def private_names_in_few_places(sources: Sources) -> Iterator[str]:
             yield from (f"{path} names {name}" for name in sorted(private_names(path, tree)))
 
 
+def private_names_stand_in_the_table(sources: Sources) -> Iterator[str]:
+    parsed = dict(trees(sources, "fastaccum", "kernels"))
+    package = set().union(*map(defined_names, parsed.values()))
+    uses: dict[str, set[str]] = {}
+    for path, tree in parsed.items():
+        for name in private_names(path, tree) | private_attributes(tree, package):
+            uses.setdefault(name, set()).add(path)
+    rows = list(table_rows(sources.get(PAGE, "")))
+    for name, paths in sorted(uses.items()):
+        described = {path for names, its_paths in rows if name in names for path in its_paths}
+        yield from (f"{path} uses {name}, and no row of {PAGE} says so" for path in sorted(paths - described))
+    for names, paths in rows:
+        yield from (f"{PAGE} has {name}, which nothing uses" for name in names if name not in uses)
+        for path in paths:
+            if not any(path in uses.get(name, ()) for name in names):
+                yield f"{PAGE} has {path}, which uses none of {', '.join(names)}"
+
+
 def public_functions_are_annotated(sources: Sources) -> Iterator[str]:
     for path, tree in trees(sources, "fastaccum", "kernels"):
         for name, function in functions(tree):
@@ -202,6 +266,7 @@ RULES: list[Rule] = [
     no_circles,
     few_modules_at_the_top,
     private_names_in_few_places,
+    private_names_stand_in_the_table,
     public_functions_are_annotated,
     bodies_are_short,
     the_package_is_small,
@@ -212,6 +277,7 @@ NOT_YET: list[Rule] = [
     arrows_run_one_way,
     no_circles,
     private_names_in_few_places,
+    private_names_stand_in_the_table,
     public_functions_are_annotated,
     bodies_are_short,
     the_package_is_small,
@@ -221,12 +287,9 @@ NOT_YET: list[Rule] = [
 @pytest.fixture(scope="module")
 def repository() -> Sources:
     # fastaccum/kernels is a link to kernels, which rglob does not follow.
-    return {
-        path.relative_to(ROOT).as_posix(): path.read_text()
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if (ROOT / "fastaccum" / "kernels") not in path.parents
-    }
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    own = [path for path in paths if ROOT / "fastaccum" / "kernels" not in path.parents]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*own, ROOT / PAGE]}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +326,16 @@ BREAKS = [
     (private_names_in_few_places, {HIGH: "import keras\nkeras.src.backend.get_keras_mask(x)"}),
     (private_names_in_few_places, {HIGH: "import tensorflow as tf\ntf.python.eager.record.stop_recording()"}),
     (private_names_in_few_places, {HIGH: "importlib.import_module('tf_keras.src.engine')"}),
+    (private_names_stand_in_the_table, {LOW: "from tensorflow.python.eager import record"}),
+    (private_names_stand_in_the_table, {LOW: "def f(layer):\n    return layer._losses"}),
+    (private_names_stand_in_the_table, {LOW: "def f(layer):\n    return getattr(layer, '_losses')"}),
+    (private_names_stand_in_the_table, {LOW: "class L(Layer):\n    def f(self):\n        return self._losses"}),
+    (private_names_stand_in_the_table, {LOW: "class C:\n    def f(self): self._x = 1", HIGH: "def f(c): return c._x"}),
+    (private_names_stand_in_the_table, {LOW: "", PAGE: f"{PRIVATE_SECTION}\n| `_losses` | `adapters/models.py` | |"}),
+    (
+        private_names_stand_in_the_table,
+        {LOW: "x._losses", HIGH: "", PAGE: f"{PRIVATE_SECTION}\n| `_losses` | `step/train_step.py` | |"},
+    ),
     (public_functions_are_annotated, {HIGH: "def f(x) -> int: ..."}),
     (public_functions_are_annotated, {HIGH: "def f(x: int): ..."}),
     (public_functions_are_annotated, {HIGH: "class C:\n    def f(self, *rest, key: int = 0) -> int: ..."}),
@@ -282,7 +355,8 @@ KEEPS = {
     "fastaccum/trainer.py": "from fastaccum import checks\nfrom fastaccum.step.train_step import TrainStep",
     "fastaccum/checks.py": "def f(x: int, *rest: int) -> int:\n    def inner(y): ...",
     HIGH: "import keras\nfrom .program import Program\nfrom fastaccum.adapters import models\nkeras.src_of_x",
-    "fastaccum/step/program.py": "from tensorflow.python.eager import record",
+    "fastaccum/step/program.py": "from tensorflow.python.eager import record\nx._losses._replace()",
+    PAGE: f"{PRIVATE_SECTION}\n| `tensorflow.python.eager.record`, `_losses` | `step/program.py` | why |",
     LOW: "class C:\n    def __init__(self, x: int): ...\n    def _f(self, x): ...\n    def g(self) -> None:\n"
     + "        # a comment\n\n" * BODY_LINES
     + "        x = 1\n",
