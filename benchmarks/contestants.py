@@ -28,7 +28,7 @@ class TrainStep:
     update: Callable
 
     def block(self, workload, updates):
-        """A function that does so many updates, on data that is fed already, and ends when its last loss is read."""
+        """A function that runs `updates` updates on data that is fed already, and ends when the last loss is read."""
         batches = [self.feed(stack) for stack in workload.stacks(updates)]
 
         def run():

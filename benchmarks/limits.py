@@ -15,7 +15,7 @@ _MATMUL_SIZE = 1024
 
 
 def matmul_rate(runs=5):
-    """FLOP/s of the fastest of so many float32 matmuls of 1,024^3 through XLA."""
+    """FLOP/s of the fastest of `runs` float32 matmuls of 1,024^3 through XLA."""
     square = tf.random.stateless_normal([_MATMUL_SIZE, _MATMUL_SIZE], seed=[0, 0])
     _matmul(square).numpy()  # compiles
     return 2 * _MATMUL_SIZE**3 / min(_seconds_of_matmul(square) for _ in range(runs))
@@ -37,7 +37,7 @@ def train_flops(model, example):
     """Floating-point operations that training on one example needs: forward, and two products for each of its own.
 
     Matmuls, convolutions and causal attention only, a multiply-add as two; nothing for what is computed a second
-    time, and none for gradients of the model's inputs.
+    time, nor for gradients of the model's inputs.
 
     Args:
         model: a Keras model of Dense, Conv2D, `TransformerBlock` and `LayerStack` layers and what does no products.

@@ -61,7 +61,7 @@ class Workload:
         return self.build()
 
     def arrays(self, updates):
-        """x and y for so many updates, one row per example, in the order in which they are trained on."""
+        """x and y for `updates` updates, one row per example, in the order in which they are trained on."""
         return self.draw(np.random.default_rng(SEED), updates * self.update_size)
 
     def stacks(self, updates, micro_batches=None):
@@ -102,7 +102,7 @@ def _convnet():
     """Three convolutions, each with BatchNorm, ReLU and pooling."""
     x = inputs = keras.Input((32, 32, 3))
     for filters in (32, 64, 128):
-        # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which none agree.
+        # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no two programs agree.
         x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
         x = keras.layers.BatchNormalization()(x)
         x = keras.layers.ReLU()(x)
@@ -206,7 +206,7 @@ def with_logits(name):
 
 
 def divided(name, micro_batches, examples=64):
-    """The workload of this name with updates of so many examples, in so many micro-batches.
+    """The workload of this name with updates of `examples` examples, in `micro_batches` micro-batches.
 
     >>> divided("GPT", 16).batch_size
     4
@@ -215,7 +215,7 @@ def divided(name, micro_batches, examples=64):
 
 
 def gpt_of_depth(layers, stacked):
-    """A GPT of width 64 with so many layers, as one `LayerStack` or unrolled."""
+    """A GPT of width 64 with `layers` layers, as one `LayerStack` or unrolled."""
     return dataclasses.replace(
         GPT,
         micro_batches=2,
@@ -225,7 +225,7 @@ def gpt_of_depth(layers, stacked):
 
 
 def gpt_of_length(tokens):
-    """A GPT of width 128 with 2 layers on windows of so many tokens, 2 x 4,096 tokens in an update."""
+    """A GPT of width 128 with 2 layers on windows of `tokens` tokens, 2 x 4,096 tokens in an update."""
     return dataclasses.replace(
         GPT,
         micro_batches=2,
@@ -236,7 +236,7 @@ def gpt_of_length(tokens):
 
 
 def scales(variables):
-    """A model of so many variables of 4 numbers each: next to no arithmetic."""
+    """A model of many variables of 4 numbers each: next to no arithmetic."""
     return Workload(
         f"{variables:,} variables",
         2,

@@ -1,6 +1,6 @@
-"""Train steps in processes of their own, for what a process that has done other work can no longer show.
+"""Train steps in processes of their own, to measure what a process that has done other work cannot.
 
-Memory that it took, the first step, and steps that a long-lived process runs slower.
+Its peak memory, its first step, and steps that run slower in a process that has run many programs.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Contestant:
         return agreement.outcome_of_train_step(self.train_step, self.workload)
 
     def seconds(self, updates=1):
-        """The time of so many updates, the last loss read."""
+        """The time of `updates` updates, the last loss read."""
         started = time.perf_counter()
         for _ in range(updates):
             loss = self.train_step.update(self.batch)
@@ -94,7 +94,7 @@ class Peer:
         return agreement.outcome_of_train_step(self.train_step, self.workload)
 
     def prepare(self, updates):
-        """Feeds the data of a block of so many updates."""
+        """Feeds the data of a block of `updates` updates."""
         self.block = self.train_step.block(self.workload, updates)
 
     def run(self):

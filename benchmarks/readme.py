@@ -8,7 +8,7 @@ from benchmarks.scores import number
 ROOT = pathlib.Path(__file__).parent.parent
 WORKLOADS = ("MLP 128", "MLP 2048", "ConvNet", "GPT", "GPT 32k")
 
-# The measure, and what a reader is told that it is.
+# The measure, and what the tables call it.
 OVERALL = {
     "fit: Keras GA default / ours": "`fit`: Keras 3's accumulation, its defaults / ours",
     "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",

@@ -123,7 +123,7 @@ def merge(results, left_out=(), quick=False):
 def _outcomes(suite, path):
     """The number of tests that passed, and `{test: reason}` of those that were skipped and that failed.
 
-    A suite that is skipped, or fails, as a whole is told as a test of its own name.
+    A suite that is skipped, or fails, as a whole is reported as a test of its own name.
     """
     passed, skipped, failed = 0, {}, {}
     for case in xml.etree.ElementTree.parse(path).iter("testcase"):

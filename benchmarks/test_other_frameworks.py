@@ -37,7 +37,7 @@ def test_other_framework(name, workload, benchmark, report):
     workload = workload.with_epsilon(EPSILON)
     ours = contestants.make_train_step(workload)
     updates = 1 if benchmark.disabled else workload.step_updates
-    with processes.peer(*where(name), workload.name, EPSILON) as peer:
+    with processes.peer(*module_and_function(name), workload.name, EPSILON) as peer:
         our_outcome = agreement.outcome_of_train_step(ours, workload)
         agreement.assert_agree(our_outcome, peer.outcome(), name)
         peer.prepare(updates)
@@ -47,8 +47,8 @@ def test_other_framework(name, workload, benchmark, report):
         report(f"train step: {name} / ours", workload, ratio(times[name], times["ours"]), note)
 
 
-def where(name):
-    """The peer's module and function; skips with what it lacks."""
+def module_and_function(name):
+    """Where the peer is made; skips the test where it cannot run, and says what is missing."""
     packages, module, function = PEERS[name]
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -56,5 +56,5 @@ def where(name):
     if tf.config.list_physical_devices("GPU"):
         pytest.skip(f"{name}: on the CPU alone, and TensorFlow would use a GPU here; benchmarks/gpu compares on one")
     if name == "torch.compile" and not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip("torch.compile: needs a C++ compiler; there is no g++, and CXX names no other")
+        pytest.skip("torch.compile: needs a C++ compiler; g++ is not installed, and CXX names no other compiler")
     return module, function

@@ -274,8 +274,6 @@ RULES: list[Rule] = [
 
 # Rules that the code does not keep yet: `pytest tests/test_architecture.py --runxfail` says where.
 NOT_YET: list[Rule] = [
-    arrows_run_one_way,
-    no_circles,
     private_names_in_few_places,
     private_names_stand_in_the_table,
     public_functions_are_annotated,

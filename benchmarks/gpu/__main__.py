@@ -72,8 +72,8 @@ def run(folder, name, module, options, seconds):
         return {"skipped": f"was not done when the {MINUTES} minutes were over"}
     found = [line for line in stdout.splitlines() if line.startswith("{")]
     if process.returncode or not found:
-        told = stderr.strip().splitlines() or ["nothing on stderr"]
-        return {"failed": told[-1], "stderr": stderr[-4000:]}
+        printed = stderr.strip().splitlines() or ["nothing on stderr"]
+        return {"failed": printed[-1], "stderr": stderr[-4000:]}
     return json.loads(found[-1])
 
 

@@ -17,7 +17,7 @@ def timed(step, ready):
     """The first losses, and the median seconds of a step.
 
     Args:
-        step: runs one train step on the same tokens as ever and returns its loss, not waited for.
+        step: runs one train step, always on the same tokens, and returns its loss without waiting for it.
         ready: waits for a loss.
 
     Returns:
