@@ -104,7 +104,7 @@ def test_plain_install_outside_the_checkout(plain, base):
     result = found(python, cwd=base / "elsewhere")
     assert found_in(package, package / "kernels", result), result
     assert result["kernels"] is None
-    assert (package / "py.typed").is_file()
+    assert (package / "py.typed").is_file() and (package / "__init__.pyi").is_file()
     assert (site_packages.parents[2] / "bin" / "fastaccum").is_file()
     assert sorted(p.name for p in site_packages.iterdir() if p.suffix != ".dist-info") == ["fastaccum"]
 
@@ -134,6 +134,19 @@ def test_editable_install_is_a_path_that_type_checkers_follow(base, editable):
         assert [path.name for path in (source / "src").iterdir() if path.suffix != ".egg-info"] == ["fastaccum"]
     else:
         assert [line.split()[0] for line in lines] == ["import"], "without links, Python's import hook"
+
+
+def test_type_checkers_see_the_installed_package(plain, editable, base):
+    if not (editable[0] / "src" / "fastaccum").is_dir():
+        pytest.skip("Python's import hook is not for type checkers")
+    script = ROOT / "tests" / "typing" / "wrong.py"
+    for _, python, _ in (plain, editable):
+        mypy = ["mypy", "--ignore-missing-imports", "--python-executable", python, script]
+        pyright = ["pyright", "--pythonpath", python, script]
+        for command, message in ((mypy, 'argument "batchsize" for "fit"'), (pyright, 'No parameter named "batchsize"')):
+            command = [sys.executable, "-m", *map(str, command)]
+            done = subprocess.run(command, cwd=base / "elsewhere", capture_output=True, text=True)
+            assert message in done.stdout, done.stdout + done.stderr
 
 
 def test_source_distribution(base, tmp_path):

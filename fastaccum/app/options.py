@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EPILOG = """\
 exit codes: 0 done; 1 failed while training; 2 bad arguments, nothing started; 130 ended by Ctrl-C;
@@ -23,7 +23,7 @@ class BadArgument(Exception):
 class Parser(argparse.ArgumentParser):
     """A parser whose options cannot be abbreviated, and whose errors are one line."""
 
-    def __init__(self, **settings: str):
+    def __init__(self, **settings: Any):
         super().__init__(
             epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )

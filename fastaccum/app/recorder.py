@@ -101,8 +101,8 @@ class Recorder(keras.callbacks.Callback):
             "grad_norm": float(self.logs["grad_norm"]),
             "skipped_steps": self.skipped,
         }
-        if self.steps > self.steps_at_row:
-            self.rate = (self.steps - self.steps_at_row) * self.run.tokens_per_step / (now - self.row_started)
+        if trained := self.steps - (self.steps_at_row or 0):
+            self.rate = trained * self.run.tokens_per_step / (now - self.row_started)
         if math.isfinite(self.rate):
             row["tokens_per_second"] = round(self.rate)
         last = self.steps == self.total or self.interrupt.requested

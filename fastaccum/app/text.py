@@ -78,13 +78,10 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
     total = sum(map(len, contents))
     if sum(map(len, held_out)) * 100 < total or len(contents) < HELD_OUT_EVERY:
-        joined = b"".join(contents)
-        cut = total - total // HELD_OUT_EVERY
-        train, held_out = joined[:cut], joined[cut:]
-    else:
-        train = b"".join(c for i, c in enumerate(contents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2 - 1)
-        held_out = b"".join(held_out)
-    return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
+        joined = np.frombuffer(b"".join(contents), np.uint8)
+        return joined[: total - total // HELD_OUT_EVERY], joined[total - total // HELD_OUT_EVERY :]
+    train = [c for i, c in enumerate(contents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2 - 1]
+    return np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(held_out), np.uint8)
 
 
 class RandomWindows(keras.utils.PyDataset):
