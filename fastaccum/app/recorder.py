@@ -71,7 +71,7 @@ class Recorder(keras.callbacks.Callback):
             self.row_started, self.steps_at_row = time.monotonic(), self.steps
         if self.steps == self.total:
             self.model.stop_training = True
-        elif self.interrupt.requested:
+        elif self.interrupt.requested and Preemption.entered is not None:
             Preemption.entered.requested = True
         # A look at the logs waits for the step, so it must be rare.
         if time.monotonic() - self.shown > SHOW_SECONDS:

@@ -1,5 +1,7 @@
 """Signals as a request to end, not an exception at any line."""
 
+from __future__ import annotations
+
 import os
 import signal
 import threading
@@ -36,11 +38,13 @@ class Preempted(SystemExit):
         checkpoint: the folder that it was saved to.
     """
 
-    def __init__(self, checkpoint):
+    code: int
+
+    def __init__(self, checkpoint: object):
         super().__init__(143)  # 128 + SIGTERM, as shells report it
         self.checkpoint = checkpoint
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"ended by SIGTERM; the training state is in {self.checkpoint}"
 
 
@@ -56,7 +60,7 @@ class Preemption:
     """
 
     requested = False
-    entered = None
+    entered: Preemption | None = None
 
     def __enter__(self):
         Preemption.entered = self
