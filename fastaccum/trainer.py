@@ -17,10 +17,11 @@ from fastaccum.adapters.callbacks import Callbacks, LateLogs
 from fastaccum.adapters.losses import Losses, takes_class_indices
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
-from fastaccum.checkpoint import saver as training_state
-from fastaccum.data import arrays
-from fastaccum.data import datasets as data
-from fastaccum.data.stacks import Batch, Dispatch, Layout
+from fastaccum.checkpoint import saver as savers
+from fastaccum.checkpoint.state import Training, describe
+from fastaccum.data import arrays, by_hand
+from fastaccum.data import source as data
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Position
 from fastaccum.distribute import replicas as distribution
 from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.kernels.device import has_gpu
@@ -199,7 +200,7 @@ class Trainer:
         shuffle = checks.true_or_false("shuffle", shuffle)
         class_weight = checks.class_weight(class_weight)
         should_validate = _schedule(validation_freq)
-        saver = training_state.saver(checkpoint_dir, checkpoint_every, keep)
+        saver = savers.get(checkpoint_dir, checkpoint_every, keep)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)
         seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
@@ -214,14 +215,11 @@ class Trainer:
             shuffle=shuffle,
             seed=seed if shuffle else None,
             class_weight=class_weight,
-            steps_per_execution=self.steps_per_execution,
         )
         step = self._built(source.sample)
-        source.layout = source.layout._replace(exact_rows=self._exact_in_training())
         self._losses.require_classes(class_weight)
-        if source.read_once and steps_per_epoch is None and epochs - initial_epoch > 1:
-            raise data.used_up(source.what)
-        passes = source.epochs(initial_epoch, steps_per_epoch)
+        layout = self._layout(self._exact_in_training())._replace(steps_per_execution=self.steps_per_execution)
+        stacks = source.stacks(layout, steps_per_epoch, epochs - initial_epoch)
         validate = self._validation(validation_data, validation_batch_size, validation_steps, like=source.sample)
 
         hooks = Callbacks(
@@ -229,28 +227,28 @@ class Trainer:
             self.model,
             verbose=verbose,
             epochs=epochs,
-            steps=steps_per_epoch or source.steps_per_epoch,
+            steps=stacks.steps_per_epoch,
             history=True,
         )
-        plan = {"steps_per_epoch": steps_per_epoch, "class_weight": class_weight}
         self.model.stop_training = False
         step.stuck_steps.reset()
         logs: dict[str, float] = {}
         with saver:
-            position = saver.resume(self, source, plan, hooks, initial_epoch, epochs, verbose)
-            if position is not None:
-                initial_epoch, passes = position.epoch, source.epochs(position, steps_per_epoch)
-                epochs = initial_epoch if saver.stopped else epochs
+            plan = {**stacks.plan, "class_weight": class_weight}
+            training = functools.partial(self._training, stacks, source.sample, plan, hooks)
+            position = saver.resume(training, initial_epoch, epochs, verbose)
+            epochs = position.epoch if saver.stopped else epochs
             hooks.list.on_train_begin()
             saver.begin()
             if resumed := getattr(self.model, "_initial_epoch", None):  # by BackupAndRestore, for this fit only
                 self.model._initial_epoch = None
-                initial_epoch, passes = resumed, source.epochs(resumed, steps_per_epoch)
-            for epoch in range(initial_epoch, epochs):
+                position = Position(resumed, resumed)
+            passes = stacks.epochs(position)
+            for epoch in range(position.epoch, epochs):
                 step.reset()
                 hooks.list.on_epoch_begin(epoch)
                 done = saver.begin_epoch(epoch)
-                dispatches = step.together(source, next(passes), steps_per_epoch)
+                dispatches = step.together(stacks, next(passes), steps_per_epoch)
                 logs = self._train_epoch(step, saver.watched(dispatches), hooks, done)
                 if validate is not None and should_validate(epoch):
                     val_logs = validate(callbacks=hooks.list)
@@ -262,6 +260,35 @@ class Trainer:
             self._optimizer.finalize(self._model.trainable_variables)
             hooks.list.on_train_end(logs)
         return self.model.history
+
+    def _training(self, stacks, sample: Batch, plan: dict[str, Any], hooks: Callbacks) -> Training:
+        """What of this fit a checkpoint holds."""
+        step = self._step
+        variables = {
+            "model": [*self.model.variables, *self._model.state],
+            "optimizer": self._optimizer.variables,
+            "loss_scale": self.loss_scale.variables,
+            "step": step.running,
+        }
+        description = describe(
+            self._model,
+            self._compile_arguments,
+            self._optimizer,
+            self.loss_scale,
+            variables,
+            options=self,
+            replicas=1 if self._replicas is None else self._replicas.count,
+            sample=sample,
+            plan=plan,
+        )
+
+        def require_savable() -> bool:
+            if step.stuck_steps.since_end(step.stuck_steps.seen()) is not None:
+                return False
+            step.index_checks.require(step.index_checks.seen())
+            return True
+
+        return Training(self.model, variables, description, stacks, hooks, require_savable, self._replicas)
 
     def _train_epoch(self, step: ModelStep, dispatches: Any, hooks: Callbacks, first: int) -> dict[str, float]:
         begin, end = hooks.hooks("train")
@@ -302,16 +329,16 @@ class Trainer:
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
         """
-        source = self._evaluation_source(x, y, sample_weight, batch_size, steps)
+        stacks, _ = self._evaluation_stacks(x, y, sample_weight, batch_size, steps)
         hooks = Callbacks(
             callbacks,
             self.model,
             verbose=verbose,
             epochs=1,
-            steps=steps or source.steps_per_epoch,
+            steps=stacks.steps_per_epoch,
             history=False,
         )
-        logs = self._evaluate(source, steps, hooks)
+        logs = self._evaluate(stacks, steps, hooks)
         if return_dict:
             return logs
         values = [logs[name] for name in self._names_in_order(logs)]
@@ -325,25 +352,25 @@ class Trainer:
         known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *losses]
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
-    def _evaluation_source(self, x, y, sample_weight, batch_size, steps):
-        # One micro-batch per dispatch where the caller counts them.
-        accumulation = None if steps is None else 1
+    def _evaluation_stacks(self, x, y, sample_weight, batch_size, steps):
+        """The stacks of an evaluation, and specs of one micro-batch."""
         if steps is not None:
             checks.whole_number("steps", steps)
-        source = self._source(x, y, sample_weight, batch_size=batch_size, accumulation=accumulation)
+        source = self._source(x, y, sample_weight, batch_size=batch_size)
         self._built(source.sample)
-        exact = bool(self._model.added_reductions) or self._metrics.need_exact_rows
-        source.layout = source.layout._replace(exact_rows=exact)
-        return source
+        layout = self._layout(bool(self._model.added_reductions) or self._metrics.need_exact_rows)
+        if steps is not None:  # one micro-batch per dispatch where the caller counts them
+            layout = layout._replace(accumulation=1)
+        return source.stacks(layout, steps), source.sample
 
-    def _evaluate(self, source, steps: int | None, hooks: Callbacks) -> dict[str, float]:
+    def _evaluate(self, stacks, steps: int | None, hooks: Callbacks) -> dict[str, float]:
         step = self._step
         self._metrics.reset()
         self.model.stop_evaluating = False
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
         totals = None
-        dispatches = step.together(source, next(iter(source.epochs(0, steps))), steps, training=False)
+        dispatches = step.together(stacks, next(stacks.epochs(Position(0, 0))), steps, training=False)
         for batch, dispatch in enumerate(dispatches):
             begin(batch)
             *sums, indices = self._run(step.compiled_evaluate, *dispatch.stacks)
@@ -364,18 +391,16 @@ class Trainer:
         if validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        # One source for all epochs: it is validated before training starts.
-        source = self._evaluation_source(x, y, sample_weight, batch_size, steps)
-        if _row_shapes(source.sample) != _row_shapes(like):
+        # The same for all epochs: they are checked before training starts.
+        stacks, sample = self._evaluation_stacks(x, y, sample_weight, batch_size, steps)
+        if _row_shapes(sample) != _row_shapes(like):
             # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
-            one = tf.nest.map_structure(
-                lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), source.sample
-            )
+            one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), sample)
             self._run(tf.function(self._step.evaluate, autograph=False).get_concrete_function, one)
 
         def validate(callbacks):
             hooks = Callbacks(callbacks, self.model, verbose=0, epochs=1, steps=None, history=False)
-            return self._evaluate(source, steps, hooks)
+            return self._evaluate(stacks, steps, hooks)
 
         return validate
 
@@ -441,9 +466,9 @@ class Trainer:
         batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
         if isinstance(batch, Batch) and self._signature(batch) in self._known_stacks:
             return batch, self._step
-        batch = stack if isinstance(stack, Batch) else arrays.as_stack(stack)
+        batch = by_hand.as_stack(stack)
         if self._signature(batch) not in self._known_stacks:
-            self._built(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
+            self._built(by_hand.sample(batch))
             self._known_stacks.add(self._signature(batch))
         return batch, self._step
 
@@ -452,12 +477,9 @@ class Trainer:
         trainable = tuple([layer.trainable for layer in self._layers])
         return compiled.flat(batch)[1], trainable, self.clip_norm, id(self.loss_scale), self.on_nonfinite
 
-    def _source(self, x, y, sample_weight, *, accumulation=None, steps_per_execution=1, **options):
-        layout = self._layout()._replace(steps_per_execution=steps_per_execution)
-        if accumulation is not None:
-            layout = layout._replace(accumulation=accumulation)
+    def _source(self, x, y, sample_weight, **options):
         sparse = takes_class_indices(self._compile_arguments["loss"])
-        return data.source(x, y, sample_weight, layout=layout, sparse_labels=sparse, **options)
+        return data.of(x, y, sample_weight, sparse_labels=sparse, **options)
 
     def _layout(self, exact_rows: bool = False) -> Layout:
         layout = Layout(self.gradient_accumulation_steps, exact_rows=exact_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ import keras
 from fastaccum.app.progress import Display
 from fastaccum.app.run import Run
 from fastaccum.app.run_folder import RunFolder
-from fastaccum.checkpoint.signals import Interrupt, Preemption
+from fastaccum.checkpoint.signals import EndRequest
 
 ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
@@ -31,7 +32,7 @@ class Recorder(keras.callbacks.Callback):
         display: where progress shows.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, interrupt: Interrupt, display: Display):
+    def __init__(self, run: Run, folder: RunFolder, interrupt: EndRequest, display: Display):
         super().__init__()
         self.run, self.folder, self.interrupt, self.display = run, folder, interrupt, display
         self.total = run.options.steps
@@ -71,8 +72,8 @@ class Recorder(keras.callbacks.Callback):
             self.row_started, self.steps_at_row = time.monotonic(), self.steps
         if self.steps == self.total:
             self.model.stop_training = True
-        elif self.interrupt.requested and Preemption.entered is not None:
-            Preemption.entered.requested = True
+        elif self.interrupt.requested:
+            EndRequest.entered[signal.SIGTERM].requested = True
         # A look at the logs waits for the step, so it must be rare.
         if time.monotonic() - self.shown > SHOW_SECONDS:
             self.display.update(self.steps, self._status(self.skipped + int(logs["skipped_steps"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import time
 
@@ -15,11 +16,12 @@ from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import Run, resumed, say
 from fastaccum.app.run_folder import RunFolder
-from fastaccum.checkpoint.signals import Interrupt, Preempted
+from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.step.nonfinite import NonFiniteError
 
 SAMPLE_BYTES = 400
+INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to abort"
 
 
 def train(options: argparse.Namespace) -> int:
@@ -40,7 +42,7 @@ def train(options: argparse.Namespace) -> int:
     except OSError as error:
         raise BadArgument(f"--out: {error}") from error
     try:
-        with Interrupt() as interrupt:
+        with EndRequest(signal.SIGINT, INTERRUPTED) as interrupt:
             display = Display(options.steps)
             recorder = Recorder(run, folder, interrupt, display)
             try:

@@ -6,9 +6,11 @@ import json
 import warnings
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
+
+from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.adapters.plain import plain
 
 # What Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
 _COUNTERS = {
@@ -21,34 +23,16 @@ _COUNTERS = {
 _RESUMING = ("BackupAndRestore",)
 
 
-def plain(value: Any) -> Any:
-    """`value` as JSON holds it: NumPy's and TensorFlow's numbers as Python's, arrays as lists, anything else as its
-    type's name.
-
-    >>> plain({"rate": np.float32(0.5), 1: (None, keras.layers.Dense)})
-    {'rate': 0.5, '1': [None, 'type']}
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
-    if isinstance(value, (np.generic, np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
-        return np.asarray(value).tolist()
-    return type(value).__name__
-
-
 def value_of(saved: Any) -> Any:
     """A log value from what `plain` made of it: a number, or an array where a metric has a value for each class."""
     return np.array(saved, np.float32) if isinstance(saved, list) else saved
 
 
-def _stateful(hooks: Any) -> list[tuple[str, Any]]:
+def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
     """The callbacks whose state is saved, each with a name of its own."""
     counts: dict[str, int] = {}
     found = []
-    for callback in hooks.list.callbacks:
+    for callback in callbacks.list.callbacks:
         kind = _kind(callback)
         if kind in _COUNTERS or hasattr(callback, "get_state"):
             kind = type(callback).__name__
@@ -63,11 +47,11 @@ def _kind(callback: Any) -> str | None:
     return next(names, None)
 
 
-def state(hooks: Any) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
+def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
     """Each callback's plain values, and all their arrays, by name."""
     values: dict[str, dict[str, Any]] = {}
     arrays: dict[str, np.ndarray] = {}
-    for name, callback in _stateful(hooks):
+    for name, callback in _stateful(callbacks):
         own = values[name] = {}
         if hasattr(callback, "get_state"):
             own.update(_required(callback, callback.get_state()))
@@ -95,9 +79,9 @@ def _required(callback: Any, state: Any) -> dict[str, Any]:
     )
 
 
-def restore(hooks: Any, values: dict[str, dict[str, Any]], arrays: dict[str, tf.Tensor]) -> None:
+def restore(callbacks: Callbacks, values: dict[str, dict[str, Any]], arrays: dict[str, tf.Tensor]) -> None:
     """Puts back what `state` returned."""
-    for name, callback in _stateful(hooks):
+    for name, callback in _stateful(callbacks):
         own = values.get(name)
         if own is None:
             warnings.warn(f"the callback {name} has no state in the checkpoint: it starts afresh.", stacklevel=2)
@@ -111,9 +95,9 @@ def restore(hooks: Any, values: dict[str, dict[str, Any]], arrays: dict[str, tf.
                 setattr(callback, attribute, value)
 
 
-def prepare(hooks: Any) -> None:
+def prepare(callbacks: Callbacks) -> None:
     """Readies callbacks for a fit that goes on, before `on_train_begin`."""
-    for callback in hooks.list.callbacks:
+    for callback in callbacks.list.callbacks:
         kind = _kind(callback)
         if kind == "CSVLogger":
             callback.append = True  # or it would begin its file anew
@@ -127,9 +111,9 @@ def prepare(hooks: Any) -> None:
                 )
 
 
-def require_one_resume(hooks: Any) -> None:
+def require_one_resume(callbacks: Callbacks) -> None:
     """Raises ValueError for callbacks that would resume as well."""
-    for callback in hooks.list.callbacks:
+    for callback in callbacks.list.callbacks:
         if _kind(callback) in _RESUMING:
             raise ValueError(
                 f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it out with "

@@ -5,30 +5,51 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
+from typing import Any, ClassVar
 
 
-class Interrupt:
-    """While entered, the first Ctrl-C sets `requested`; a second one ends the process at once.
+class EndRequest:
+    """While entered, the first signal of a kind sets `requested`; a second one ends the process at once.
 
-    >>> with Interrupt() as interrupt:
-    ...     interrupt.requested
-    False
+    Only the main thread can do so: in another, signals stay as they were.
+
+    Args:
+        number: of the signal.
+        notice: what the first one prints.
+
+    Attributes:
+        entered: by number, the requests that are entered now.
+
+    >>> with EndRequest(signal.SIGTERM, "ending") as request:
+    ...     EndRequest.entered[signal.SIGTERM].requested = True  # as the signal would
+    ...     request.requested
+    True
     """
 
-    requested = False
+    entered: ClassVar[dict[int, EndRequest]] = {}
 
-    def __enter__(self):
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+    def __init__(self, number: signal.Signals, notice: str):
+        self.requested = False
+        self._number, self._notice = number, notice
+
+    def __enter__(self) -> EndRequest:
+        self.entered[self._number] = self
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._previous = signal.signal(self._number, self._on_signal)
         return self
 
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self._previous)
+    def __exit__(self, *_: Any) -> None:
+        self.entered.pop(self._number, None)
+        if self._main:
+            signal.signal(self._number, self._previous or signal.SIG_DFL)
 
-    def _on_signal(self, *_):
+    def _on_signal(self, *_: Any) -> None:
         self.requested = True
-        # The default action needs no Python, which a second Ctrl-C could find inside a long compilation.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, b"\nending after this step, to save what was learned; Ctrl-C again to abort\n")
+        # The default action needs no Python, which a second signal could find inside a long compilation.
+        signal.signal(self._number, signal.SIG_DFL)
+        os.write(2, f"\n{self._notice}\n".encode())
 
 
 class Preempted(SystemExit):
@@ -40,41 +61,9 @@ class Preempted(SystemExit):
 
     code: int
 
-    def __init__(self, checkpoint: object):
+    def __init__(self, checkpoint: Path):
         super().__init__(143)  # 128 + SIGTERM, as shells report it
         self.checkpoint = checkpoint
 
     def __str__(self) -> str:
         return f"ended by SIGTERM; the training state is in {self.checkpoint}"
-
-
-class Preemption:
-    """While entered, the first SIGTERM sets `requested`; a second one ends the process at once.
-
-    Only the main thread can do so: in another it stays as it was.
-
-    >>> with Preemption() as preemption:
-    ...     Preemption.entered.requested = True  # as SIGTERM would
-    ...     preemption.requested
-    True
-    """
-
-    requested = False
-    entered: Preemption | None = None
-
-    def __enter__(self):
-        Preemption.entered = self
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-        return self
-
-    def __exit__(self, *_):
-        Preemption.entered = None
-        if self._main:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-
-    def _on_signal(self, *_):
-        self.requested = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.write(2, b"\nSIGTERM: ending after this step, to save the training state\n")

@@ -7,15 +7,40 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.data.ops.options import ExternalStatePolicy
-from tensorflow.python.ops import gen_dataset_ops
 
 from fastaccum.data.stacks import Batch, Dispatch
 
 _ITERATOR, _START = "iterator", "start of the pass"
+
+
+class Origin(NamedTuple):
+    """What yields the batches.
+
+    Attributes:
+        what: its name, for messages.
+        read_once: whether a second pass is impossible.
+        python: whether Python code yields the elements.
+        shuffled: whether each pass draws its order from Python's `random`, as Keras does for a PyDataset.
+        begin, end: called before and after each pass.
+    """
+
+    what: str
+    read_once: bool = False
+    python: bool = False
+    shuffled: bool = False
+    begin: Callable[[], Any] = lambda: None
+    end: Callable[[], Any] = lambda: None
+
+
+def used_up(what: str) -> ValueError:
+    """The error of data that would be read a second time."""
+    return ValueError(
+        f"{what} is used up after one pass, and cannot be read again: pass steps_per_epoch, a keras.utils.PyDataset or "
+        "a tf.data.Dataset."
+    )
 
 
 class Passes:
@@ -29,35 +54,26 @@ class Passes:
     Args:
         pipeline: returns the dataset to iterate over; the same one each time.
         structure: specs of a batch.
-        what: what the user passed, for messages.
-        hooks: called before and after each pass.
-        python: whether Python code yields the elements.
-        shuffled: whether each pass draws its order from Python's `random`.
+        origin: what the user passed.
         alike: whether other processes read the same data, and are to find the place too: by the number of steps.
+
+    Attributes:
+        tracked: whether the place will be asked for.
+        steps, steps_in_last: read in this pass, and in the one that ended last.
     """
 
-    def __init__(
-        self,
-        pipeline: Callable[[], tf.data.Dataset],
-        structure: Batch,
-        what: str,
-        hooks: tuple[Callable[[], None], Callable[[], None]],
-        python: bool,
-        shuffled: bool,
-        alike: bool,
-    ):
-        self._pipeline, self._structure, self._what = pipeline, structure, what
-        self._begin, self._end = hooks
-        self._python, self._shuffled, self._alike = python, shuffled, alike
-        self._ended, self.steps, self.steps_in_last = 0, 0, 0
-        self._skip = 0
-        self._random: list | None = None
-        self._saved_random: list | None = None
+    def __init__(self, pipeline: Callable[[], tf.data.Dataset], structure: Batch, origin: Origin, alike: bool):
+        self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
+        self._what = origin.what
+        self.tracked = False
+        self.steps = self.steps_in_last = 0
+        self._ended = self._skip = 0
+        self._random: Any = None
+        self._saved_random: Any = None
         self._held: list[Dispatch] = []
         self._iterator: Any = None
-        self._start: tf.Tensor | None = None
-        self.tracked = False
         self._resumed: Any = None
+        self._start: tf.Tensor | None = None
         self._read: collections.deque[tuple[dict, Dispatch]] = collections.deque()
         self._known_savable: bool | None = None
 
@@ -68,12 +84,15 @@ class Passes:
         self.steps, self._skip = self._skip, 0
         if self._resumed is not None:
             return 0
-        if self._shuffled:
+        if self._origin.shuffled:
             if self._saved_random is not None:
-                random.setstate(_state_of(self._saved_random))
+                version, numbers, gauss = self._saved_random
+                random.setstate((version, tuple(numbers), gauss))
                 self._saved_random = None
-            self._random = _plain_state(random.getstate())
-        self._begin()
+            self._random = random.getstate()
+        if self._origin.read_once and self._ended:  # Keras would begin with the batches that it peeked at for shapes
+            raise used_up(self._what)
+        self._origin.begin()
         return self.steps
 
     def iterator(self) -> Iterator:
@@ -95,7 +114,7 @@ class Passes:
     def end(self) -> None:
         """Ends a pass."""
         self._ended, self.steps_in_last, self.steps, self._random = self._ended + 1, self.steps, 0, None
-        self._end()
+        self._origin.end()
 
     # What becomes of the steps read.
 
@@ -130,8 +149,9 @@ class Passes:
         return {**self._mark(), "held": [len(step.stacks) for _, step in self._read]}, {**states, **held}
 
     def _serialized(self) -> tf.Tensor:
-        return gen_dataset_ops.serialize_iterator(
-            self._iterator._iterator_resource, external_state_policy=ExternalStatePolicy.FAIL.value
+        return tf.raw_ops.SerializeIterator(
+            resource_handle=self._iterator._iterator_resource,
+            external_state_policy=tf.data.experimental.ExternalStatePolicy.FAIL.value,
         )
 
     def _savable(self) -> bool:
@@ -145,22 +165,22 @@ class Passes:
                     self._serialized()
                 except tf.errors.OpError as error:
                     obstacle = str(error).splitlines()[0]
-            self._known_savable = obstacle is None and not self._python
-            if not self._python:
+            self._known_savable = obstacle is None and not self._origin.python
+            if not self._origin.python:
                 _warn(self._pipeline(), self._what, obstacle)
         return self._known_savable
 
     def _mark(self) -> dict[str, Any]:
         mark = {"passes": self._ended, "steps": self.steps}
-        if self._shuffled:
-            mark["random"] = self._random or _plain_state(random.getstate())
+        if self._origin.shuffled:
+            mark["random"] = self._random or random.getstate()
         return mark
 
     def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned.
 
         Raises:
-            ValueError: a state that is not of such a dataset.
+            ValueError: raised if the state is not of such a dataset.
         """
         self._ended, self._skip, self._saved_random = saved["passes"], saved["steps"], saved.get("random")
         if "held" not in saved:
@@ -182,17 +202,17 @@ class Passes:
 
     def _repeat_passes(self) -> None:
         """Leaves hooks and shuffles as the passes that ended had left them."""
-        whole = not self._python and _shuffled_within(self._pipeline())
+        whole = not self._origin.python and _shuffled_within(self._pipeline())
         for _ in range(self._ended):
-            self._begin()
-            if not self._python:  # a shuffle draws its seeds as a pass begins
+            self._origin.begin()
+            if not self._origin.python:  # a shuffle draws its seeds as a pass begins
                 collections.deque(itertools.islice(self._pipeline(), None if whole else 1), 0)
-            self._end()
+            self._origin.end()
 
     def _deserialized(self, state: tf.Tensor) -> Any:
         iterator = iter(self._pipeline())
         try:
-            gen_dataset_ops.deserialize_iterator(iterator._iterator_resource, state)
+            tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
         except tf.errors.OpError as error:
             raise ValueError(
                 f"{self._what} is another dataset than the one that the checkpoint was made with: its iterator's state "
@@ -257,13 +277,3 @@ def _warn(dataset: tf.data.Dataset, what: str, obstacle: str | None) -> None:
                 RuntimeWarning,
                 stacklevel=4,
             )
-
-
-def _plain_state(state: tuple) -> list:
-    version, numbers, gauss = state
-    return [version, list(numbers), gauss]
-
-
-def _state_of(plain: list) -> tuple:
-    version, numbers, gauss = plain
-    return version, tuple(numbers), gauss

@@ -37,9 +37,9 @@ class Dispatch(NamedTuple):
     """What one call of the compiled program takes.
 
     Attributes:
-        stacks: one stack with a leading axis for steps if `many`; else stacks that together make one step.
+        stacks: one stack with a leading axis for steps if `is_multi_step`; else stacks that together make one step.
         steps: train steps in it; stacks beyond them hold no valid row.
-        many: whether the program loops over steps too.
+        is_multi_step: whether the program loops over steps too.
     """
 
     stacks: tuple[Batch, ...]
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
 
     @property
     def all_here(self) -> bool:
-        """Whether every share is for this process."""
+        """Whether every shard is for this process."""
         return self.shards == slice(0, self.replicas)
 
     def columns(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -90,7 +90,7 @@ class Layout(NamedTuple):
         [[4, 5, 6, 6], [True, True, True, False]]
 
         Raises:
-            ValueError: shards that would be padded, where rows must be exact.
+            ValueError: raised if shards would be padded although rows must be exact.
         """
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
@@ -117,7 +117,7 @@ def trip_count(stack: Any) -> int:
     """The number of micro-batches in a stack: the leading axis that all its tensors share.
 
     Raises:
-        ValueError: an empty stack, a scalar in it, an unknown or zero leading axis, or leading axes that differ.
+        ValueError: raised if the stack is empty or holds a scalar, or if leading axes differ, are unknown or 0.
     """
     tensors = [t for t in tf.nest.flatten(stack) if t is not None]
     if not tensors:
@@ -137,7 +137,7 @@ def trip_count(stack: Any) -> int:
     return count
 
 
-def grouped(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
+def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
     """Dispatches of `steps_per_execution` steps each; what is left at the end is padded, or stays single."""
     size = layout.steps_per_execution
     if size == 1:
@@ -150,15 +150,12 @@ def grouped(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
             pending = []
         pending.append(step)
         if len(pending) == size:
-            if len(step.stacks) == 1:
-                yield _joined(pending, size)
-            else:
-                yield from pending
+            yield from [_joined(pending, size)] if len(step.stacks) == 1 else pending
             pending = []
     if layout.exact_rows or not pending:
         yield from pending
         return
-    nothing = tf.nest.map_structure(tf.identity, pending[-1].stacks[0])
+    nothing = pending[-1].stacks[0]
     nothing = Dispatch((nothing._replace(valid=tf.zeros_like(nothing.valid)),))
     yield _joined([*pending, *[nothing] * (size - len(pending))], len(pending))
 
@@ -168,11 +165,12 @@ def _joined(dispatches: list[Dispatch], steps: int) -> Dispatch:
     return Dispatch((stack,), steps, is_multi_step=True)
 
 
-def _shapes(dispatch: Dispatch) -> list:
+def _shapes(dispatch: Dispatch) -> list[tuple]:
     return [tuple(t.shape) for t in tf.nest.flatten(dispatch.stacks)]
 
 
-def reshaped(batch: Batch, shape: list[int]) -> Batch:
+def reshape(batch: Batch, shape: list[int]) -> Batch:
+    """A batch with axes of `shape` in place of its first one."""
     return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
 
@@ -181,8 +179,7 @@ def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
     stacks, start = [], 0
     for length, run in itertools.groupby(filter(None, lengths)):
         count = len(list(run))
-        end = start + count * length
-        part = tf.nest.map_structure(lambda t, s=start, e=end: t[s:e], batch)
-        stacks.append(reshaped(part, [count, length]))
-        start = end
+        span = slice(start, start + count * length)
+        stacks.append(reshape(tf.nest.map_structure(lambda t, span=span: t[span], batch), [count, length]))
+        start = span.stop
     return tuple(stacks)

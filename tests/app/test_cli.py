@@ -14,11 +14,11 @@ import keras
 import pytest
 
 from fastaccum import cli
-from fastaccum.app import options, progress, text
+from fastaccum.app import options, progress, text, train
 from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store as checkpoint
-from fastaccum.checkpoint.signals import Interrupt
+from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.transformer import PRESETS
 
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
@@ -282,7 +282,7 @@ def test_learning_rate_rises_then_falls():
 
 def test_the_first_interrupt_asks_and_the_second_would_end_the_process(capfd):
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as interrupt:
+    with EndRequest(signal.SIGINT, train.INTERRUPTED) as interrupt:
         assert not interrupt.requested
         signal.raise_signal(signal.SIGINT)
         assert interrupt.requested

@@ -7,7 +7,7 @@ import tensorflow as tf
 from resuming import Interruption, StopAfter, assert_same, bits, edit_manifest, interrupted, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import saver as training_state
+from fastaccum.checkpoint import state as training_state
 from fastaccum.checkpoint import store as checkpoint
 
 X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
@@ -336,10 +336,10 @@ def test_a_lost_place_in_the_data_shows(tmp_path, lose):
 
 @pytest.mark.parametrize("lost", ["good_steps", "loss_scale", "iteration", "velocity", "seed_generator", "skipped"])
 def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
-    original = training_state.variables_of
+    original = training_state.named
 
-    def without(trainer):
-        groups = original(trainer)
+    def without(variables):
+        groups = original(variables)
         kept = {
             group: {name: v for name, v in named.items() if lost not in f"{name} {v.name}"}
             for group, named in groups.items()
@@ -348,6 +348,6 @@ def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
             raise LookupError(lost)  # no such variable
         return kept
 
-    monkeypatch.setattr(training_state, "variables_of", without)
+    monkeypatch.setattr(training_state, "named", without)
     with pytest.raises(AssertionError):
         assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import fastaccum as fa
 from fastaccum.data import arrays as in_memory
-from fastaccum.data import datasets as data
+from fastaccum.data import rows as in_rows
+from fastaccum.data import source as data
 from fastaccum.data.stacks import Batch, Layout, Position
 
 LAYOUTS = st.builds(lambda *own: Layout(*own), st.integers(1, 4), st.integers(1, 3), st.booleans())
@@ -54,8 +55,12 @@ def used(dispatches, layout):
     return rows
 
 
-def epochs_of(source, count, first=0, steps_per_epoch=None):
-    return [list(dispatches) for dispatches in itertools.islice(source.epochs(first, steps_per_epoch), count)]
+def stacks_of(*args, layout, steps_per_epoch=None, **options):
+    return data.of(*args, **options).stacks(layout, steps_per_epoch)
+
+
+def epochs_of(stacks, count, first=0):
+    return [list(dispatches) for dispatches in itertools.islice(stacks.epochs(Position(first, first)), count)]
 
 
 def steps_of(dispatches):
@@ -66,26 +71,26 @@ class TestArrays:
     @quick
     @given(rows=st.integers(1, 40), batch_size=st.integers(1, 9), layout=LAYOUTS, shuffle=st.booleans())
     def test_use_every_row_once_an_epoch(self, rows, batch_size, layout, shuffle):
-        source = data.source(**arrays(rows), batch_size=batch_size, layout=layout, shuffle=shuffle, seed=5)
-        for epoch in epochs_of(source, 2):
-            seen = used(epoch, source.layout)
+        stacks = stacks_of(**arrays(rows), batch_size=batch_size, layout=layout, shuffle=shuffle, seed=5)
+        for epoch in epochs_of(stacks, 2):
+            seen = used(epoch, stacks.layout)
             assert sorted(seen) == list(range(rows))
             assert shuffle or seen == list(range(rows))
-            assert steps_of(epoch) == source.steps_per_epoch == math.ceil(rows / (batch_size * layout.accumulation))
+            assert steps_of(epoch) == stacks.steps_per_epoch == math.ceil(rows / (batch_size * layout.accumulation))
 
     @quick
     @given(rows=st.integers(1, 24), batch_size=st.integers(1, 5), layout=LAYOUTS, steps_per_epoch=st.integers(1, 7))
     def test_continue_where_the_last_epoch_stopped(self, rows, batch_size, layout, steps_per_epoch):
-        source = data.source(**arrays(rows), batch_size=batch_size, layout=layout)
-        epochs = epochs_of(source, 4, steps_per_epoch=steps_per_epoch)
+        stacks = stacks_of(**arrays(rows), batch_size=batch_size, layout=layout, steps_per_epoch=steps_per_epoch)
+        epochs = epochs_of(stacks, 4)
         assert [steps_of(epoch) for epoch in epochs] == [steps_per_epoch] * 4
-        seen = [row for epoch in epochs for row in used(epoch, source.layout)]
+        seen = [row for epoch in epochs for row in used(epoch, stacks.layout)]
         assert seen == [i % rows for i in range(len(seen))]
 
     def test_shuffle_the_same_way_for_the_same_seed_and_anew_in_every_epoch(self):
         def order(seed, first=0):
-            source = data.source(**arrays(50), batch_size=8, layout=Layout(2), shuffle=True, seed=seed)
-            return [used(epoch, source.layout) for epoch in epochs_of(source, 3, first)]
+            stacks = stacks_of(**arrays(50), batch_size=8, layout=Layout(2), shuffle=True, seed=seed)
+            return [used(epoch, stacks.layout) for epoch in epochs_of(stacks, 3, first)]
 
         one = order(1)
         assert order(1) == one
@@ -96,21 +101,21 @@ class TestArrays:
 
     @pytest.mark.parametrize("exact_rows", [False, True])
     def test_pad_to_one_shape_unless_rows_must_be_exact(self, exact_rows):
-        source = data.source(**arrays(29), batch_size=4, layout=Layout(2, 3, exact_rows))
-        (epoch,) = epochs_of(source, 1)
+        stacks = stacks_of(**arrays(29), batch_size=4, layout=Layout(2, 3, exact_rows))
+        (epoch,) = epochs_of(stacks, 1)
         shapes = [[tuple(stack.x.shape) for stack in dispatch.stacks] for dispatch in epoch]
         padded = [[(3, 2, 4)], [(3, 2, 4)]]
         exact = [[(3, 2, 4)], [(1, 4), (1, 1)]]
         assert shapes == (exact if exact_rows else padded)
 
     def test_smaller_than_a_step_make_a_smaller_program(self):
-        source = data.source(**arrays(5), batch_size=32, layout=Layout(8))
-        ((dispatch,),) = epochs_of(source, 1)
+        stacks = stacks_of(**arrays(5), batch_size=32, layout=Layout(8))
+        ((dispatch,),) = epochs_of(stacks, 1)
         assert dispatch.stacks[0].x.shape == (1, 5)
 
     def test_keep_their_nests_and_integers(self):
         x = {"a": np.zeros((3, 2)), "b": [np.zeros(3, "int32"), np.zeros((3, 1), "uint8")]}
-        source = data.source(x, np.zeros(3), batch_size=2, layout=Layout(1))
+        source = data.of(x, np.zeros(3), batch_size=2)
         assert source.sample.x["a"] == tf.TensorSpec([2, 2], tf.float32)
         assert [spec.dtype for spec in source.sample.x["b"]] == [tf.int32, tf.uint8]
 
@@ -118,13 +123,14 @@ class TestArrays:
         "dtype", ["float16", "bfloat16", "float32", ">f4", "float64", "int8", "uint8", "int64", "uint32", "bool"]
     )
     def test_of_every_dtype_are_gathered_to_memory_that_tensorflow_takes_over(self, dtype, monkeypatch):
-        aligned, memory = in_memory._aligned, []
-        monkeypatch.setattr(in_memory, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1])
+        aligned, memory = in_rows._aligned, []
+        monkeypatch.setattr(in_rows, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1])
         dtype = tf.bfloat16.as_numpy_dtype if dtype == "bfloat16" else np.dtype(dtype)
         x = np.arange(66).reshape(22, 3).astype(dtype)
-        source = data.source(x, np.zeros(22), batch_size=3, layout=Layout(2), seed=1)
-        order, before = source.order(0), x.copy()
-        dispatches = epochs_of(source, 1)[0]
+        source = data.of(x, np.zeros(22), batch_size=3, seed=1)
+        stacks = source.stacks(Layout(2))
+        order, before = stacks.order(0), x.copy()
+        dispatches = epochs_of(stacks, 1)[0]
         x[:] = 0  # what is gathered already must not follow
         tensors = [dispatch.stacks[0].x for dispatch in dispatches]
         assert {tensor.dtype for tensor in tensors} == {source.sample.x.dtype}
@@ -144,11 +150,11 @@ class TestArrays:
     )
     def test_that_are_not_contiguous_are_not_copied_as_a_whole(self, view):
         x = view(np.arange(400_000, dtype="float32").reshape(20_000, 20))
-        source = data.source(x, np.zeros(len(x)), batch_size=4, layout=Layout(2), seed=1)
-        used = source.order(0)[:8]
+        stacks = stacks_of(x, np.zeros(len(x)), batch_size=4, layout=Layout(2), seed=1)
+        used = stacks.order(0)[:8]
         tracemalloc.start()
         try:
-            rows = source._gathered(used, np.ones(8, bool), (2, 4)).x
+            rows = stacks._gathered(used, np.ones(8, bool), (2, 4)).x
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -167,7 +173,7 @@ class TestArrays:
     )
     def test_that_do_not_fit_say_so(self, x, y, message):
         with pytest.raises(ValueError, match=message):
-            data.source(x, y, batch_size=2, layout=Layout(1))
+            stacks_of(x, y, batch_size=2, layout=Layout(1))
 
     @pytest.mark.parametrize(
         "x",
@@ -175,7 +181,7 @@ class TestArrays:
     )
     def test_that_are_no_dense_numbers_say_so(self, x):
         with pytest.raises(TypeError, match=r"x holds|x has dtype"):
-            data.source(x, np.zeros(1), batch_size=2, layout=Layout(1))
+            stacks_of(x, np.zeros(1), batch_size=2, layout=Layout(1))
 
 
 def batched(sizes):
@@ -205,53 +211,52 @@ class TestDatasets:
         dataset = batched(sizes)
         if known:
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(sizes)))
-        source = data.source(dataset, batch_size=None, layout=layout)
-        assert source.steps_per_epoch == (math.ceil(len(sizes) / layout.accumulation) if known else None)
-        for epoch in epochs_of(source, 2):
-            assert used(epoch, source.layout) == list(range(sum(sizes)))
+        stacks = stacks_of(dataset, batch_size=None, layout=layout)
+        assert stacks.steps_per_epoch == (math.ceil(len(sizes) / layout.accumulation) if known else None)
+        for epoch in epochs_of(stacks, 2):
+            assert used(epoch, stacks.layout) == list(range(sum(sizes)))
             assert steps_of(epoch) == math.ceil(len(sizes) / layout.accumulation)
 
     def test_deal_batches_of_varying_size_into_one_shape(self):
-        source = data.source(batched([4, 1, 3, 2, 4, 4]), batch_size=None, layout=Layout(2))
-        (epoch,) = epochs_of(source, 1)
+        stacks = stacks_of(batched([4, 1, 3, 2, 4, 4]), batch_size=None, layout=Layout(2))
+        (epoch,) = epochs_of(stacks, 1)
         assert {tuple(d.stacks[0].x.shape) for d in epoch} == {(2, 4)}
 
     def test_keep_their_batches_where_rows_must_be_exact(self):
-        source = data.source(batched([4, 4, 3, 2]), batch_size=None, layout=Layout(3, exact_rows=True))
-        (epoch,) = epochs_of(source, 1)
+        stacks = stacks_of(batched([4, 4, 3, 2]), batch_size=None, layout=Layout(3, exact_rows=True))
+        (epoch,) = epochs_of(stacks, 1)
         shapes = [[tuple(stack.x.shape) for stack in dispatch.stacks] for dispatch in epoch]
         assert shapes == [[(2, 4), (1, 3)], [(1, 2)]]
 
     def test_warn_when_a_growing_batch_costs_a_compilation(self):
-        source = data.source(batched([2, 2, 2, 5]), batch_size=None, layout=Layout(2))
+        stacks = stacks_of(batched([2, 2, 2, 5]), batch_size=None, layout=Layout(2))
         with pytest.warns(UserWarning, match="batches of up to 5 rows after micro-batches of 2"):
-            (epoch,) = epochs_of(source, 1)
-        assert used(epoch, source.layout) == list(range(11))
+            (epoch,) = epochs_of(stacks, 1)
+        assert used(epoch, stacks.layout) == list(range(11))
 
     def test_that_never_end_need_steps_per_epoch(self):
         dataset = tf.data.Dataset.range(5).map(lambda i: (i, targets(i))).batch(2).repeat()
-        source = data.source(dataset, batch_size=None, layout=Layout(2))
         with pytest.raises(ValueError, match=r"infinite: pass steps_per_epoch"):
-            epochs_of(source, 1)
-        epochs = epochs_of(source, 3, steps_per_epoch=2)
-        seen = [row for epoch in epochs for row in used(epoch, source.layout)]
+            stacks_of(dataset, batch_size=None, layout=Layout(2))
+        stacks = stacks_of(dataset, batch_size=None, layout=Layout(2), steps_per_epoch=2)
+        epochs = epochs_of(stacks, 3)
+        seen = [row for epoch in epochs for row in used(epoch, stacks.layout)]
         assert seen == ([0, 1, 2, 3, 4] * 5)[: len(seen)]
 
     def test_that_run_dry_say_after_how_many_steps(self):
-        source = data.source(batched([2] * 5), batch_size=None, layout=Layout(2))
+        stacks = stacks_of(batched([2] * 5), batch_size=None, layout=Layout(2), steps_per_epoch=4)
         with pytest.raises(ValueError, match=r"ran dry after 3 train steps of steps_per_epoch=4"):
-            epochs_of(source, 2, steps_per_epoch=4)
+            epochs_of(stacks, 2)
 
     def test_known_to_be_short_are_refused_before_the_first_step(self):
         dataset = tf.data.Dataset.range(10).map(lambda i: (i, i)).batch(2)
-        source = data.source(dataset, batch_size=None, layout=Layout(2))
         with pytest.raises(ValueError, match=r"ran dry after 3 train steps of steps_per_epoch=4"):
-            source.epochs(0, 4)
+            stacks_of(dataset, batch_size=None, layout=Layout(2), steps_per_epoch=4)
 
     def test_continue_where_the_last_epoch_stopped(self):
-        source = data.source(batched([2] * 6), batch_size=None, layout=Layout(2))
-        epochs = epochs_of(source, 3, steps_per_epoch=2)
-        assert [used(epoch, source.layout) for epoch in epochs] == [
+        stacks = stacks_of(batched([2] * 6), batch_size=None, layout=Layout(2), steps_per_epoch=2)
+        epochs = epochs_of(stacks, 3)
+        assert [used(epoch, stacks.layout) for epoch in epochs] == [
             list(range(8)),
             [8, 9, 10, 11, 0, 1, 2, 3],
             list(range(4, 12)),
@@ -268,28 +273,28 @@ class TestDatasets:
     )
     def test_that_do_not_fit_say_so(self, dataset, error, message):
         with pytest.raises(error, match=message):
-            data.source(dataset, batch_size=None, layout=Layout(1))
+            stacks_of(dataset, batch_size=None, layout=Layout(1))
 
     def test_take_no_y_beside_them(self):
         with pytest.raises(ValueError, match="leave them out"):
-            data.source(batched([2]), np.zeros(2), batch_size=None, layout=Layout(1))
+            stacks_of(batched([2]), np.zeros(2), batch_size=None, layout=Layout(1))
 
     def test_rows_of_different_shapes_within_a_step_say_so(self):
         dataset = tf.data.Dataset.from_generator(
             lambda: ((np.zeros((2, length)), np.zeros(2)) for length in (3, 4)),
             output_signature=(tf.TensorSpec([None, None]), tf.TensorSpec([None])),
         )
-        source = data.source(dataset, batch_size=None, layout=Layout(2))
+        stacks = stacks_of(dataset, batch_size=None, layout=Layout(2))
         with pytest.raises(ValueError, match=r"rows of different shapes \[\(3,\), \(4,\)\]"):
-            epochs_of(source, 1)
+            epochs_of(stacks, 1)
 
     def test_x_and_y_of_different_rows_say_so(self):
         dataset = tf.data.Dataset.from_generator(
             lambda: iter([(np.zeros(2), np.zeros(3))]), output_signature=(tf.TensorSpec([None]),) * 2
         )
-        source = data.source(dataset, batch_size=None, layout=Layout(2))
+        stacks = stacks_of(dataset, batch_size=None, layout=Layout(2))
         with pytest.raises(ValueError, match="different numbers of rows"):
-            epochs_of(source, 1)
+            epochs_of(stacks, 1)
 
 
 class Pieces(keras.utils.PyDataset):
@@ -315,18 +320,18 @@ class Pieces(keras.utils.PyDataset):
 
 def test_a_pydataset_is_read_anew_in_every_epoch():
     pieces = Pieces(11, 3)
-    source = data.source(pieces, batch_size=None, layout=Layout(2))
-    assert source.steps_per_epoch == 2
-    for epoch in epochs_of(source, 2):
-        assert used(epoch, source.layout) == list(range(11))
+    stacks = stacks_of(pieces, batch_size=None, layout=Layout(2))
+    assert stacks.steps_per_epoch == 2
+    for epoch in epochs_of(stacks, 2):
+        assert used(epoch, stacks.layout) == list(range(11))
     # Users reshuffle in these hooks.
     assert pieces.log == ["begin", "end"] * 2
 
 
 def test_a_pydataset_is_shuffled_by_batches():
     keras.utils.set_random_seed(0)
-    source = data.source(Pieces(30, 3), batch_size=None, layout=Layout(2), shuffle=True)
-    one, other = (used(epoch, source.layout) for epoch in epochs_of(source, 2))
+    stacks = stacks_of(Pieces(30, 3), batch_size=None, layout=Layout(2), shuffle=True)
+    one, other = (used(epoch, stacks.layout) for epoch in epochs_of(stacks, 2))
     assert one != other
     assert sorted(one) == sorted(other) == list(range(30))
     assert all(one[i + 1] == one[i] + 1 for i in range(0, 30, 3))
@@ -334,9 +339,9 @@ def test_a_pydataset_is_shuffled_by_batches():
 
 def test_a_generator_is_read_once():
     batches = (batch for batch in batched([3, 3, 2]).as_numpy_iterator())
-    source = data.source(batches, batch_size=None, layout=Layout(2))
-    dispatches = source.epochs(0, None)
-    assert used(next(dispatches), source.layout) == list(range(8))
+    stacks = stacks_of(batches, batch_size=None, layout=Layout(2))
+    dispatches = stacks.epochs(Position(0, 0))
+    assert used(next(dispatches), stacks.layout) == list(range(8))
     with pytest.raises(ValueError, match="cannot be read again"):
         list(next(dispatches))
 
@@ -347,7 +352,7 @@ class TestClassWeights:
     EXPECTED = np.array([0.5, 1.0, 3.0, 3.0, 1.0], "float32")
 
     def weights(self, y, sample_weight=None, sparse_labels=False):
-        source = data.source(
+        stacks = stacks_of(
             np.zeros(len(y)),
             y,
             sample_weight,
@@ -356,7 +361,7 @@ class TestClassWeights:
             class_weight=self.CLASS_WEIGHT,
             sparse_labels=sparse_labels,
         )
-        ((dispatch,),) = epochs_of(source, 1)
+        ((dispatch,),) = epochs_of(stacks, 1)
         return dispatch.stacks[0].sample_weight.numpy()[0]
 
     @pytest.mark.parametrize(
@@ -383,7 +388,7 @@ class TestClassWeights:
 
     def test_need_a_single_output(self):
         with pytest.raises(ValueError, match="single output"):
-            data.source(np.zeros(2), [np.zeros(2)] * 2, batch_size=2, layout=Layout(1), class_weight={0: 2.0})
+            stacks_of(np.zeros(2), [np.zeros(2)] * 2, batch_size=2, layout=Layout(1), class_weight={0: 2.0})
 
 
 @pytest.mark.parametrize("rows", [5, 10, 33])
@@ -468,20 +473,20 @@ def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
 
-    def source(worker):
+    def stacks(worker):
         rows = np.arange(10) + 100 * worker
         dataset = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(10, seed=3).batch(2).with_options(options)
         layout = Layout(1, replicas=2, shards=slice(worker, worker + 1))
-        return data.source(dataset, batch_size=None, layout=layout)
+        return stacks_of(dataset, batch_size=None, layout=layout)
 
     def rows(dispatches, count):
         return [d.stacks[0].x.numpy().ravel().tolist() for d in itertools.islice(dispatches, count)]
 
-    chief, other, resumed = source(0), source(1), source(1)
+    chief, other, resumed = stacks(0), stacks(1), stacks(1)
     for each in (chief, resumed):
         each.track()
-    rows(next(chief.epochs(0, None)), 2)
+    rows(next(chief.epochs(Position(0, 0))), 2)
     plain, tensors = chief.position()
     assert not tensors
     resumed.restore(plain, tensors)
-    assert rows(next(resumed.epochs(Position(0, 0, 2), None)), 3) == rows(next(other.epochs(0, None)), 5)[2:]
+    assert rows(next(resumed.epochs(Position(0, 0, 2))), 3) == rows(next(other.epochs(Position(0, 0))), 5)[2:]

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.data import datasets as data
-from fastaccum.data.stacks import Dispatch, Layout
+from fastaccum.data import source as data
+from fastaccum.data.stacks import Dispatch, Layout, Position
 from fastaccum.kernels import LayerStack
 from fastaccum.step import nonfinite
 
@@ -241,8 +241,8 @@ def test_padded_steps_are_not_counted_as_skipped():
 
 
 def test_padded_rows_are_rows_of_the_data():
-    source = data.source(X[:7], Y[:7], batch_size=B, layout=Layout(K))
-    for dispatch in next(iter(source.epochs(0, None))):
+    stacks = data.of(X[:7], Y[:7], batch_size=B).stacks(Layout(K))
+    for dispatch in next(stacks.epochs(Position(0, 0))):
         x, valid = (t.numpy() for t in (dispatch.stacks[0].x, dispatch.stacks[0].valid))
         assert all((X[:7] == row).all(1).any() for row in x[~valid])
 

@@ -1,0 +1,200 @@
+"""What a checkpoint of a fit holds, and what of a fit must be the same for it to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.plain import plain
+from fastaccum.data.arrays import ArrayStacks
+from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.stacks import Batch
+
+# By which Keras tells apart what one process made: another process counts anew.
+NUMBER = r"_\d+(?=[_/]|$)"
+
+
+class Workers(Protocol):
+    """The processes that train together, if there are several."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one that writes what all share."""
+
+    def barrier(self) -> None:
+        """Returns once every worker has come here."""
+
+    def require_same(self, advice: str, **numbers: int) -> None:
+        """Raises an error, with advice, on every worker if they differ in one of the numbers."""
+
+
+class Options(Protocol):
+    """What a train step was built with; each attribute is an argument of `Trainer`."""
+
+    gradient_accumulation_steps: int
+    steps_per_execution: int
+    clip_norm: float | None
+    fp32_weight_gradients: bool
+    jit_compile: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A fit, as far as a checkpoint is concerned.
+
+    Attributes:
+        model: the user's model, for its `history` and `stop_training`.
+        variables: every variable that training changes: those of the groups "model", "optimizer", "loss_scale", "step".
+        description: what must be the same for a checkpoint to fit, as `describe` returns it.
+        stacks: the data, whose position is saved.
+        callbacks: those whose state is saved.
+        require_savable: returns False while steps are skipped until an error that is still to be read, and raises
+            ValueError if indices out of range were seen: neither leaves a state to go on from.
+        workers: None for a single process.
+    """
+
+    model: Any
+    variables: Mapping[str, Sequence[Any]]
+    description: Mapping[str, Any]
+    stacks: ArrayStacks | DatasetStacks
+    callbacks: Callbacks
+    require_savable: Callable[[], bool]
+    workers: Workers | None = None
+
+
+def named(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:
+    """Each group's variables, once each, by names that are the same in every process."""
+    return {group: _named(variables) for group, variables in groups.items()}
+
+
+def _named(variables: Iterable[Any]) -> dict[str, tf.Variable]:
+    found: dict[str, tf.Variable] = {}
+    seen = set()
+    for variable in variables:
+        raw = variable.value if isinstance(variable, keras.Variable) else variable
+        if id(raw) not in seen:
+            seen.add(id(raw))
+            path = getattr(variable, "path", None) or raw.name
+            found[_free(path.split(":")[0], found)] = raw
+    return found
+
+
+def _free(path: str, taken: Container[str]) -> str:
+    """`path` without numbers, or with the first of -2, -3, ... that makes it another than those taken."""
+    same = re.sub(NUMBER, "", path)
+    names = itertools.chain([same], (f"{same}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def describe(
+    model: Model,
+    losses: Mapping[str, Any],
+    optimizer: Any,
+    loss_scale: Any,
+    variables: Mapping[str, Sequence[Any]],
+    *,
+    options: Options,
+    replicas: int,
+    sample: Batch,
+    plan: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit: plain values.
+
+    Args:
+        model: the model's adapter.
+        losses: "loss" and "loss_weights", as they were passed.
+        optimizer: the optimizer's adapter.
+        loss_scale: the rule.
+        variables: by group, as `Training` has them.
+        options: what the train step was built with.
+        replicas: how many there are.
+        sample: specs of one micro-batch.
+        plan: that of the stacks, and whatever else changes what an epoch is.
+    """
+    specs = {
+        group: {name: f"{_dtype(v).name}{v.shape.as_list()}" for name, v in own.items()}
+        for group, own in named(variables).items()
+    }
+    rule = {"rule": type(loss_scale).__name__, **loss_scale.get_config()}
+    batch_plan = {
+        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "steps_per_execution": options.steps_per_execution,
+        "clip_norm": options.clip_norm,
+        "replicas": replicas,
+        "fp32_weight_gradients": options.fp32_weight_gradients,
+        "jit_compile": options.jit_compile,
+        "data": [f"{spec.dtype.name}{spec.shape.as_list()}" for spec in tf.nest.flatten(sample)],
+        **plan,
+    }
+    return plain(
+        {
+            "model": {"layers": _layers(model), "variables": specs["model"]},
+            "loss": tf.nest.map_structure(_loss, dict(losses)),
+            "optimizer": {**optimizer.config, "variables": specs["optimizer"]},
+            "loss_scale": {**rule, "variables": specs["loss_scale"]},
+            "metrics": {"variables": specs["step"]},
+            "batch plan": batch_plan,
+        }
+    )
+
+
+def _layers(model: Model) -> dict[str, Any]:
+    """Each layer's configuration, by a name that is the same in every process."""
+    configurations: dict[str, Any] = {}
+    for layer in model.layers:
+        try:
+            config = layer.get_config()
+        except NotImplementedError:  # of one's own, without a `get_config`
+            config = {}
+        if "layers" in config:  # which are in the list themselves
+            continue
+        policy = getattr(getattr(layer, "dtype_policy", None), "name", None)
+        configurations[_free(layer.name, configurations)] = {
+            "class": type(layer).__name__,
+            "policy": policy,
+            **_without_names(config),
+        }
+    return configurations
+
+
+def _without_names(config: Any) -> Any:
+    """A configuration without what a trained variable no longer depends on: names, initial values."""
+    if not isinstance(config, dict):
+        return config
+    left_out = ("name", "dtype", "build_config")
+    return {k: _without_names(v) for k, v in config.items() if k not in left_out and not str(k).endswith("initializer")}
+
+
+def _loss(loss: Any) -> Any:
+    if hasattr(loss, "get_config"):
+        return {"class": type(loss).__name__, **_without_names(loss.get_config())}
+    return getattr(loss, "__qualname__", loss)
+
+
+def _dtype(variable: tf.Variable) -> tf.DType:
+    # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
+    return getattr(variable, "true_dtype", variable.dtype)
+
+
+def differences(saved: Any, now: Any, path: str = "") -> list[str]:
+    """Each item in which two descriptions differ, as "optimizer.learning_rate: 0.1 was saved, now 0.2"."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        found = [
+            line
+            for name in dict.fromkeys([*saved, *now])
+            for line in differences(saved.get(name, "nothing"), now.get(name, "nothing"), f"{path}.{name}".lstrip("."))
+        ]
+        return found or ([f"{path}: in another order"] if list(saved) != list(now) else [])
+    return [] if saved == now else [f"{path}: {_shown(saved)} was saved, now {_shown(now)}"]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)

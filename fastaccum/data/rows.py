@@ -1,0 +1,132 @@
+"""Arrays that hold dense numbers, and their rows as tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from fastaccum.data.stacks import Batch
+from fastaccum.kernels.device import has_gpu
+
+
+def is_array_nest(x: Any) -> bool:
+    """Whether `x` is an array, or a nest that holds arrays or numbers alone, dense or not."""
+    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__"):
+        return False
+    leaves = tf.nest.flatten(x)
+    return bool(leaves) and all(
+        hasattr(leaf, "__array__") or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, int, float, str, bytes))
+        for leaf in leaves
+    )
+
+
+def as_arrays(batch: tuple) -> Batch:
+    """Nests of arrays, checked and as they are: NumPy's are not copied.
+
+    Raises:
+        TypeError: raised if one does not hold dense numbers.
+        ValueError: raised if one is a scalar.
+    """
+    return Batch(
+        *(
+            tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf), () if nest is None else nest)
+            for name, nest in zip(Batch._fields, batch, strict=False)
+        )
+    )
+
+
+def as_tensors(name: str, nest: Any) -> Any:
+    """A nest of arrays as tensors, float64 as Keras's default float, as in Keras."""
+    return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf), ...), nest)
+
+
+def count(batch: Batch) -> int:
+    """The number of rows: the first axis that all arrays share.
+
+    Raises:
+        ValueError: raised if it differs between them, or is 0.
+    """
+    sizes = {name: [int(t.shape[0]) for t in tf.nest.flatten(nest)] for name, nest in batch._asdict().items()}
+    sizes = {name: rows for name, rows in sizes.items() if rows}
+    rows = set(itertools.chain.from_iterable(sizes.values()))
+    if len(rows) != 1:
+        raise ValueError(
+            f"x, y and sample_weight have different numbers of rows: {sizes}. Pass one of each per example."
+        )
+    if rows == {0}:
+        raise ValueError("x is empty: it has 0 rows.")
+    return rows.pop()
+
+
+def _checked(name: str, leaf: Any) -> np.ndarray | tf.Tensor:
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(leaf, "toarray"):
+        remedies = {tf.RaggedTensor: "to_tensor()", tf.SparseTensor: "tf.sparse.to_dense"}
+        raise TypeError(
+            f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use "
+            f"{remedies.get(type(leaf), '.toarray()')} first."
+        )
+    if not hasattr(leaf, "__array__"):
+        raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
+    require_unmasked(name, leaf)
+    array = tf.convert_to_tensor(leaf) if isinstance(leaf, (tf.Tensor, tf.Variable)) else np.asarray(leaf)
+    try:
+        dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
+    except TypeError:  # datetimes, records, long doubles: TensorFlow has none
+        dtype = None
+    if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        raise TypeError(f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand.")
+    if len(array.shape) == 0:
+        raise ValueError(f"{name}={leaf!r} is a scalar: the first axis must count examples.")
+    return array
+
+
+def require_unmasked(name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is a masked array with masked elements."""
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise TypeError(
+            f"{name} is a masked array with {int(np.ma.count_masked(leaf)):,} masked elements, which would count as if "
+            "they were not: fill them (.filled(value)), and leave them out by a sample_weight of 0."
+        )
+
+
+def model_dtype(array: np.ndarray | tf.Tensor) -> tf.DType:
+    """The dtype in which an array reaches the model: float64 as Keras's default float, as in Keras."""
+    dtype = tf.as_dtype(array.dtype)
+    return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
+
+
+def take(array: np.ndarray | tf.Tensor, rows: Any) -> tf.Tensor:
+    """Rows of an array as a tensor; all of them for `...`."""
+    if isinstance(array, tf.Tensor):
+        return tf.cast(array if rows is ... else tf.gather(array, rows), model_dtype(array))
+    dtype = np.dtype(model_dtype(array).as_numpy_dtype)
+    if rows is ... or not array.flags.c_contiguous:  # of such a one `take` would copy the whole array
+        return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
+    if dtype.kind not in "fiu" or has_gpu():
+        return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
+    # Gathered to where TensorFlow can use it as it is: its own copy takes twice as long as the gather.
+    taken = _aligned((*rows.shape, *array.shape[1:]), dtype)
+    array.take(rows, axis=0, out=taken, mode="clip")  # "raise", the default, would gather into a buffer first
+    return tf.experimental.dlpack.from_dlpack(taken.__dlpack__())
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
+    """An uninitialised array that starts where TensorFlow's own tensors may start."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def checksum(nest: Any) -> int:
+    """CRC-32 of the bytes of all tensors of a nest."""
+    value = 0
+    for tensor in tf.nest.flatten(nest):
+        value = zlib.crc32(np.ascontiguousarray(tensor.numpy()).view(np.uint8), value)
+    return value
