@@ -1,7 +1,12 @@
-"""What one test must not leave behind for the next."""
+"""The order of the files, and what one test must not leave behind for the next."""
 
 import keras
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """Begins with the files that take longest, so that no worker is left with one while the others have nothing."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(autouse=True)

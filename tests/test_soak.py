@@ -15,6 +15,8 @@ import tensorflow as tf
 
 import fastaccum as fa
 
+pytestmark = pytest.mark.long
+
 K, B, STEPS = 4, 8, 50  # micro-batches in a step, rows in a micro-batch, steps in an epoch
 ROWS = K * B * STEPS
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -21,6 +21,8 @@ from fastaccum.checkpoint import store as checkpoint
 from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.transformer import PRESETS
 
+pytestmark = pytest.mark.long
+
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
 
 

@@ -18,11 +18,20 @@ from benchmarks import charts, readme, report, scores, suites  # noqa: E402
 from benchmarks.scores import Score  # noqa: E402
 from fastaccum import cli  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 # What the suites' own conftest records, for suites that need no TensorFlow.
 MACHINE = """
 def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info.update(gpus=[], cores=2, versions={"tensorflow": "2.21.0"})
 """
+
+
+@pytest.fixture(autouse=True)
+def no_worker(monkeypatch):
+    """A pytest that a test runs must not take itself for an xdist worker, where pytest-benchmark measures nothing."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
 
 
 def folder_of(path, **files):

@@ -10,6 +10,8 @@ import pytest
 
 from fastaccum.checkpoint import store as checkpoint
 
+pytestmark = pytest.mark.long
+
 KILLS_OF_A_TRAINING = 5
 # Within a save, in the order in which they come: the hidden folder, the files read back and flushed, the checkpoint
 # in place, an older one out of sight, its files gone.

@@ -10,6 +10,8 @@ import fastaccum as fa
 from fastaccum.checkpoint import state as training_state
 from fastaccum.checkpoint import store as checkpoint
 
+pytestmark = pytest.mark.long
+
 X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 WEIGHTS = np.linspace(0.5, 2.0, 100).astype("float32")

@@ -13,6 +13,8 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.data.stacks import Batch, Layout
 
+pytestmark = pytest.mark.long
+
 ROOT = pathlib.Path(__file__).parents[2]
 CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]
 ON_FOUR = ["tokens_weights_tails_and_clipping", "overflow"]

@@ -17,6 +17,8 @@ import worker
 
 import fastaccum as fa
 
+pytestmark = pytest.mark.long
+
 ROOT = pathlib.Path(__file__).parents[2]
 BOUND = 60  # seconds in which the others end; 1 measured for a killed process
 
