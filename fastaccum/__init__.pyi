@@ -4,10 +4,10 @@ from . import checkpoint as checkpoint
 from . import kernels as kernels
 from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
 from .checkpoint.signals import Preempted as Preempted
+from .step.guards import NonFiniteError as NonFiniteError
 from .step.loss_scale import DynamicLossScale as DynamicLossScale
 from .step.loss_scale import NoLossScale as NoLossScale
 from .step.loss_scale import StaticLossScale as StaticLossScale
-from .step.nonfinite import NonFiniteError as NonFiniteError
 from .step.train_step import StepResult as StepResult
 from .step.train_step import TrainStep as TrainStep
 from .trainer import Trainer as Trainer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
 
 import keras
 import numpy as np
@@ -19,17 +19,36 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.checkpoint import saver as savers
 from fastaccum.checkpoint.state import Training, describe
-from fastaccum.data import arrays, by_hand
-from fastaccum.data import source as data
+from fastaccum.data import arrays, source
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position
-from fastaccum.distribute import replicas as distribution
+from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
-from fastaccum.kernels.device import has_gpu
-from fastaccum.step import compilable
+from fastaccum.step import compilable, program
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step import program as compiled
+from fastaccum.step.by_hand import StacksByHand
 from fastaccum.step.model_step import ModelStep, Unread
+from fastaccum.step.options import OnNonfinite, Options, Schedule
 from fastaccum.step.train_step import StepResult
+
+T = TypeVar("T")
+Verbose = Literal["auto", 0, 1, 2]
+
+
+class _Option(Generic[T]):
+    """A field of a Trainer's `Options` as its attribute, refused where it is set too late."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Trainer, owner: type | None = None) -> T:
+        if trainer is None:
+            raise AttributeError(f"{self._name} belongs to a Trainer object")
+        return getattr(trainer._options, self._name)
+
+    def __set__(self, trainer: Trainer, value: T) -> None:
+        if self._name == "loss_scale":
+            value = loss_scales.get(value, trainer._model.compute_dtype)
+        trainer._options = trainer._options.replace(self._name, value, built=trainer._step is not None)
 
 
 class Trainer:
@@ -66,9 +85,9 @@ class Trainer:
             "skip" goes on, and raises after 10 of them in a row; "raise" raises at the first.
 
     Raises:
-        TypeError: a model, optimizer, loss or metric that is none.
-        ValueError: a number out of its range, an unknown name, an optimizer that accumulates or scales by itself,
-            or layers that XLA cannot compile.
+        TypeError: raised if the model, optimizer, loss or a metric is not one.
+        ValueError: raised if a number is out of its range, a name unknown, if the optimizer accumulates or scales by
+            itself, or XLA cannot compile a layer; or if an option is set that the train step was built with.
 
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
@@ -77,6 +96,14 @@ class Trainer:
     >>> history.history["loss"][-1] < history.history["loss"][0] / 5
     True
     """
+
+    gradient_accumulation_steps = _Option[int]()
+    steps_per_execution = _Option[int]()
+    loss_scale = _Option[loss_scales.LossScale]()
+    clip_norm = _Option["float | None"]()
+    fp32_weight_gradients = _Option[bool]()
+    jit_compile = _Option[bool]()
+    on_nonfinite = _Option[OnNonfinite]()
 
     def __init__(
         self,
@@ -88,33 +115,31 @@ class Trainer:
         loss_weights: Any = None,
         weighted_metrics: Any = (),
         gradient_accumulation_steps: int = 1,
-        loss_scale: Any = "auto",
+        loss_scale: loss_scales.LossScale | float | Literal["auto"] | None = "auto",
         clip_norm: float | None = None,
         fp32_weight_gradients: bool = True,
         jit_compile: bool = True,
         steps_per_execution: int = 1,
-        on_nonfinite: str = "skip",
+        on_nonfinite: OnNonfinite = "skip",
     ):
         self._model = models.get(model)
         self.model = model
         self._optimizer = optimizers.get(optimizer)
         self._losses = Losses(loss, loss_weights)
         self._metrics = Metrics(metrics, weighted_metrics)
-        self.gradient_accumulation_steps = checks.whole_number(
-            "gradient_accumulation_steps", gradient_accumulation_steps
+        self._options = Options(
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            steps_per_execution=steps_per_execution,
+            loss_scale=loss_scales.get(loss_scale, self._model.compute_dtype),
+            clip_norm=clip_norm,
+            fp32_weight_gradients=fp32_weight_gradients,
+            jit_compile=jit_compile,
+            on_nonfinite=on_nonfinite,
         )
-        self.steps_per_execution = checks.whole_number("steps_per_execution", steps_per_execution)
-        self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
-        self.fp32_weight_gradients = checks.true_or_false("fp32_weight_gradients", fp32_weight_gradients)
-        self.jit_compile = checks.true_or_false("jit_compile", jit_compile)
-        self.on_nonfinite = checks.one_of("on_nonfinite", on_nonfinite, ("skip", "raise"))
-        self.loss_scale = loss_scales.get(loss_scale, self._model.compute_dtype)
-        self._step: ModelStep | None = None
-        self._unread: Unread | None = None
-        self._known_stacks: set[tuple] = set()
-        self._layers: list[Any] = []
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
-        self._replicas = distribution.of(self._model)
+        self._step: ModelStep | ReplicatedStep | None = None
+        self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers))
+        self._replicas = replicas.of(self._model)
         if self._replicas is not None:
             self._replicas.require_optimizer(self._optimizer)
         if jit_compile:
@@ -128,26 +153,26 @@ class Trainer:
         """The optimizer object that trains the model."""
         return self._optimizer.optimizer
 
-    @distribution.connected
+    @replicas.connected
     def fit(
         self,
         x: Any = None,
         y: Any = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
+        verbose: Verbose = "auto",
         callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
-        class_weight: dict[int, float] | None = None,
+        class_weight: Mapping[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int | Sequence[int] = 1,
-        checkpoint_dir: str | os.PathLike | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         keep: int = 3,
     ) -> keras.callbacks.History:
@@ -179,123 +204,77 @@ class Trainer:
             The `History`, also found as `model.history`.
 
         Raises:
-            TypeError, ValueError: data that does not fit, before any weight moves; labels or ids out of range, with
-                no weight moved by them; a `checkpoint_dir` without a good checkpoint among those in it, or of another
-                model, optimizer, loss scale or batch plan, before anything moves.
-            NonFiniteError: training that can only skip its steps (see `on_nonfinite`).
-            RuntimeError: a checkpoint could not be written.
-            Preempted: after SIGTERM, with the state saved.
+            TypeError, ValueError: raised before any weight moves if data does not fit, or if none of the checkpoints in
+                `checkpoint_dir` is good, or they are of another model, optimizer, loss scale or batch plan; raised with
+                no weight moved by them if labels or ids are out of range.
+            NonFiniteError: raised if training can only skip its steps (see `on_nonfinite`).
+            RuntimeError: raised if a checkpoint could not be written.
+            Preempted: raised after SIGTERM, with the state saved.
         """
-        epochs = checks.whole_number("epochs", epochs)
-        initial_epoch = checks.whole_number("initial_epoch", initial_epoch, minimum=0)
-        if steps_per_epoch is not None:
-            steps_per_epoch = checks.whole_number("steps_per_epoch", steps_per_epoch)
-        if validation_steps is not None:
-            validation_steps = checks.whole_number("validation_steps", validation_steps)
-        if validation_batch_size is None:
-            validation_batch_size = batch_size
-        else:
-            checks.whole_number("validation_batch_size", validation_batch_size)
-        validation_split = checks.fraction("validation_split", validation_split)
-        shuffle = checks.true_or_false("shuffle", shuffle)
-        class_weight = checks.class_weight(class_weight)
-        should_validate = _schedule(validation_freq)
+        schedule = Schedule(
+            epochs,
+            initial_epoch,
+            steps_per_epoch,
+            validation_steps,
+            batch_size if validation_batch_size is None else validation_batch_size,
+            validation_freq,
+        )
         saver = savers.get(checkpoint_dir, checkpoint_every, keep)
-        if validation_split and validation_data is None:
+        class_weight = checks.class_weight(class_weight)
+        if checks.fraction("validation_split", validation_split) and validation_data is None:
             (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)
-        seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
-        if self._replicas is not None:
-            self._replicas.require_same("Pass the same to all.", epochs=epochs, initial_epoch=initial_epoch)
-            (seed,) = self._replicas.broadcast([seed])
-        source = self._source(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed if shuffle else None,
-            class_weight=class_weight,
+        seed = self._agreed_seed(schedule, checks.true_or_false("shuffle", shuffle))
+        data = self._source(
+            x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed, class_weight=class_weight
         )
-        step = self._built(source.sample)
+        step = self._built(data.sample)
         self._losses.require_classes(class_weight)
-        layout = self._layout(self._exact_in_training())._replace(steps_per_execution=self.steps_per_execution)
-        stacks = source.stacks(layout, steps_per_epoch, epochs - initial_epoch)
-        validate = self._validation(validation_data, validation_batch_size, validation_steps, like=source.sample)
-
-        hooks = Callbacks(
-            callbacks,
-            self.model,
-            verbose=verbose,
-            epochs=epochs,
-            steps=stacks.steps_per_epoch,
-            history=True,
-        )
+        epochs_left = schedule.epochs - schedule.initial_epoch
+        stacks = data.stacks(self._training_layout(), schedule.steps_per_epoch, epochs_left)
+        validate = self._validation(validation_data, schedule, like=data.sample)
+        steps = stacks.steps_per_epoch
+        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=schedule.epochs, steps=steps, history=True)
+        plan = {**stacks.plan, "class_weight": class_weight}
+        training = functools.partial(self._training, stacks, hooks, data.sample, plan)
         self.model.stop_training = False
-        step.stuck_steps.reset()
-        logs: dict[str, float] = {}
+        step.running.stuck_steps.reset()
+        logs: dict[str, Any] = {}
         with saver:
-            plan = {**stacks.plan, "class_weight": class_weight}
-            training = functools.partial(self._training, stacks, source.sample, plan, hooks)
-            position = saver.resume(training, initial_epoch, epochs, verbose)
-            epochs = position.epoch if saver.stopped else epochs
+            position = saver.resume(training, schedule.initial_epoch, schedule.epochs, verbose)
             hooks.list.on_train_begin()
             saver.begin()
-            if resumed := getattr(self.model, "_initial_epoch", None):  # by BackupAndRestore, for this fit only
-                self.model._initial_epoch = None
-                position = Position(resumed, resumed)
-            passes = stacks.epochs(position)
-            for epoch in range(position.epoch, epochs):
-                step.reset()
+            position = self._backed_up(position)
+            last = position.epoch if saver.stopped else schedule.epochs
+            for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
+                step.running.reset()
                 hooks.list.on_epoch_begin(epoch)
                 done = saver.begin_epoch(epoch)
-                dispatches = step.together(stacks, next(passes), steps_per_epoch)
-                logs = self._train_epoch(step, saver.watched(dispatches), hooks, done)
-                if validate is not None and should_validate(epoch):
-                    val_logs = validate(callbacks=hooks.list)
-                    logs.update({f"val_{name}": value for name, value in val_logs.items()})
+                dispatches = saver.watched(step.together(stacks, dispatches))
+                logs = self._train_epoch(step, dispatches, hooks, done)
+                if validate is not None and schedule.validates(epoch):
+                    logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
                 hooks.list.on_epoch_end(epoch, logs)
-                saver.end_epoch(last=self.model.stop_training or epoch == epochs - 1)
+                saver.end_epoch(last=self.model.stop_training or epoch == last - 1)
                 if self.model.stop_training:
                     break
             self._optimizer.finalize(self._model.trainable_variables)
             hooks.list.on_train_end(logs)
         return self.model.history
 
-    def _training(self, stacks, sample: Batch, plan: dict[str, Any], hooks: Callbacks) -> Training:
-        """What of this fit a checkpoint holds."""
-        step = self._step
-        variables = {
-            "model": [*self.model.variables, *self._model.state],
-            "optimizer": self._optimizer.variables,
-            "loss_scale": self.loss_scale.variables,
-            "step": step.running,
-        }
-        description = describe(
-            self._model,
-            self._compile_arguments,
-            self._optimizer,
-            self.loss_scale,
-            variables,
-            options=self,
-            replicas=1 if self._replicas is None else self._replicas.count,
-            sample=sample,
-            plan=plan,
-        )
+    def _backed_up(self, position: Position) -> Position:
+        """Where Keras's BackupAndRestore goes on, which it leaves for this fit only; else `position`."""
+        epoch, self.model._initial_epoch = getattr(self.model, "_initial_epoch", None), None
+        return Position(epoch, epoch) if epoch else position
 
-        def require_savable() -> bool:
-            if step.stuck_steps.since_end(step.stuck_steps.seen()) is not None:
-                return False
-            step.index_checks.require(step.index_checks.seen())
-            return True
-
-        return Training(self.model, variables, description, stacks, hooks, require_savable, self._replicas)
-
-    def _train_epoch(self, step: ModelStep, dispatches: Any, hooks: Callbacks, first: int) -> dict[str, float]:
+    def _train_epoch(
+        self, step: ModelStep | ReplicatedStep, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int
+    ) -> dict[str, Any]:
         begin, end = hooks.hooks("train")
         logs, waiting = None, None
         for dispatch in dispatches:
             begin(first)
-            executed = self._run(step.dispatch, dispatch)
+            with compilable.explained(self._model):
+                executed = step.dispatch(dispatch)
             if waiting is not None:
                 # Read only now that the next step is on its way: the device never runs dry.
                 waiting.require()
@@ -306,21 +285,21 @@ class Trainer:
             if self.model.stop_training:
                 break
         logs = dict(logs)
-        step.stuck_steps.warn(executed.stuck)
+        step.running.stuck_steps.warn(executed.stuck)
         return logs
 
-    @distribution.connected
+    @replicas.connected
     def evaluate(
         self,
         x: Any = None,
         y: Any = None,
         batch_size: int | None = None,
-        verbose: Any = "auto",
+        verbose: Verbose = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
         callbacks: Any = None,
         return_dict: bool = False,
-    ) -> Any:
+    ) -> float | list[float] | dict[str, float]:
         """Loss and metrics over a whole set, with the arguments of Keras's `evaluate`.
 
         The loss is that of all rows as one batch: `loss_sum / weight_sum` over the set, not a mean of the batches'
@@ -329,22 +308,15 @@ class Trainer:
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
         """
-        stacks, _ = self._evaluation_stacks(x, y, sample_weight, batch_size, steps)
-        hooks = Callbacks(
-            callbacks,
-            self.model,
-            verbose=verbose,
-            epochs=1,
-            steps=stacks.steps_per_epoch,
-            history=False,
-        )
-        logs = self._evaluate(stacks, steps, hooks)
+        _, stacks = self._evaluation_data(x, y, sample_weight, batch_size, steps)
+        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=stacks.steps_per_epoch, history=False)
+        logs = self._evaluate(stacks, hooks)
         if return_dict:
             return logs
         values = [logs[name] for name in self._names_in_order(logs)]
         return values[0] if len(values) == 1 else values
 
-    def _names_in_order(self, logs: dict[str, float]) -> list[str]:
+    def _names_in_order(self, logs: Mapping[str, float]) -> list[str]:
         """Log names in the order in which Keras's `evaluate` lists them."""
         losses = [f"{output.name}_loss" for output in self._losses.outputs]
         if self._outputs.is_dict:
@@ -352,149 +324,163 @@ class Trainer:
         known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *losses]
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
-    def _evaluation_stacks(self, x, y, sample_weight, batch_size, steps):
-        """The stacks of an evaluation, and specs of one micro-batch."""
+    def _evaluation_data(self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None) -> Any:
+        """The data, and its stacks for a pass that moves no weight."""
         if steps is not None:
             checks.whole_number("steps", steps)
-        source = self._source(x, y, sample_weight, batch_size=batch_size)
-        self._built(source.sample)
-        layout = self._layout(bool(self._model.added_reductions) or self._metrics.need_exact_rows)
-        if steps is not None:  # one micro-batch per dispatch where the caller counts them
-            layout = layout._replace(accumulation=1)
-        return source.stacks(layout, steps), source.sample
+        data = self._source(x, y, sample_weight, batch_size=batch_size)
+        self._built(data.sample)
+        layout = self._layout(exact_rows=bool(self._model.added_reductions) or self._metrics.need_exact_rows)
+        # One micro-batch per dispatch where the caller counts them.
+        return data, data.stacks(layout if steps is None else layout._replace(accumulation=1), steps)
 
-    def _evaluate(self, stacks, steps: int | None, hooks: Callbacks) -> dict[str, float]:
+    def _evaluate(self, stacks: Any, hooks: Callbacks) -> dict[str, float]:
         step = self._step
         self._metrics.reset()
         self.model.stop_evaluating = False
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
         totals = None
-        dispatches = step.together(stacks, next(stacks.epochs(Position(0, 0))), steps, training=False)
+        dispatches = step.together(stacks, next(stacks.epochs(Position(0, 0))), training=False)
         for batch, dispatch in enumerate(dispatches):
             begin(batch)
-            *sums, indices = self._run(step.compiled_evaluate, *dispatch.stacks)
+            with compilable.explained(self._model):
+                sums, check = step.evaluate(dispatch)
             totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
-            check = functools.partial(step.index_checks.require, indices)
-            end(batch, functools.partial(self._evaluated, totals, check))
+            read = functools.partial(self._evaluated, totals, check)
+            end(batch, read)
             if self.model.stop_evaluating:
                 break
-        logs = self._evaluated(totals, check)
+        logs = read()
         hooks.list.on_test_end(logs)
         return logs
 
     def _evaluated(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
         check()
-        return self._step.evaluated([t.numpy().item() for t in totals])
+        return self._step.objective.evaluated([t.numpy().item() for t in totals])
 
-    def _validation(self, validation_data, batch_size, steps, like):
+    def _validation(
+        self, validation_data: Any, schedule: Schedule, like: Batch
+    ) -> Callable[[Callbacks], dict[str, float]] | None:
         if validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        # The same for all epochs: they are checked before training starts.
-        stacks, sample = self._evaluation_stacks(x, y, sample_weight, batch_size, steps)
-        if _row_shapes(sample) != _row_shapes(like):
+        # One source for all epochs: it is validated before training starts.
+        data, stacks = self._evaluation_data(
+            x, y, sample_weight, schedule.validation_batch_size, schedule.validation_steps
+        )
+        if _row_shapes(data.sample) != _row_shapes(like):
             # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
-            one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), sample)
-            self._run(tf.function(self._step.evaluate, autograph=False).get_concrete_function, one)
+            one = tf.nest.map_structure(
+                lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), data.sample
+            )
+            with compilable.explained(self._model):
+                tf.function(self._step.objective.evaluate, autograph=False).get_concrete_function(one)
 
-        def validate(callbacks):
-            hooks = Callbacks(callbacks, self.model, verbose=0, epochs=1, steps=None, history=False)
-            return self._evaluate(stacks, steps, hooks)
+        def validate(hooks: Callbacks) -> dict[str, float]:
+            own = Callbacks(hooks.list, self.model, verbose=0, epochs=1, steps=None, history=False)
+            return self._evaluate(stacks, own)
 
         return validate
 
-    @distribution.connected
+    @replicas.connected
     def predict(
         self,
         x: Any,
         batch_size: int | None = None,
-        verbose: Any = "auto",
+        verbose: Verbose = "auto",
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
         """The model's outputs for `x`, as NumPy arrays: Keras's own `predict`."""
         return self.model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
 
-    @distribution.connected
-    def train_step(self, stack: tuple) -> StepResult:
+    @replicas.connected
+    def train_step(self, stack: tuple[Any, ...]) -> StepResult:
         """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
 
         Returns:
             The step's results, on the device: reading one waits for it.
 
         Raises:
-            ValueError: axes that do not match, or labels or ids out of range (with a GPU, which this does not wait
-                for, at the next call).
-            NonFiniteError: training that can only skip its steps (likewise; see `on_nonfinite`).
+            ValueError: raised if axes do not match, or labels or ids are out of range (with a GPU, which this does not
+                wait for, at the next call).
+            NonFiniteError: raised if training can only skip its steps (likewise; see `on_nonfinite`).
         """
-        batch, step = self._prepared(stack)
+        batch = self._by_hand.batch(stack)
         if self._replicas is not None:
-            batch = self._layout(self._exact_in_training()).shard(batch)
-        executed = self._run(step.compiled_execute, batch)
-        unread = Unread(step, executed, Dispatch((batch,)))
-        late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
-        if late is not None:
-            try:
-                late.require()
-            except Exception:
-                self._unread = None  # not applied, for what came before it
-                raise
-        return executed.result
+            batch = self._training_layout().shard(batch)
+        with compilable.explained(self._model):
+            return self._by_hand.run(self._step, batch)
 
-    def compiler_ir(self, stack: tuple, stage: str = "optimized_hlo") -> str | bytes:
+    def compiler_ir(self, stack: tuple[Any, ...], stage: str = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
-        self._require_one_program()
-        batch, step = self._prepared(stack)
-        return compiled.compiler_ir(step.compiled_execute, batch, stage=stage)
+        return program.compiler_ir(*self._one_program(stack), stage=stage)
 
-    def memory_analysis(self, stack: tuple) -> compiled.MemoryAnalysis:
+    def memory_analysis(self, stack: tuple[Any, ...]) -> program.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
-        self._require_one_program()
-        batch, step = self._prepared(stack)
-        return compiled.memory_analysis(step.compiled_execute, batch)
+        return program.memory_analysis(*self._one_program(stack))
 
-    def _require_one_program(self) -> None:
+    def _one_program(self, stack: tuple[Any, ...]) -> tuple[program.Program, Batch]:
         if self._replicas is not None:
             raise ValueError(
                 f"Under {type(self._replicas.strategy).__name__} a train step is several programs: ask for that of the "
                 "same model made outside the scope, with the batch_size of one replica."
             )
+        batch = self._by_hand.batch(stack)
+        return self._step.compiled_execute, batch
 
-    def _prepared(self, stack: tuple) -> tuple[Batch, ModelStep]:
-        """The stack as the model's step takes it, and that step; what is like a stack before is not checked again."""
-        batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
-        if isinstance(batch, Batch) and self._signature(batch) in self._known_stacks:
-            return batch, self._step
-        batch = by_hand.as_stack(stack)
-        if self._signature(batch) not in self._known_stacks:
-            self._built(by_hand.sample(batch))
-            self._known_stacks.add(self._signature(batch))
-        return batch, self._step
-
-    def _signature(self, batch: Batch) -> tuple:
-        """What `_built` checks: the stack, and what may have been set since the step was built."""
-        trainable = tuple([layer.trainable for layer in self._layers])
-        return compiled.flat(batch)[1], trainable, self.clip_norm, id(self.loss_scale), self.on_nonfinite
-
-    def _source(self, x, y, sample_weight, **options):
+    def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
         sparse = takes_class_indices(self._compile_arguments["loss"])
-        return data.of(x, y, sample_weight, sparse_labels=sparse, **options)
+        return source.of(x, y, sample_weight, sparse_labels=sparse, **options)
 
-    def _layout(self, exact_rows: bool = False) -> Layout:
-        layout = Layout(self.gradient_accumulation_steps, exact_rows=exact_rows)
+    def _layout(self, exact_rows: bool, steps_per_execution: int = 1) -> Layout:
+        layout = Layout(self.gradient_accumulation_steps, steps_per_execution, exact_rows)
         if self._replicas is None:
             return layout
         return layout._replace(replicas=self._replicas.count, shards=self._replicas.shards)
 
-    def _exact_in_training(self) -> bool:
-        return self._model.couples_rows or self._metrics.need_exact_rows
+    def _training_layout(self) -> Layout:
+        """Once the model has been called: before, it is not known whether its rows are coupled."""
+        exact = self._model.couples_rows or self._metrics.need_exact_rows
+        return self._layout(exact, self.steps_per_execution)
 
-    def _built(self, sample: Batch) -> ModelStep:
+    def _agreed_seed(self, schedule: Schedule, shuffle: bool) -> int | None:
+        """A seed of the shuffling that is every worker's; WorkersDifferError if they were asked for different fits."""
+        seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
+        if self._replicas is not None:
+            epochs = {"epochs": schedule.epochs, "initial_epoch": schedule.initial_epoch}
+            self._replicas.require_same("Pass the same to all.", **epochs)
+            (seed,) = self._replicas.broadcast([seed])
+        return seed if shuffle else None
+
+    def _training(self, stacks: Any, hooks: Callbacks, sample: Batch, plan: Mapping[str, Any]) -> Training:
+        """What a checkpoint needs to know of a fit."""
+        variables = {
+            "model": [*self.model.variables, *self._model.state],
+            "optimizer": self._optimizer.variables,
+            "loss_scale": self.loss_scale.variables,
+            "step": self._step.running.variables,
+        }
+        description = describe(
+            self._model,
+            self._compile_arguments,
+            self._optimizer,
+            self.loss_scale,
+            variables,
+            options=self._options,
+            replicas=1 if self._replicas is None else self._replicas.count,
+            sample=sample,
+            plan=plan,
+        )
+        savable = self._step.running.savable
+        return Training(self.model, variables, description, stacks, hooks, savable, self._replicas)
+
+    def _built(self, sample: Batch) -> ModelStep | ReplicatedStep:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
         self._model.require_inputs(sample.x)
         if self._step is None:
-            with distribution.scope_of(self._replicas):  # a model that is not built yet
+            with replicas.scope_of(self._replicas):  # a model that is not built yet
                 y_pred = self._model.symbolic_call(sample.x, training=True)
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
@@ -503,49 +489,17 @@ class Trainer:
             self._losses.build(self._outputs, y_true)
             self._metrics.build(self._outputs, y_true)
             step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
-            self._step = step(
-                self._model,
-                self._outputs,
-                self._losses,
-                self._metrics,
-                self._optimizer,
-                loss_scale=self.loss_scale,
-                clip_norm=self.clip_norm,
-                fp32_weight_gradients=self.fp32_weight_gradients,
-                jit_compile=self.jit_compile,
-                on_nonfinite=self.on_nonfinite,
-            )
+            self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, self._options)
             self._model.adopt(self.optimizer, self._metrics, **self._compile_arguments)
-        if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.trained]:
+        if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.cycle.trained]:
             raise ValueError(
                 "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
                 "`trainable` was switched). Make a new Trainer, with a new optimizer."
             )
-        for name in ("clip_norm", "loss_scale", "on_nonfinite"):
-            if getattr(self, name) != getattr(self._step, name):
-                raise ValueError(
-                    f"{name} was set to {getattr(self, name)!r} after the train step was built with "
-                    f"{getattr(self._step, name)!r}. Make a new Trainer, with a new optimizer."
-                )
-        self._layers = list(self._model.layers)
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
         self._outputs.match(sample.y, "y")
         return self._step
 
-    def _run(self, program, *args):
-        with compilable.explained(self._model):
-            return program(*args)
-
 
 def _row_shapes(sample: Batch) -> Any:
     return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))
-
-
-def _schedule(validation_freq: Any):
-    if isinstance(validation_freq, (list, tuple, set)):
-        if not validation_freq:
-            raise ValueError(f"validation_freq={validation_freq} names no epoch: pass the epochs to validate after.")
-        epochs = {checks.whole_number("validation_freq", epoch) for epoch in validation_freq}
-        return lambda epoch: epoch + 1 in epochs
-    every = checks.whole_number("validation_freq", validation_freq)
-    return lambda epoch: (epoch + 1) % every == 0

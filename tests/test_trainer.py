@@ -507,9 +507,9 @@ STACK = X[:16].reshape(2, 8, -1), Y[:16].reshape(2, 8)
 @pytest.mark.parametrize("convert", [np.asarray, tf.constant, tf.Variable], ids=["array", "tensor", "variable"])
 class TestAStackLikeOneBefore:
     def test_is_checked_once(self, trainer, convert, monkeypatch):
-        stack, checked, check = tuple(map(convert, STACK)), [], trainer._built
+        stack, checked, check = tuple(map(convert, STACK)), [], trainer._by_hand._build
         trainer.train_step(stack)
-        monkeypatch.setattr(trainer, "_built", lambda sample: checked.append(sample) or check(sample))
+        monkeypatch.setattr(trainer._by_hand, "_build", lambda sample: checked.append(sample) or check(sample))
         trainer.train_step(stack)
         trainer.train_step(list(stack))
         trainer.train_step((*stack, None))
@@ -521,7 +521,7 @@ class TestAStackLikeOneBefore:
     def test_is_trained_on_as_it_is(self, trainer, convert):
         """The second one comes by the short way: equal to the first, from the same weights."""
         stack, back, losses = tuple(map(convert, STACK)), trainer.model.get_weights(), []
-        trainer._known_stacks.clear()
+        trainer._by_hand._known.clear()
         for _ in range(2):
             trainer.model.set_weights(back)
             losses.append(float(trainer.train_step(stack).loss))
@@ -546,19 +546,17 @@ class TestAStackLikeOneBefore:
                 trainer.train_step(stack)
         finally:
             layer.trainable = True
-        clip_norm, trainer.clip_norm = trainer.clip_norm, 1e-9
-        try:
-            with pytest.raises(ValueError, match=r"clip_norm was set to 1e-09"):
-                trainer.train_step(stack)
-        finally:
-            trainer.clip_norm = clip_norm
+        clip_norm = trainer.clip_norm
+        with pytest.raises(ValueError, match=r"clip_norm=1e-09 cannot be set: the train step was built with"):
+            trainer.clip_norm = 1e-9
+        assert trainer.clip_norm == clip_norm
         for now, then in zip(trainer.model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(now, then)
         trainer.train_step(stack)
 
 
 def test_a_stack_of_four_is_refused_after_a_batch(trainer):
-    batch, _ = trainer._prepared(STACK)
+    batch = trainer._by_hand.batch(STACK)
     batch = batch._replace(sample_weight=tf.ones([2, 8]), valid=tf.ones([2, 8], tf.bool))
     trainer.train_step(batch)
     with pytest.raises(ValueError, match="tuple of 4 entries"):

@@ -152,7 +152,7 @@ class Losses:
         """The labels of the outputs whose `classes` are set, from targets by output; ignored classes as 0."""
         return [_without_ignored(o.loss, y_true[o.index]) for o in self.outputs if o.classes is not None]
 
-    def divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
+    def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
         """What a single output's loss sum is divided by; 0 where nothing was valid."""
         if len(self.outputs) == 1 and _reduction(self.outputs[0].loss) == "sum":
             return tf.cast(weight_sum > 0.0, weight_sum.dtype)
@@ -175,7 +175,7 @@ def term(
         weight_sum = sum(v)            # "sum_over_batch_size", "mean", "sum"; a weight of 0 counts, as in Keras
         weight_sum = sum(v * w)        # "mean_with_sample_weight"
 
-    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing: see `Losses.divisor`).
+    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing: see `Losses.denominator`).
 
     Args:
         loss: a Keras loss with a reduction.

@@ -18,7 +18,7 @@ from fastaccum.app.run import Run, resumed, say
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
-from fastaccum.step.nonfinite import NonFiniteError
+from fastaccum.step.guards import NonFiniteError
 
 SAMPLE_BYTES = 400
 INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to abort"

@@ -169,7 +169,7 @@ class Replicas:
         return self.worker == 0
 
     def require_optimizer(self, optimizer: Any) -> None:
-        """Raises ValueError for an optimizer that is not of Keras 3."""
+        """Raises ValueError if the optimizer is not one of Keras 3."""
         if not isinstance(optimizer.optimizer, keras.Optimizer):
             raise ValueError(
                 f"optimizer={type(optimizer.optimizer).__name__} is not a Keras 3 optimizer: under "
@@ -235,19 +235,28 @@ class Replicas:
 
     # Reduction.
 
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum over all replicas, on each local one, from a tensor of each local one: one collective.
+    def all_reduce(self, nests: Sequence[Any]) -> list[Any]:
+        """The sum over all replicas, on each local one, from a nest of tensors of each: one collective, of
+        float32 numbers (float64, where a tensor has them) if the tensors differ in dtype.
 
         Its key is settled once for each shape, whatever programs call it: workers agree on it where their programs
         differ, and TensorFlow, which keeps what it knows of every key, does not grow with each step.
         """
+        tensors = [self._flat(nest) for nest in nests]
         spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
         if spec not in self._reductions:
             with tf.init_scope(), outside_scope():
                 reduced = tf.function(self._reduced, autograph=False).get_concrete_function([spec] * len(tensors))
                 self._reductions[spec] = reduced, reduced.captured_inputs
         reduced, captured = self._reductions[spec]
-        return list(reduced._call_flat(list(tensors), captured))
+        sums = reduced._call_flat(tensors, captured)
+        return [_like(nest, flat) for nest, flat in zip(nests, sums, strict=True)]
+
+    def _flat(self, nest: Any) -> tf.Tensor:
+        tensors = [t for t in tf.nest.flatten(nest) if t is not None]
+        dtypes = {t.dtype for t in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
+        return tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], 0)
 
     def _reduced(self, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
         def reduce(own):
@@ -293,45 +302,10 @@ class Replicas:
                 )
 
 
-class ReplicaProgram:
-    """A compiled function of one replica: traced on the first one's variables, and called with those of any.
-
-    `program(*args)` traces it, if need be; `program(*args)(i, *args)` calls it on local replica i, in a graph.
-
-    Args:
-        function: takes nests of tensors and None only.
-        replicas: whose variables it may use.
-        jit_compile: compile with XLA.
-        around: a scope for the trace.
-    """
-
-    def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
-        self._function = tf.function(function, jit_compile=jit_compile, autograph=False)
-        self._replicas, self._around = replicas, around
-
-    def __call__(self, *args: Any) -> TracedProgram:
-        specs = tf.nest.map_structure(lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), args)
-        with first_components(), self._around():
-            concrete = self._function.get_concrete_function(*specs)
-        return TracedProgram(concrete, self._replicas)
-
-
-class TracedProgram:
-    """A `ReplicaProgram` for arguments of known shapes.
-
-    Attributes:
-        outputs: specs of what it returns.
-    """
-
-    def __init__(self, concrete: Any, replicas: Replicas):
-        self._concrete, self._replicas = concrete, replicas
-        self.outputs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), concrete.structured_outputs)
-        # Copies of variables must exist before the graph that synchronizes them.
-        self._captured = [
-            [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in range(len(replicas.devices))
-        ]
-
-    def __call__(self, replica: int, *args: Any) -> Any:
-        with tf.device(self._replicas.devices[replica]):
-            tensors = [t for t in tf.nest.flatten(args) if t is not None]
-            return self._concrete._call_flat(tensors, self._captured[replica])
+def _like(nest: Any, flat: tf.Tensor) -> Any:
+    """A flat tensor in the structure, shapes and dtypes of a nest."""
+    sizes = [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None]
+    parts = iter(tf.split(flat, sizes))
+    return tf.nest.map_structure(
+        lambda t: None if t is None else tf.cast(tf.reshape(next(parts), t.shape), t.dtype), nest
+    )

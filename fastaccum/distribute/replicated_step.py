@@ -4,131 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.losses import Losses
+from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
+from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.distribute.replicas import ReplicaProgram, Replicas, WorkersDifferError, first_components
-from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.step.model_step import Executed, ModelStep
+from fastaccum.distribute.replica_program import ReplicaProgram
+from fastaccum.distribute.replicas import Replicas, WorkersDifferError, first_components
+from fastaccum.step.model_step import ModelStep
+from fastaccum.step.options import Options
 from fastaccum.step.program import Program
+from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Accumulated
 
-PIECE = 16  # bits of an integer in one float32, which holds 24 exactly
 SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet
 
 
-class Buffer:
-    """A list of tensors as one flat tensor, float32 (float64 if any of them is), and back.
-
-    >>> buffer = Buffer()
-    >>> flat = buffer.pack([tf.constant([[1.0, 2.0]]), tf.constant(3.0)])
-    >>> flat.numpy().tolist(), [t.numpy().tolist() for t in buffer.unpack(flat)]
-    ([1.0, 2.0, 3.0], [[[1.0, 2.0]], 3.0])
-    """
-
-    def pack(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-        self._specs = [(t.shape, accumulator_dtype(t.dtype)) for t in tensors]
-        self._dtype = tf.float64 if any(dtype == tf.float64 for _, dtype in self._specs) else tf.float32
-        return tf.concat([tf.reshape(tf.cast(t, self._dtype), [-1]) for t in tensors], 0)
-
-    def unpack(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        parts = tf.split(flat, [shape.num_elements() for shape, _ in self._specs])
-        return [
-            tf.cast(tf.reshape(part, shape), dtype) for part, (shape, dtype) in zip(parts, self._specs, strict=True)
-        ]
-
-    def zeros(self) -> tf.Tensor:
-        """What `pack` makes of zeros alone."""
-        return tf.zeros([sum(shape.num_elements() for shape, _ in self._specs)], self._dtype)
-
-
-def spread(integers: tf.Tensor, replica: tf.Tensor, count: int) -> tf.Tensor:
-    """Integers [n] as float32 [replicas, n, 4] whose sum over the replicas holds those of each, exactly."""
-    shifts = tf.range(0, 64, PIECE, dtype=tf.int64)
-    pieces = tf.bitwise.bitwise_and(tf.bitwise.right_shift(integers[:, tf.newaxis], shifts), 2**PIECE - 1)
-    own = tf.one_hot(replica, count, dtype=tf.float32)
-    return own[:, tf.newaxis, tf.newaxis] * tf.cast(pieces, tf.float32)
-
-
-def collected(pieces: tf.Tensor) -> tf.Tensor:
-    """The integers of each replica, int64 [replicas, n], from the sum of what `spread` made.
-
-    >>> collected(spread(tf.constant([-2**63, 5]), 0, 2) + spread(tf.constant([2**40 + 1, -1]), 1, 2)).numpy().tolist()
-    [[-9223372036854775808, 5], [1099511627777, -1]]
-    """
-    shifts = tf.range(0, 64, PIECE, dtype=tf.int64)
-    return tf.reduce_sum(tf.bitwise.left_shift(tf.cast(pieces, tf.int64), shifts), -1)
-
-
-class Exchange:
-    """One round: what each local replica has for the others, added up over all of them.
-
-    Args:
-        replicas: whose sums these are.
-        checks: index checks, which every replica is to know the outcome of.
-        metrics: variables that each replica adds to by itself.
-    """
-
-    def __init__(self, replicas: Replicas, checks: Any, metrics: Sequence[tf.Variable]):
-        self._replicas, self._checks, self._metrics = replicas, checks, list(metrics)
-        self._buffer = Buffer()
-
-    @contextlib.contextmanager
-    def metrics_from_zero(self) -> Iterator[list[tf.Tensor]]:
-        """Within it the metrics start from zero, and it adds to the list yielded what they have reached at its end."""
-        before = [v.read_value() for v in self._metrics]
-        for variable in self._metrics:
-            variable.assign(tf.zeros_like(variable))
-        reached: list[tf.Tensor] = []
-        yield reached
-        reached += [v.read_value() for v in self._metrics]
-        for variable, value in zip(self._metrics, before, strict=True):
-            variable.assign(value)
-
-    def pack(self, replica: tf.Tensor, terms: list[tf.Tensor], reached: list[tf.Tensor]) -> tf.Tensor:
-        """One replica's part: float terms, and what its metrics reached."""
-        seen = tf.reshape(self._checks.seen(), [-1])
-        working = tf.constant(1.0)
-        return self._buffer.pack([*terms, *reached, spread(seen, replica, self._replicas.count), working])
-
-    def unpack(self, flat: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The terms of all replicas together, and how many took part. Updates metrics and index checks."""
-        *values, seen, working = self._buffer.unpack(flat)
-        terms, reached = values[: len(values) - len(self._metrics)], values[len(values) - len(self._metrics) :]
-        for variable, value in zip(self._metrics, reached, strict=True):
-            variable.assign(variable + tf.cast(value, variable.dtype))
-        seen = tf.reshape(collected(seen), [self._replicas.count, len(self._checks.lookups), 2])
-        low, high = tf.unstack(seen, axis=-1)
-        self._checks.assign(tf.stack([tf.reduce_min(low, 0), tf.reduce_max(high, 0)], -1))
-        return terms, working
-
-    def without_data(self) -> int:
-        """Takes part in a round that others may have data for; how many replicas had."""
-        nothing = [self._buffer.zeros() for _ in self._replicas.devices]
-        reduced = self._replicas.all_reduce(nothing)[0]
-        *_, working = self._buffer.unpack(reduced)
-        return int(working)
-
-
-class ReplicatedStep(ModelStep):
+class ReplicatedStep:
     """`ModelStep` on the replicas of a strategy; every stack holds the rows of the local ones, side by side.
 
         for each replica:  sums = accumulate(its rows)          # compiled
         sums = all_reduce(sums)                                 # one flat float32 buffer
         for each replica:  finish(sums)                         # compiled
 
-    The pieces are those of one device, traced on the first replica's variables and called with each other's. All finish
-    with the same numbers, so their variables stay equal bit for bit, the loss scale's and the metrics' among them.
-    What XLA cannot hold, the collective, stands in between: in a graph that only calls the two programs.
+    The objective and the cycle are those of one device, traced on the first replica's variables and called with each
+    other's. All finish with the same numbers, so their variables stay equal bit for bit, the loss scale's and the
+    metrics' among them. What XLA cannot hold, the collective, stands in between: in a graph that only calls the two
+    programs.
 
-    Moving statistics are averaged over the replicas; random masks differ between them. Several losses, whose divisors
-    must be known before the first gradient, take one more all-reduce, of a few scalars.
+    Moving statistics are averaged over the replicas; random masks differ between them. Several losses, whose
+    denominators must be known before the first gradient, take one more all-reduce, of a few scalars.
+
+    Args:
+        replicas: those of the strategy under which the model was made.
+        model, outputs, losses, metrics, optimizer, options: as in `ModelStep`.
+
+    Raises:
+        ValueError: raised if a metric's states may not be sums.
     """
 
     def __init__(
@@ -136,12 +55,10 @@ class ReplicatedStep(ModelStep):
         replicas: Replicas,
         model: Model,
         outputs: Outputs,
-        losses: Any,
-        metrics: Any,
-        optimizer: Any,
-        *,
-        loss_scale,
-        **options,
+        losses: Losses,
+        metrics: Metrics,
+        optimizer: Optimizer,
+        options: Options,
     ):
         if unknown := metrics.unknown_states:
             raise ValueError(
@@ -156,53 +73,94 @@ class ReplicatedStep(ModelStep):
             with replicas.strategy.scope():
                 optimizer.optimizer.build(model.trainable_variables)
         replicas.mirror(optimizer.optimizer.variables)
-        replicas.unmirror([*metrics.compiled.variables, loss_scale])
+        replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         with first_components():
-            super().__init__(model, outputs, losses, metrics, optimizer, loss_scale=loss_scale, **options)
+            step = self._step = ModelStep(model, outputs, losses, metrics, optimizer, options)
             self._seeds = model.seeds
-        self._statistics = [v for v in self._state if v.dtype.is_floating]
-        loss_means = [v.value for mean in self._loss_means.values() for v in mean.variables]
-        metric_variables = [*metrics.variables, *loss_means]
-        self._training = Exchange(replicas, self.index_checks, metric_variables)
-        self._evaluation = Exchange(replicas, self.index_checks, metric_variables)
+        self.objective, self.cycle, self.running = step.objective, step.cycle, step.running
+        self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
         self._length_known = True
+        jit_compile = self.objective.options.jit_compile
         self._accumulate, self._finish, self._sum, self._total, self._count = (
-            ReplicaProgram(function, replicas, self._jit_compile, around=self._alone)
-            for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted_rows)
+            ReplicaProgram(function, replicas, jit_compile, around=self._alone)
+            for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
         )
         self._counter = Program(self._count_on_all, jit_compile=False)
         self._executor = Program(self._execute_on_all, jit_compile=False)
         self._evaluator = Program(self._evaluate_on_all, jit_compile=False)
-        self.compiled_execute, self.compiled_evaluate = self._executed, self._evaluated
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Around the trace of a replica's program: nothing in it may reduce or update on other devices."""
         default = tf.distribute.get_strategy()
-        strategies = [(part, "_distribution_strategy", default) for part in self._optimizers]
-        with replaced(strategies):
+        with replaced([(part, "_distribution_strategy", default) for part in self._optimizers]):
             yield
 
     # On one replica, compiled.
 
-    def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[tf.Tensor, list]:
-        self._counted = counts
-        state = [v.read_value() for v in self._state]  # before seeds are the replica's own
-        with self._training.metrics_from_zero() as reached, self._own_masks(replica):
-            sums = self.accumulate(*stacks)
-        self._reached = [g is not None for g in sums.gradients]
+    def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is to be added up over the replicas, and what this one keeps for its end of the step."""
+        objective, count = self.objective, self._replicas.count
+        state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
+        with self._metrics_from_zero() as reached, self._own_masks(replica):
+            sums = self.cycle.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
         # The stacks of workers may differ in size, and so may their divisors of the scale.
-        typical = self._typical_weight(*stacks)
-        gradients = [g * tf.constant(typical, g.dtype) for g in sums.gradients if g is not None]
-        means = [tf.cast(v.read_value(), tf.float32) / self._replicas.count for v in self._statistics]
-        terms = [*gradients, *means, sums.loss_sum, sums.weight_sum]
-        return self._training.pack(replica, terms, reached), state
+        typical = objective.typical_weight(stacks)
+        shared = {
+            "gradients": [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients],
+            "statistics": [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics],
+            "loss_sum": sums.loss_sum,
+            "weight_sum": sums.weight_sum,
+            **self._common(reached),
+        }
+        return shared, {"state": state, "seen": self.running.index_checks.seen()}
 
-    def _counts(self, *stacks: Batch) -> list[tf.Tensor]:
-        return tf.unstack(self._counted)
+    def _finished(self, shared: dict[str, Any], state: list[tf.Tensor], seen: tf.Tensor) -> tuple[Executed, tf.Tensor]:
+        in_range = self._take_over(shared, seen)
+        for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
+            variable.assign(tf.cast(mean, variable.dtype))
+        scale = self.cycle.loss_scale.scale()
+        sums = Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state)
+        all_work = tf.equal(shared["working"], float(self._replicas.count))
+        result = self.running.add_step(scale, self.cycle.finish(sums, accepted=all_work & in_range))
+        return self.running.report(result, fine=in_range), shared["working"]
 
-    def _counted_rows(self, *stacks: Batch) -> tf.Tensor:
-        return tf.stack(self.count(*stacks))
+    def _summed(self, *stacks: Batch) -> tuple[dict[str, Any], tf.Tensor]:
+        with self._metrics_from_zero() as reached:
+            sums = self.objective.evaluate(*stacks)
+        return {"sums": sums, **self._common(reached)}, self.running.index_checks.seen()
+
+    def _totalled(self, shared: dict[str, Any], seen: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        in_range = self._take_over(shared, seen)
+        return shared["sums"], in_range, shared["working"]
+
+    def _counted(self, *stacks: Batch) -> tf.Tensor:
+        return tf.stack(self.objective.count(*stacks))
+
+    def _common(self, reached: list[tf.Tensor]) -> dict[str, Any]:
+        """What both a train step and an evaluation add up: of metrics, and of replicas, those at work and in range."""
+        in_range = self.running.index_checks.in_range()
+        return {"metrics": reached, "in_range": tf.cast(in_range, tf.float32), "working": tf.constant(1.0)}
+
+    def _take_over(self, shared: dict[str, Any], seen: tf.Tensor) -> tf.Tensor:
+        """Updates metrics and index checks; whether every replica's indices are in range."""
+        for variable, value in zip(self.running.micro_batch_variables, shared["metrics"], strict=True):
+            variable.assign(variable + tf.cast(value, variable.dtype))
+        self.running.index_checks.assign(seen)
+        return tf.equal(shared["in_range"], shared["working"])
+
+    @contextlib.contextmanager
+    def _metrics_from_zero(self) -> Iterator[list[tf.Tensor]]:
+        """Within it the metrics start from zero, and it adds to the list yielded what they have reached at its end."""
+        variables = self.running.micro_batch_variables
+        before = [v.read_value() for v in variables]
+        for variable in variables:
+            variable.assign(tf.zeros_like(variable))
+        reached: list[tf.Tensor] = []
+        yield reached
+        reached += [v.read_value() for v in variables]
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
 
     @contextlib.contextmanager
     def _own_masks(self, replica: tf.Tensor) -> Iterator[None]:
@@ -213,55 +171,36 @@ class ReplicatedStep(ModelStep):
         for seed in self._seeds:
             seed.assign_sub(_offset(seed, replica))
 
-    def _finished(self, flat: tf.Tensor, state: list[tf.Tensor]) -> tuple[Executed, tf.Tensor]:
-        terms, working = self._training.unpack(flat)
-        self._all_work = tf.equal(working, float(self._replicas.count))
-        terms = iter(terms)
-        gradients = [next(terms) if reached else None for reached in self._reached]
-        for variable in self._statistics:
-            variable.assign(tf.cast(next(terms), variable.dtype))
-        loss_sum, weight_sum = terms
-        scale = self.loss_scale.scale()
-        result = self.finish(Accumulated(gradients, loss_sum, weight_sum, scale, state))
-        return self._report(self._tracked(scale, result)), working
-
-    def _accept(self) -> tf.Tensor:
-        return super()._accept() & self._all_work
-
-    def _summed(self, replica: tf.Tensor, *stacks: Batch) -> tf.Tensor:
-        with self._evaluation.metrics_from_zero() as reached:
-            *sums, _ = self.evaluate(*stacks)
-        return self._evaluation.pack(replica, sums, reached)
-
-    def _totalled(self, flat: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        sums, working = self._evaluation.unpack(flat)
-        return [*sums, self.index_checks.seen()], working
-
     # On all local replicas, in a graph that calls the compiled programs.
 
     def _count_on_all(self, *stacks: Batch) -> list[tf.Tensor]:
         shards = self._shards(stacks)
         count = self._count(*shards[0])
-        return self._replicas.all_reduce([count(i, *share) for i, share in enumerate(shards)])
+        return self._replicas.all_reduce([count(i, *shard) for i, shard in enumerate(shards)])
 
     def _execute_on_all(self, counts: list, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
         replicas, shards = self._replicas, self._shards(stacks)
         accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
-        finish = self._finish(*accumulate.outputs)
+        shared, own = accumulate.outputs
+        finish = self._finish(shared, own["state"], own["seen"])
         replicas.synchronize()
         given = zip(replicas.ids, counts, shards, strict=True)
-        sums = [accumulate(i, replica, count, *share) for i, (replica, count, share) in enumerate(given)]
-        totals = replicas.all_reduce([flat for flat, _ in sums])
-        results = [finish(i, total, state) for i, (total, (_, state)) in enumerate(zip(totals, sums, strict=True))]
-        return results[0]
+        sums = [accumulate(i, replica, count, *shard) for i, (replica, count, shard) in enumerate(given)]
+        totals = replicas.all_reduce([shared for shared, _ in sums])
+        seen = _widest([own["seen"] for _, own in sums])
+        ends = enumerate(zip(totals, sums, strict=True))
+        executed, *_ = [finish(i, total, own["state"], seen) for i, (total, (_, own)) in ends]
+        return executed
 
-    def _evaluate_on_all(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _evaluate_on_all(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
         replicas, shards = self._replicas, self._shards(stacks)
-        sums = self._sum(replicas.ids[0], *shards[0])
-        total = self._total(sums.outputs)
+        sums = self._sum(*shards[0])
+        total = self._total(*sums.outputs)
         replicas.synchronize()
-        parts = [sums(i, replica, *share) for i, (replica, share) in enumerate(zip(replicas.ids, shards, strict=True))]
-        return total(0, replicas.all_reduce(parts)[0])  # the others' metrics are synchronized before the next step
+        parts = [sums(i, *shard) for i, shard in enumerate(shards)]
+        seen = _widest([seen for _, seen in parts])
+        # The others' metrics are synchronized before the next step.
+        return *total(0, replicas.all_reduce([shared for shared, _ in parts])[0], seen), seen
 
     def _shards(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
         """Each local replica's rows of the stacks."""
@@ -270,71 +209,89 @@ class ReplicatedStep(ModelStep):
             [tf.nest.map_structure(lambda t, i=i: tf.split(t, count, 1)[i], s) for s in stacks] for i in range(count)
         ]
 
-    # One dispatch.
-
-    def _executed(self, *stacks: Batch) -> Executed:
-        counts = self._counter(*stacks) if self._has_several_terms else [None] * len(self._replicas.devices)
-        executed, working = self._executor(counts, *stacks)
-        self._require_all(working)
-        return executed
-
-    def _evaluated(self, *stacks: Batch) -> list[tf.Tensor]:
-        sums, working = self._evaluator(*stacks)
-        self._require_all(working)
-        return sums
+    # Called by the host.
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
-        if not dispatch.is_multi_step:
-            return self._executed(*dispatch.stacks)
+        """Runs the train steps of a dispatch."""
         # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.
-        (stack,) = dispatch.stacks
-        for i in range(dispatch.steps):
-            executed = self._executed(tf.nest.map_structure(lambda t, i=i: t[i], stack))
+        for stacks in self._steps(dispatch):
+            several = self.objective.has_several_terms
+            counts = self._counter(*stacks) if several else [None] * len(self._replicas.devices)
+            executed, working = self._executor(counts, *stacks)
+            self._require_all(working)
         return executed
 
-    def _steps_run(self, dispatch: Dispatch) -> int:
-        return dispatch.steps
+    def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
+        """As `ModelStep.evaluate`, over all replicas."""
+        sums, in_range, working, seen = self._evaluator(*dispatch.stacks)
+        self._require_all(working)
+        return sums, lambda: self._require_in_range(seen, in_range)
 
-    @property
-    def place(self) -> str:
-        replicas = self._replicas
-        if replicas.workers == 1:
-            return ""
-        return (
-            f"Among the rows of worker {replicas.worker} of {replicas.workers} (what is wrong may be among another's: "
-            "see its error): "
-        )
+    def require(self, executed: Executed, dispatch: Dispatch) -> None:
+        """Raises what a dispatch has to say, as `ModelStep.require`; waits for it."""
+        if executed.fine:
+            return
+        replicas, place = self._replicas, ""
+        if replicas.workers > 1:
+            place = (
+                f"Among the rows of worker {replicas.worker} of {replicas.workers} (what is wrong may be among "
+                "another's: see its error): "
+            )
+        if dispatch.is_multi_step:
+            ran = tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks)
+            dispatch = dispatch._replace(stacks=ran)
+        with first_components():
+            self._step.require(executed, dispatch, place)
+        self._require_in_range(executed.indices, False)
 
-    def on_one_device(self) -> contextlib.AbstractContextManager:
-        return first_components()
+    def _steps(self, dispatch: Dispatch) -> Iterator[Sequence[Batch]]:
+        if not dispatch.is_multi_step:
+            yield dispatch.stacks
+            return
+        (stack,) = dispatch.stacks
+        for i in range(dispatch.steps):
+            yield [tf.nest.map_structure(lambda t, i=i: t[i], stack)]
+
+    def _require_in_range(self, seen: tf.Tensor, in_range: tf.Tensor | bool) -> None:
+        self.running.index_checks.require(seen)
+        if not in_range:
+            raise ValueError(
+                "Another worker has seen labels or ids that are out of range: its error says which. Nothing was "
+                "updated with them."
+            )
 
     # One pass over the data.
 
-    def together(
-        self, source: Any, dispatches: Iterator[Dispatch], steps: int | None, training: bool = True
-    ) -> Iterator[Dispatch]:
+    def together(self, stacks: Any, dispatches: Iterator[Dispatch], training: bool = True) -> Iterator[Dispatch]:
+        """The dispatches of a pass; WorkersDifferError on every worker if one has more of them than another."""
         if self._replicas.workers == 1:
             return dispatches
-        return self._together(source, dispatches, steps, self._training if training else self._evaluation)
+        return self._together(stacks, dispatches, self._accumulate if training else self._sum)
 
-    def _together(self, source, dispatches, steps, exchange):
-        known = steps or source.steps_per_epoch
+    def _together(self, stacks: Any, dispatches: Iterator[Dispatch], program: ReplicaProgram) -> Iterator[Dispatch]:
+        known = stacks.steps_per_epoch
         first = next(dispatches)
         self._replicas.require_same(
-            f"Every worker must be given the same {source.what}, in the same order (a shuffle needs a seed), with the "
+            f"Every worker must be given the same {stacks.what}, in the same order (a shuffle needs a seed), with the "
             "same batch_size and gradient_accumulation_steps; or a dataset of its own, with as many batches as the "
             "others', under auto_shard_policy OFF.",
             steps_in_a_pass=known or 0,
-            gradient_accumulation_steps=source.layout.accumulation,
-            data=source.checksum(),
+            gradient_accumulation_steps=stacks.layout.accumulation,
+            data=stacks.checksum(),
         )
         before, self._length_known = self._length_known, bool(known)
         try:
             yield from itertools.chain([first], dispatches)
-            if not known and (others := exchange.without_data()):
+            if not known and (others := self._without_data(program)):
                 raise self._apart(others)
         finally:
             self._length_known = before
+
+    def _without_data(self, program: ReplicaProgram) -> int:
+        """Takes part in a round that others may have data for; how many replicas had."""
+        shared, _ = program.outputs
+        nothing = tf.nest.map_structure(lambda s: None if s is None else tf.zeros(s.shape, s.dtype), shared)
+        return int(self._replicas.all_reduce([nothing] * len(self._replicas.devices))[0]["working"])
 
     def _require_all(self, working: tf.Tensor) -> None:
         # Waits for the step, so only where a worker's data may have ended: it does not come to the next one.
@@ -346,6 +303,12 @@ class ReplicatedStep(ModelStep):
             f"The workers' data ended at different steps: {working} of {self._replicas.count} replicas still had some. "
             "Nothing was updated with it. Give all workers as many batches, or pass steps_per_epoch (or steps)."
         )
+
+
+def _widest(seen: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The ranges of indices that hold each of several: int64 [lookups, 2]."""
+    low, high = tf.unstack(tf.stack(seen), axis=-1)
+    return tf.stack([tf.reduce_min(low, 0), tf.reduce_max(high, 0)], -1)
 
 
 def _offset(seed: tf.Variable, replica: tf.Tensor) -> tf.Tensor:

@@ -15,8 +15,9 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.models import Model
 from fastaccum.data.stacks import trip_count
-from fastaccum.step.nonfinite import NonFiniteError
+from fastaccum.step.guards import NonFiniteError
 from fastaccum.step.program import Program
+from fastaccum.step.train_step import TrainStep
 
 NAMES = 5  # of variables, layers or rows in one line; the rest are counted
 
@@ -44,53 +45,54 @@ class Seen(NamedTuple):
         return any(np.any(flags) for flags in (self.gradients, self.state, ~np.isfinite(self.loss_sum)))
 
 
-def error(step: Any, stacks: Sequence[Any]) -> NonFiniteError:
+def error(cycle: TrainStep, patience: int, stacks: Sequence[Any], place: str = "") -> NonFiniteError:
     """The error of a train step that was not finite, and that no lower loss scale can help.
 
     Weights, slots, statistics and seeds are those that the step began with, since it changed nothing: run again, each
     micro-batch gives what it gave then. The second program leaves them as they are too.
 
     Args:
-        step: the `ModelStep`.
+        cycle: the train step of a `ModelObjective`.
+        patience: how many such steps in a row are the end.
         stacks: the failing step's.
+        place: how the line that names a micro-batch begins.
     """
-    patience, updates = step.stuck_steps.patience, int(step.optimizer.iterations.numpy())
+    updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
     lines = [
         ("A train step is" if patience == 1 else f"{patience} train steps in a row were")
         + f" not finite, after {updates:,} updates, and no lower loss scale can help: it is "
-        f"{float(step.loss_scale.scale()):g}, of {type(step.loss_scale).__name__}. "
+        f"{float(scale.scale()):g}, of {type(scale).__name__}. "
         "Weights, slots and statistics are those of the last good step."
     ]
     try:
-        with step.on_one_device():
-            lines += _findings(step, stacks)
+        lines += _findings(cycle, stacks, place)
     except Exception as failure:  # the error matters more than its explanation
         lines.append(f"Why could not be found out: {type(failure).__name__}: {failure}")
     return NonFiniteError("\n  ".join(lines))
 
 
-def _findings(step: Any, stacks: Sequence[Any]) -> list[str]:
+def _findings(cycle: TrainStep, stacks: Sequence[Any], place: str) -> list[str]:
     """What is not finite, where it begins, and what to do about it: one line each."""
-    spoilt = [v for v in (*step.variables, *step.optimizer.variables) if _is_bad(v).numpy()]
+    spoilt = [v for v in (*cycle.variables, *cycle.optimizer.variables) if _is_bad(v).numpy()]
     if spoilt:
         return [
-            f"The variables {_some(_name(step, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
+            f"The variables {_some(_name(cycle, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
             "overflowed, from a gradient that was finite, or they were set so.",
             "What to do: go back to weights that are finite, and lower the learning rate or set clip_norm.",
         ]
     micro_batches = [(s, i) for s, stack in enumerate(stacks) for i in range(trip_count(stack))]
-    with _kept(step):
-        look, layers = _looker(step, stacks)
+    with _kept([*cycle.objective.state, *cycle.objective.running.variables]):
+        look, layers = _looker(cycle, stacks)
         for at, (s, i) in enumerate(micro_batches):
             batch = tf.nest.map_structure(lambda t, i=i: t[i], stacks[s])
             seen = Seen(*(t.numpy() for t in look(batch)))
             if seen.is_bad:
-                place = f"{step.place}In micro-batch {at} of the step's {len(micro_batches)} (counted from 0):"
-                return [place, *_of_micro_batch(step, batch, seen, layers)]
-        return _of_step(step, seen)
+                where = f"{place}In micro-batch {at} of the step's {len(micro_batches)} (counted from 0):"
+                return [where, *_of_micro_batch(cycle, batch, seen, layers)]
+        return _of_step(cycle, seen, place)
 
 
-def _of_micro_batch(step: Any, batch: Any, seen: Seen, layers: list[Any]) -> list[str]:
+def _of_micro_batch(cycle: TrainStep, batch: Any, seen: Seen, layers: list[Any]) -> list[str]:
     inputs = list(_bad_inputs(batch))
     lines = [f"{each}." for each in inputs]
     bad = [layer for layer, flag in zip(layers, seen.outputs, strict=True) if flag]
@@ -99,31 +101,31 @@ def _of_micro_batch(step: Any, batch: Any, seen: Seen, layers: list[Any]) -> lis
         lines.append(f"The first layer whose output is not finite: {layer}.")
     loss = float(seen.loss_sum) / float(seen.weight_sum) if seen.weight_sum else float(seen.loss_sum)
     lines.append(f"The loss: {loss:g}.")
-    variables = list(itertools.compress(step.variables, seen.gradients))
+    variables = list(itertools.compress(cycle.variables, seen.gradients))
     if variables:
-        owners = dict.fromkeys(name for v in variables if (name := step.model.owner(v)))
+        owners = dict.fromkeys(name for v in variables if (name := cycle.objective.model.owner(v)))
         lines.append(
-            f"Gradients that are not finite: {len(variables)} of {len(step.variables)}: "
-            f"{_some(_name(step, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
+            f"Gradients that are not finite: {len(variables)} of {len(cycle.variables)}: "
+            f"{_some(_name(cycle, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
         )
-    statistics = list(itertools.compress(_floats(step._state), seen.state))
+    statistics = list(itertools.compress(_floats(cycle.objective.state), seen.state))
     if statistics:
-        lines.append(f"Statistics that became NaN or inf: {_some(_name(step, v) for v in statistics)}.")
-    return [*lines, f"What to do: {_remedy(step, inputs, layer, bool(variables), bool(statistics))}"]
+        lines.append(f"Statistics that became NaN or inf: {_some(_name(cycle, v) for v in statistics)}.")
+    return [*lines, f"What to do: {_remedy(cycle, inputs, layer, bool(variables), bool(statistics))}"]
 
 
-def _remedy(step: Any, inputs: list[str], layer: str | None, gradients: bool, statistics: bool) -> str:
+def _remedy(cycle: TrainStep, inputs: list[str], layer: str | None, gradients: bool, statistics: bool) -> str:
     if inputs:
         return "correct these rows, or leave them out (a sample_weight of 0 does not: 0 * NaN is NaN)."
     if statistics and not layer:
         return "scale the inputs of these layers down: the variance of a batch overflows."
-    half = step.model.compute_dtype == "float16"
+    half = cycle.objective.model.compute_dtype == "float16"
     if layer:
         return (
             f"lower the learning rate or set clip_norm; or look in layer {layer} for a division, logarithm or root at "
             "0" + (", or for values above 65504, where float16 ends: bfloat16 does not." if half else ".")
         )
-    if gradients and half and float(step.loss_scale.scale()) > 1.0:
+    if gradients and half and float(cycle.loss_scale.scale()) > 1.0:
         return "lower the loss scale or its floor, or pass loss_scale='auto'."
     if gradients:
         return (
@@ -133,48 +135,46 @@ def _remedy(step: Any, inputs: list[str], layer: str | None, gradients: bool, st
     return "look in the loss for a logarithm of 0, a division by 0 or an overflow: its gradient is finite."
 
 
-def _of_step(step: Any, seen: Seen) -> list[str]:
+def _of_step(cycle: TrainStep, seen: Seen, place: str) -> list[str]:
     """Where each micro-batch is finite by itself."""
     with tf.GradientTape() as tape:
-        penalty = step._penalty()
+        penalty = cycle.objective.penalty()
     if penalty is not None:
-        gradients = tape.gradient(penalty, step.variables)
-        bad = [v for v, g in zip(step.variables, gradients, strict=True) if g is not None and _is_bad(g).numpy()]
+        gradients = tape.gradient(penalty, cycle.variables)
+        bad = [v for v, g in zip(cycle.variables, gradients, strict=True) if g is not None and _is_bad(g).numpy()]
         if bad or _is_bad(penalty).numpy():
-            largest = max(step.variables, key=lambda v: np.abs(v.numpy()).max(initial=0.0))
+            largest = max(cycle.variables, key=lambda v: np.abs(v.numpy()).max(initial=0.0))
             return [
                 f"The weight regularisers give {float(penalty):g}"
-                + (f", and gradients that are not finite to {_some(_name(step, v) for v in bad)}" if bad else "")
-                + f"; the largest weight stands in {_name(step, largest)}.",
+                + (f", and gradients that are not finite to {_some(_name(cycle, v) for v in bad)}" if bad else "")
+                + f"; the largest weight stands in {_name(cycle, largest)}.",
                 "What to do: go back to smaller weights, and lower the learning rate or set clip_norm.",
             ]
     i = int(np.argmax(seen.largest))
     return [
-        f"{step.place}Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient "
-        f"is that of {_name(step, step.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
+        f"{place}Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient "
+        f"is that of {_name(cycle, cycle.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
         "What to do: scale the loss down (the mean rather than the sum), or lower the learning rate.",
     ]
 
 
-def _looker(step: Any, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
+def _looker(cycle: TrainStep, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
     """A function of one micro-batch that gives a `Seen`, as a tuple; and, once traced, the layers of its `outputs`."""
     layers: list[Any] = []
-    several = len(step._term_weights) > 1
-    scale = step.loss_scale.scale() / step._typical_weight(*stacks)
-    denominators = None
-    if several:
-        with step._layers_as_compiled():
-            denominators = step._divisors(Program(step.count, step._jit_compile)(*stacks))
+    objective, jit_compile = cycle.objective, cycle.objective.options.jit_compile
+    scale = cycle.loss_scale.scale() / objective.typical_weight(stacks)
+    with objective.scope():
+        counts = Program(objective.count, jit_compile)(*stacks) if objective.has_several_terms else None
+        prepared = objective.prepare(stacks, counts)
 
     def look(batch):
         layers.clear()
         outputs: list[list[tf.Tensor]] = []
-        step._denominators = denominators
-        with step._layers_as_compiled(), _watched(step.model, layers, outputs), tf.GradientTape() as tape:
-            loss_sum, weight_sum = step._converted_loss_fn(batch)
+        with objective.scope(), _watched(objective.model, layers, outputs), tf.GradientTape() as tape:
+            loss_sum, weight_sum = objective.sums(batch, prepared)
             scaled = tf.cast(loss_sum, tf.float32) * scale
             forward = len(outputs)
-            gradients = tape.gradient(scaled, step.variables)
+            gradients = tape.gradient(scaled, cycle.variables)
         # What a layer that recomputes its activations put out again, in the backward pass, is no news.
         del layers[forward:], outputs[forward:]
         gradients = [tf.zeros([1]) if g is None else tf.convert_to_tensor(g) for g in gradients]
@@ -184,10 +184,10 @@ def _looker(step: Any, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
             tf.stack([_is_bad(g) for g in gradients]),
             tf.stack([tf.reduce_max(tf.abs(tf.cast(g, tf.float32)), keepdims=False) / scale for g in gradients]),
             _stacked([tf.reduce_any([_is_bad(t) for t in tensors]) for tensors in outputs]),
-            _stacked([_is_bad(v) for v in _floats(step._state)]),
+            _stacked([_is_bad(v) for v in _floats(objective.state)]),
         )
 
-    return Program(look, step._jit_compile), layers
+    return Program(look, jit_compile), layers
 
 
 def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
@@ -216,18 +216,12 @@ def _watched(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]]) ->
 
 
 @contextlib.contextmanager
-def _kept(step: Any) -> Iterator[None]:
+def _kept(variables: Sequence[tf.Variable]) -> Iterator[None]:
     """Within the scope, what a micro-batch moves is moved; then it is as before."""
-    means = [step._loss_mean, *step._loss_means.values()]
-    raw = [getattr(v, "value", v) for v in (*step.metrics.variables, *(v for m in means for v in m.variables))]
-    variables = [*step._state, *(v for v in raw if isinstance(v, tf.Variable))]
     before = [v.numpy() for v in variables]
-    denominators = step._denominators
     try:
-        with step.index_checks.paused():
-            yield
+        yield
     finally:
-        step._denominators = denominators
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
 
@@ -261,9 +255,9 @@ def _some(names: Any) -> str:
     return ", ".join(names[:NAMES]) + more
 
 
-def _name(step: Any, variable: tf.Variable) -> str:
+def _name(cycle: TrainStep, variable: tf.Variable) -> str:
     """The variable's path in the model, as Keras has it."""
-    for each in (*step.model.model.variables, *getattr(step.optimizer.optimizer, "variables", ())):
+    for each in (*cycle.objective.model.model.variables, *getattr(cycle.optimizer.optimizer, "variables", ())):
         if isinstance(each, keras.Variable) and each.value is variable:
             return each.path
     return variable.name

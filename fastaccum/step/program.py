@@ -9,6 +9,8 @@ import numpy as np
 import optree
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
@@ -45,7 +47,7 @@ class Program:
         jit_compile: compile with XLA.
 
     Raises:
-        TypeError: at a call, something in the nests that is no tensor, such as a mapping of a class of one's own.
+        TypeError: raised by a call if something in the nests is not a tensor.
 
     >>> double = Program(lambda x: 2.0 * x)
     >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
@@ -75,6 +77,12 @@ class Program:
         return self.function.experimental_get_tracing_count()
 
 
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` by AutoGraph, wherever it is called: inline, where a nested tf.function would hide its ops."""
+    enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+    return autograph.convert(recursive=True, conversion_ctx=enabled)(function)
+
+
 def flat(nest: Any) -> tuple[list[Any], tuple]:
     """The arrays or tensors of a nest, and what nests that one program takes have in common."""
     leaves, structure = optree.tree_flatten(nest)
@@ -87,7 +95,7 @@ def _call_of(concrete: Any, args: Any) -> Callable[[list[tf.Tensor]], Any]:
     given, returned = map(optree.tree_structure, (args, concrete.structured_outputs))
     order, size = _order(given), len(function.function_type.flat_outputs)
     places = np.argsort(_order(returned)).tolist()
-    plain = len(places) == size  # each output is one tensor, and no RaggedTensor of several
+    plain = len(places) == size  # each output is one tensor, not a RaggedTensor of several
 
     def call(leaves: list[tf.Tensor]) -> Any:
         tensors, now = [leaves[number] for number in order], context.context()
@@ -117,11 +125,11 @@ def compiler_ir(function: Any, *args: Any, stage: str = "optimized_hlo") -> str 
             "optimized_hlo_proto_serialized", ...).
 
     Raises:
-        ValueError: a function that is not compiled with XLA.
+        ValueError: raised if the function is not compiled with XLA.
     """
     function = getattr(function, "function", function)
     if not function._jit_compile:
-        raise ValueError("jit_compile=False: this is no XLA program, so it has no compiler IR. Pass jit_compile=True.")
+        raise ValueError("jit_compile=False: there is no XLA program whose IR could be read. Pass jit_compile=True.")
     return function.experimental_get_compiler_ir(*args)(stage=stage)
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.autograph.impl import api as autograph
 
 from fastaccum import checks
 from fastaccum.adapters import optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
 from fastaccum.kernels.accumulators import FactoredAccumulator, SumAccumulator, accumulator
+from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step.program import Program
+from fastaccum.step.program import Program, converted
 
 
 class StepResult(NamedTuple):
@@ -57,6 +57,63 @@ class Accumulated(NamedTuple):
     state: list[tf.Tensor]
 
 
+class Objective:
+    """What a train step minimises, and what it asks before it moves a weight.
+
+    Attributes:
+        state: variables that the forward pass assigns, and that a skipped step restores.
+    """
+
+    state: Sequence[tf.Variable] = ()
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the forward and backward passes of a step."""
+        return contextlib.nullcontext()
+
+    def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
+        """What every micro-batch must know of the whole step, before the first gradient.
+
+        Args:
+            stacks: the step's.
+            counts: what the objective counts in the stacks of all devices, where they are more than one.
+        """
+        return None
+
+    def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """The loss sum and the weight sum of one micro-batch, with what `prepare` returned."""
+        raise NotImplementedError
+
+    def typical_weight(self, stacks: Sequence[Any]) -> float:
+        """About what the weight sum will be, known when the step is traced: the number of examples."""
+        return float(sum(math.prod(tf.nest.flatten(stack)[0].shape[:2]) for stack in stacks))
+
+    def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
+        """What the loss sum is divided by: the weight sum, unless the loss is a sum; 0 where nothing is valid."""
+        return weight_sum
+
+    def penalty(self) -> tf.Tensor | None:
+        """A loss that is added once per step, whatever the number of micro-batches (weight regularisers)."""
+        return None
+
+    def accepts(self) -> tf.Tensor:
+        """Asked after the loop: a bool scalar; where it is False the step changes nothing."""
+        return tf.constant(True)
+
+
+class LossFunction(Objective):
+    """`loss_fn(micro_batch) -> (loss_sum, weight_sum)` and nothing else."""
+
+    def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[Any] = ()):
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn={loss_fn!r} must be a function of one micro-batch.")
+        self.state = [_tf_variable(v) for v in state]
+        # AutoGraph for the one function that is not ours: it makes a trace many times as long.
+        self._loss_fn = converted(loss_fn)
+
+    def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        return self._loss_fn(micro_batch)
+
+
 class TrainStep:
     """Accumulates the gradient of a stack of micro-batches and applies it once, in one compiled program.
 
@@ -76,7 +133,7 @@ class TrainStep:
     Args:
         loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`, the sum of weighted losses and what it is to
             be divided by over the full batch; both scalars. Returning a mean and 1 would average means,
-            which is wrong as soon as micro-batches weigh differently. Traced once, by AutoGraph.
+            which is wrong as soon as micro-batches weigh differently. Traced once, by AutoGraph. Or an `Objective`.
         variables: tf.Variables or Keras variables to train.
         optimizer: Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name.
         loss_scale: a loss scale, a number for a static one; None for no scaling.
@@ -85,9 +142,9 @@ class TrainStep:
         state: further tf.Variables that `loss_fn` assigns (batch statistics) and a skipped step restores.
 
     Raises:
-        TypeError: a variable or optimizer that is none.
-        ValueError: no variables, a clip_norm that is not positive, or (at the first call) a stack whose
-            leading axes differ, a loss_fn that does not return two scalars or reaches no variable.
+        TypeError: raised if a variable is not a variable, or the optimizer not an optimizer.
+        ValueError: raised if there are no variables, clip_norm is not positive, or (at the first call) the leading
+            axes of a stack differ, or loss_fn does not return two scalars or reaches no variable.
 
     >>> w = tf.Variable([0.0])
     >>> def squared_error(micro_batch):
@@ -102,29 +159,23 @@ class TrainStep:
 
     def __init__(
         self,
-        loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
-        variables: Sequence[tf.Variable],
+        loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]] | Objective,
+        variables: Sequence[Any],
         optimizer: Any,
         *,
         loss_scale: loss_scales.LossScale | float | None = None,
         clip_norm: float | None = None,
         jit_compile: bool = True,
-        state: Sequence[tf.Variable] = (),
+        state: Sequence[Any] = (),
     ):
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn={loss_fn!r} must be a function of one micro-batch.")
+        self.objective = loss_fn if isinstance(loss_fn, Objective) else LossFunction(loss_fn, state)
         if not variables:
             raise ValueError("variables is empty: there is nothing to train.")
-        self.loss_fn = loss_fn
-        # AutoGraph for the one function that is not ours: it makes a trace many times as long.
-        enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
-        self._converted_loss_fn = autograph.convert(recursive=True, conversion_ctx=enabled)(loss_fn)
         self.optimizer = optimizers.get(optimizer)
         self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
         self.trained = list(variables)
         self.variables = [_tf_variable(v) for v in variables]
-        self._state = [_tf_variable(v) for v in state]
         self.optimizer.build(self.trained)
         self._compiled = Program(self.run, jit_compile)
 
@@ -134,28 +185,31 @@ class TrainStep:
         trip_count(stack)
         return self._compiled(stack)
 
-    @autograph.do_not_convert
+    @tf.autograph.experimental.do_not_convert
     def run(self, *stacks: Any) -> StepResult:
         """The step as graph ops, for use inside a tf.function; several stacks run one after the other.
 
         More than one stack is for micro-batches that cannot share a shape: their sums add up.
         """
-        return self.finish(self.reduce(self.accumulate(*stacks)))
+        return self.finish(self.accumulate(*stacks))
 
-    def accumulate(self, *stacks: Any) -> Accumulated:
-        """Sums of gradients, losses and weights over the micro-batches of the stacks."""
-        # A constant divisor keeps float16 cotangents in range whatever the size of the stack, and costs nothing.
-        scale = self.loss_scale.scale() / self._typical_weight(*stacks)
-        sums = Accumulated(
-            gradients=gradients.zeros(self.variables),
-            loss_sum=tf.constant(0.0),
-            weight_sum=tf.constant(0.0),
-            scale=scale,
-            state=[v.read_value() for v in self._state],
-        )
-        reached: set[int] = set()
-        for stack in stacks:
-            sums = self._loop(stack, sums, reached)
+    def accumulate(self, *stacks: Any, counts: list[tf.Tensor] | None = None) -> Accumulated:
+        """Sums of gradients, losses and weights over the micro-batches of the stacks; `counts` as in `Objective`."""
+        objective = self.objective
+        # Around the backward pass too: a layer that recomputes its activations there is called again.
+        with objective.scope():
+            prepared = objective.prepare(stacks, counts)
+            sums = Accumulated(
+                gradients=gradients.zeros(self.variables),
+                loss_sum=tf.constant(0.0),
+                weight_sum=tf.constant(0.0),
+                # A constant divisor keeps float16 cotangents in range whatever the stack's size, and costs nothing.
+                scale=self.loss_scale.scale() / objective.typical_weight(stacks),
+                state=[v.read_value() for v in objective.state],
+            )
+            reached: set[int] = set()
+            for stack in stacks:
+                sums = self._loop(stack, prepared, sums, reached)
         if not reached:
             raise ValueError(
                 f"The loss reaches none of the {len(self.variables)} variables: every gradient is None. Compute it "
@@ -163,7 +217,7 @@ class TrainStep:
             )
         return sums._replace(gradients=[g if i in reached else None for i, g in enumerate(sums.gradients)])
 
-    def _loop(self, stack: Any, sums: Accumulated, reached: set[int]) -> Accumulated:
+    def _loop(self, stack: Any, prepared: Any, sums: Accumulated, reached: set[int]) -> Accumulated:
         steps = trip_count(stack)
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
@@ -176,7 +230,7 @@ class TrainStep:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(self.variables)
                 with tf.name_scope("forward"):
-                    loss_i, weight_i = _sums(self._converted_loss_fn(micro_batch))
+                    loss_i, weight_i = _scalars(self.objective.sums(micro_batch, prepared))
                     scaled = loss_i * tf.cast(sums.scale, loss_i.dtype)
             with tf.name_scope("backward"):
                 grads = tape.gradient(scaled, self.variables)
@@ -195,18 +249,10 @@ class TrainStep:
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
                 # weight gradient's matmul.
                 carried = [each.add(i, *pair) for each, *pair in zip(summed.values(), carried, terms, strict=True)]
-                loss_sum += tf.cast(loss_i, tf.float32)
-                weight_sum += tf.cast(weight_i, tf.float32)
-                return i + 1, loss_sum, weight_sum, carried
+                return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
-        # A Python int as trip count: with a tensor, a GPU would ask the host about every micro-batch. No
-        # `maximum_iterations`: its second counter hides the trip count from XLA in larger programs.
-        _, loss_sum, weight_sum, carried = tf.while_loop(
-            lambda i, *_: i < steps,
-            body,
-            (tf.constant(0), sums.loss_sum, sums.weight_sum, [each.start() for each in summed.values()]),
-            parallel_iterations=1,
-        )
+        start = [sums.loss_sum, sums.weight_sum, [each.start() for each in summed.values()]]
+        loss_sum, weight_sum, carried = loop(steps, body, start)
         totals = list(sums.gradients)
         with tf.name_scope("accumulate"):
             for (j, each), of_loop in zip(summed.items(), carried, strict=True):
@@ -214,62 +260,42 @@ class TrainStep:
         reached.update(summed)
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum)
 
-    def reduce(self, accumulated: Accumulated) -> Accumulated:
-        """The sums over all devices: the identity on one."""
-        return accumulated
+    def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
+        """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.
 
-    def finish(self, sums: Accumulated) -> StepResult:
-        """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale."""
-        weight_sum = self._divisor(sums.weight_sum)
+        Args:
+            sums: those of all devices.
+            accepted: bool scalar; where it is False the step changes nothing, whatever the objective accepts.
+        """
+        objective = self.objective
+        weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
         penalty, grads = self._with_penalty(sums.gradients, denominator)
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
         loss += penalty
-        counted, accepted = tf.not_equal(weight_sum, 0.0), self._accept()
+        counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted
         # A loss or a variance can overflow where the gradient is still finite.
-        finite = reduced.finite & tf.math.is_finite(loss) & _still_finite(self._state, sums.state)
-        ok = finite & counted & accepted
+        finite = reduced.finite & tf.math.is_finite(loss) & _still_finite(objective.state, sums.state)
+        ok = finite & counted
         with tf.name_scope("update"):
             final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
             self.optimizer.apply(final, self.trained, ok)
-            _keep_where(ok, self._state, sums.state)
+            _keep_where(ok, objective.state, sums.state)
         before = [v.read_value() for v in self.loss_scale.variables]
         self.loss_scale.update(reduced.finite)
-        _keep_where(counted & accepted, self.loss_scale.variables, before)
+        _keep_where(counted, self.loss_scale.variables, before)
         return StepResult(loss, weight_sum, reduced.norm, finite, self.loss_scale.scale())
 
     def _with_penalty(self, grads, denominator):
         """The penalty, and the accumulators with its gradient added at their own scale."""
         with tf.GradientTape() as tape:
-            penalty = self._penalty()
+            penalty = self.objective.penalty()
         if penalty is None:
             return tf.constant(0.0), grads
-        total = [
-            added if g is None else g if added is None else g + added
-            for g, added in zip(
-                grads, (_times(d, denominator) for d in tape.gradient(penalty, self.variables)), strict=True
-            )
-        ]
+        added = [_times(g, denominator) for g in tape.gradient(penalty, self.variables)]
+        total = [a if g is None else g if a is None else g + a for g, a in zip(grads, added, strict=True)]
         return tf.cast(penalty, tf.float32), total
-
-    # What a step for a whole model adds to the core.
-
-    def _penalty(self) -> tf.Tensor | None:
-        """A loss that is added once per step, whatever the number of micro-batches (weight regularisers)."""
-        return None
-
-    def _accept(self) -> tf.Tensor:
-        """Called after the loop: a bool scalar; where it is False the step changes nothing."""
-        return tf.constant(True)
-
-    def _divisor(self, weight_sum: tf.Tensor) -> tf.Tensor:
-        """What the loss sum is divided by: the weight sum, unless the loss is itself a sum."""
-        return weight_sum
-
-    def _typical_weight(self, *stacks: Any) -> float:
-        """About what the weight sum will be, known at trace time: the number of examples."""
-        return float(sum(math.prod(tf.nest.flatten(stack)[0].shape[:2]) for stack in stacks))
 
 
 def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
@@ -297,7 +323,7 @@ def _times(gradient, factor):
     return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(factor, dtype)
 
 
-def _sums(returned):
+def _scalars(returned):
     try:
         loss_sum, weight_sum = returned
     except (TypeError, ValueError, tf.errors.OperatorNotAllowedInGraphError):
@@ -315,5 +341,5 @@ def _sums(returned):
 def _tf_variable(variable: Any) -> tf.Variable:
     value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
     if not isinstance(value, tf.Variable):
-        raise TypeError(f"{variable!r} is no tf.Variable and no Keras variable.")
+        raise TypeError(f"{variable!r} is not a tf.Variable or a Keras variable.")
     return value

@@ -53,7 +53,7 @@ def values(trainer):
     variables = [v.value for v in (*trainer.model.variables, *trainer.optimizer.variables)]
     components = [[v.numpy() for v in replicas.strategy.experimental_local_results(each)] for each in variables]
     assert all(len(each) == COUNT for each in components)
-    own = trainer.loss_scale.variables, [trainer._step._skipped]  # of no strategy: copied before each step
+    own = trainer.loss_scale.variables, [trainer._step.running.skipped]  # of no strategy: copied before each step
     for variable in (v for each in own for v in each):
         copies = replicas._copies[id(variable.handle)][1]
         components.append([variable.numpy(), *(copy.numpy() for copy in copies)])
@@ -248,7 +248,7 @@ def check_one_all_reduce_a_step():
         shape = (micro_batches, 2 * COUNT)
         stack = np.zeros((*shape, 6), "float32"), np.zeros((*shape, 3), "float32")
         trainer.train_step(stack)
-        batch, _ = trainer._prepared(stack)
+        batch = trainer._by_hand.batch(stack)
         graph = trainer._step._executor.function.get_concrete_function([None] * COUNT, batch).graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
         counts[micro_batches] = sum("Reduce" in n.op and ("Collective" in n.op or "Nccl" in n.op) for n in nodes)

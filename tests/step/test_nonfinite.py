@@ -13,9 +13,10 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.data import source as data
-from fastaccum.data.stacks import Dispatch, Layout, Position
+from fastaccum.data.stacks import Layout, Position
 from fastaccum.kernels import LayerStack
-from fastaccum.step import nonfinite
+from fastaccum.step import guards
+from fastaccum.step.model_step import ModelStep
 
 RNG = np.random.default_rng(0)
 STEPS, K, B = 4, 2, 3
@@ -217,7 +218,7 @@ def test_a_bad_row_now_and_then_is_skipped_and_told():
 
 def test_training_that_can_only_skip_ends_across_epochs():
     trainer = make(on_nonfinite="skip")
-    with ended(f"{nonfinite.PATIENCE} train steps in a row were not finite, after 0 updates", "micro-batch 0"):
+    with ended(f"{guards.PATIENCE} train steps in a row were not finite, after 0 updates", "micro-batch 0"):
         fit(trainer, X * nan, epochs=9)
     assert trainer.model.history.epoch == [0, 1]  # 4 steps each
 
@@ -393,7 +394,7 @@ def test_a_tf_keras_model():
     assert [w.tobytes() for w in trainer.model.get_weights()] == before
 
 
-def test_logs_that_are_kept_hold_no_data():
+def test_logs_that_are_kept_hold_no_data(monkeypatch):
     """A callback may keep every step's logs without a look at them: the stacks must not stay with them."""
     stacks, logs = [], []
 
@@ -403,13 +404,13 @@ def test_logs_that_are_kept_hold_no_data():
 
     kept = logs
     trainer = make()
-    run = trainer._run
+    run = ModelStep.dispatch
 
-    def noting(program, *args):
-        stacks.extend(weakref.ref(each.stacks[0].x) for each in args if isinstance(each, Dispatch))
-        return run(program, *args)
+    def noting(step, dispatch):
+        stacks.append(weakref.ref(dispatch.stacks[0].x))
+        return run(step, dispatch)
 
-    trainer._run = noting
+    monkeypatch.setattr(ModelStep, "dispatch", noting)
     fit(trainer, callbacks=[Keeps()])
     gc.collect()
     assert len(logs) == len(stacks) == STEPS and not any(stack() is not None for stack in stacks)

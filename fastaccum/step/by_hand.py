@@ -1,0 +1,61 @@
+"""Stacks that the caller made: checked once for each of a kind, and run without waiting on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastaccum.data.by_hand import as_stack, sample
+from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.kernels.device import has_gpu
+from fastaccum.step.model_step import Unread
+from fastaccum.step.program import flat
+from fastaccum.step.train_step import StepResult
+
+
+class StacksByHand:
+    """What `Trainer.train_step` and its like take: `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...].
+
+    Args:
+        build: makes the model's step fit for the specs of one micro-batch, or raises.
+        layers: every layer of the model, whose `trainable` may have been switched since.
+    """
+
+    def __init__(self, build: Callable[[Batch], Any], layers: Callable[[], list[Any]]):
+        self._build, self._all_layers = build, layers
+        self._layers: list[Any] = []
+        self._known: set[tuple] = set()
+        self._unread: Unread | None = None
+
+    def batch(self, stack: Any) -> Batch:
+        """The stack as the model's step takes it; one like a stack before is not checked again.
+
+        Raises:
+            ValueError: raised if the axes do not match, or the step cannot take it.
+        """
+        batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
+        if isinstance(batch, Batch) and self._signature(batch) in self._known:
+            return batch
+        batch = as_stack(stack)
+        if self._signature(batch) not in self._known:
+            self._build(sample(batch))
+            self._layers = self._all_layers()
+            self._known.add(self._signature(batch))
+        return batch
+
+    def _signature(self, batch: Batch) -> tuple:
+        return flat(batch)[1], *[layer.trainable for layer in self._layers]
+
+    def run(self, step: Any, batch: Batch) -> StepResult:
+        """One train step; what it has to say is raised here, or with a GPU, which this does not wait for, next time."""
+        dispatch = Dispatch((batch,))
+        executed = step.dispatch(dispatch)
+        unread = Unread(step, executed, dispatch)
+        late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
+        if late is not None:
+            try:
+                late.require()
+            except Exception:
+                self._unread = None  # not applied, for what came before it
+                raise
+        return executed.result

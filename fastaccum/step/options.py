@@ -1,0 +1,105 @@
+"""What a Trainer is told about its train step, checked and frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, Literal
+
+from fastaccum import checks
+from fastaccum.step import loss_scale as loss_scales
+from fastaccum.step.loss_scale import LossScale
+
+OnNonfinite = Literal["skip", "raise"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the step, a checkpoint's description and the refusals read; the meanings are those of `Trainer`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of its range.
+
+    >>> Options(loss_scale=128, clip_norm=1)
+    Options(gradient_accumulation_steps=1, steps_per_execution=1, loss_scale=StaticLossScale(loss_scale=128.0), \
+clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip')
+    """
+
+    gradient_accumulation_steps: int = 1
+    steps_per_execution: int = 1
+    loss_scale: LossScale | float | None = None
+    clip_norm: float | None = None
+    fp32_weight_gradients: bool = True
+    jit_compile: bool = True
+    on_nonfinite: OnNonfinite = "skip"
+
+    def __post_init__(self) -> None:
+        def check(name: str, checked: Any) -> None:
+            object.__setattr__(self, name, checked)
+
+        for name in ("gradient_accumulation_steps", "steps_per_execution"):
+            check(name, checks.whole_number(name, getattr(self, name)))
+        for name in ("fp32_weight_gradients", "jit_compile"):
+            check(name, checks.true_or_false(name, getattr(self, name)))
+        check("loss_scale", loss_scales.get(self.loss_scale, compute_dtype="float32"))
+        check("clip_norm", checks.positive_or_none("clip_norm", self.clip_norm))
+        check("on_nonfinite", checks.one_of("on_nonfinite", self.on_nonfinite, ("skip", "raise")))
+
+    # The others say how data are cut, which every fit may do anew.
+    BUILT_IN = ("loss_scale", "clip_norm", "fp32_weight_gradients", "jit_compile", "on_nonfinite")
+
+    def replace(self, name: str, value: Any, *, built: bool) -> Options:
+        """These options with another value, unless a train step was built with the present one.
+
+        Raises:
+            ValueError: the step was built, and cannot be told otherwise.
+        """
+        new = dataclasses.replace(self, **{name: value})
+        if built and name in self.BUILT_IN and getattr(new, name) != getattr(self, name):
+            raise ValueError(
+                f"{name}={value!r} cannot be set: the train step was built with {getattr(self, name)!r}. Make a new "
+                "Trainer, with a new optimizer."
+            )
+        return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When `fit` trains and when it validates, from its arguments of the same names.
+
+    Raises:
+        TypeError, ValueError: raised if an argument is of the wrong type or out of its range.
+
+    >>> schedule = Schedule(4, validation_freq=2)
+    >>> [epoch for epoch in range(schedule.epochs) if schedule.validates(epoch)]
+    [1, 3]
+    """
+
+    epochs: int
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Collection[int] = 1
+
+    def __post_init__(self) -> None:
+        *numbers, freq = (field.name for field in dataclasses.fields(self))
+        for name in numbers:
+            value, minimum = getattr(self, name), 0 if name == "initial_epoch" else 1
+            if value is not None or name in ("epochs", "initial_epoch"):
+                object.__setattr__(self, name, checks.whole_number(name, value, minimum))
+        if self.validation_freq in ([], (), set()):
+            raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")
+        for epoch in self._epochs or [self.validation_freq]:
+            checks.whole_number(freq, epoch)
+
+    @property
+    def _epochs(self) -> Collection[int] | None:
+        """Those to validate after, or None where it is every so many."""
+        return self.validation_freq if isinstance(self.validation_freq, (list, tuple, set)) else None
+
+    def validates(self, epoch: int) -> bool:
+        """Whether validation follows this epoch, counted from 0."""
+        if self._epochs is None:
+            return (epoch + 1) % int(self.validation_freq) == 0
+        return epoch + 1 in self._epochs

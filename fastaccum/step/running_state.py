@@ -1,0 +1,114 @@
+"""What train steps change beside the model, the optimizer and the loss scale: running logs, and what guards saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from fastaccum.adapters.losses import Term
+from fastaccum.adapters.metrics import Metrics
+from fastaccum.step.guards import IndexChecks, StuckSteps
+from fastaccum.step.train_step import StepResult
+
+
+class Executed(NamedTuple):
+    """What one dispatch of the compiled program returns: all on the device, to be read late.
+
+    Attributes:
+        result: the last train step's.
+        logs: running means since the last reset, by log name.
+        indices: what `IndexChecks.require` needs to find labels or ids out of range.
+        stuck: what `StuckSteps.since_end` needs to find training that can only skip.
+        fine: whether there is nothing of either to find: bool.
+    """
+
+    result: StepResult
+    logs: dict[str, tf.Tensor]
+    indices: tf.Tensor
+    stuck: tf.Tensor
+    fine: tf.Tensor
+
+
+class RunningState:
+    """Means of the losses and metrics since the last reset, skipped steps, and the guards.
+
+    Args:
+        loss_names: log names of the outputs' losses, where the model has several.
+        metrics: the model's.
+        index_checks: of labels and ids.
+        stuck_steps: that no lower loss scale can help.
+    """
+
+    def __init__(self, loss_names: Sequence[str], metrics: Metrics, index_checks: IndexChecks, stuck_steps: StuckSteps):
+        self.metrics, self.index_checks, self.stuck_steps = metrics, index_checks, stuck_steps
+        self.loss = keras.metrics.Mean()
+        self.losses = {name: keras.metrics.Mean() for name in loss_names}
+        self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
+
+    @property
+    def micro_batch_variables(self) -> list[tf.Variable]:
+        """Those that every micro-batch adds to by itself: sums from zero, but for metrics of the user's own."""
+        return [*self.metrics.variables, *(v.value for mean in self.losses.values() for v in mean.variables)]
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """What a checkpoint saves of it.
+
+        Not the stuck steps: who resumes training that was stuck may have mended the cause.
+        """
+        means = [v.value for mean in (self.loss, *self.losses.values()) for v in mean.variables]
+        return [*means, *self.metrics.variables, self.skipped, *self.index_checks.variables]
+
+    def reset(self) -> None:
+        """Starts the running means of a new epoch."""
+        for mean in (self.loss, *self.losses.values()):
+            mean.reset_state()
+        self.metrics.reset()
+        self.skipped.assign(0)
+        self.stuck_steps.start_epoch()
+        # What a fit that broke off had seen is not this one's.
+        self.index_checks.reset()
+
+    def fine(self) -> tf.Tensor:
+        """Whether steps may be applied: bool scalar."""
+        return self.index_checks.in_range() & self.stuck_steps.running()
+
+    def add_terms(self, terms: Sequence[Term], counts: Sequence[tf.Tensor]) -> None:
+        """Adds one micro-batch's losses to the means, each by what it counts for."""
+        for mean, term, count in zip(self.losses.values(), terms, counts, strict=False):
+            mean.update_state(tf.math.divide_no_nan(term.loss_sum, count), count)
+
+    def add_step(self, scale: tf.Tensor, result: StepResult) -> StepResult:
+        """Counts a train step, which began with the loss scale `scale`; returns its result."""
+        valid = tf.not_equal(result.weight, 0.0)
+        skipped = ~result.grads_finite & valid
+        self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)
+        self.loss.update_state(result.loss, result.weight)
+        self.skipped.assign_add(tf.cast(skipped, tf.int64))
+        return result
+
+    def report(self, result: StepResult, fine: tf.Tensor | bool = True) -> Executed:
+        """The logs so far, and what the guards saw; `fine` is False where another device has something to say."""
+        logs = {
+            "loss": self.loss.result(),
+            **{name: mean.result() for name, mean in self.losses.items()},
+            **self.metrics.result(),
+            "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self.skipped.read_value(),
+        }
+        return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine)
+
+    def savable(self) -> bool:
+        """Whether training could go on from here: not while steps are skipped until an error that is still to be read.
+
+        Raises:
+            ValueError: raised if indices out of range were seen, which would keep every later step from being applied.
+        """
+        if self.stuck_steps.since_end(self.stuck_steps.seen()) is not None:
+            return False
+        self.index_checks.require(self.index_checks.seen())
+        return True
