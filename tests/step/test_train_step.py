@@ -237,7 +237,7 @@ class TestErrors:
 
         with pytest.raises(ValueError, match="variables is empty"):
             fa.TrainStep(loss, [], "sgd")
-        with pytest.raises(TypeError, match=r"no tf\.Variable"):
+        with pytest.raises(TypeError, match=r"is not a tf\.Variable"):
             fa.TrainStep(loss, [tf.constant(1.0)], "sgd")
         with pytest.raises(ValueError, match="clip_norm=-1"):
             fa.TrainStep(loss, [w], "sgd", clip_norm=-1)
