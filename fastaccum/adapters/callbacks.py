@@ -74,15 +74,18 @@ class Callbacks:
     the progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
 
     Raises:
-        TypeError: something that is no callback.
+        TypeError: something that is not a callback.
+        ImportError: a TensorBoard callback, and no tensorboard to write its summaries.
     """
 
     def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, steps: int | None, history: bool):
-        for callback in [] if callbacks is None else tf.nest.flatten(callbacks):
+        for callback in [] if callbacks is None else tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
             if isinstance(callback, type):
                 raise TypeError(f"callbacks holds the class {callback.__name__}: call it, and pass what it makes.")
             if not hasattr(callback, "set_model"):
                 raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
+            if isinstance(callback, keras.callbacks.TensorBoard):
+                _require_tensorboard()
         checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
         if isinstance(callbacks, keras.callbacks.CallbackList):
             self.list = callbacks
@@ -129,6 +132,15 @@ class Callbacks:
             self._previous = read
 
         return begin, end
+
+
+def _require_tensorboard() -> None:
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "callbacks holds a TensorBoard, which needs the package tensorboard: pip install fastaccum[tensorboard]"
+        ) from error
 
 
 def _records(callback: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 
 import keras
 import numpy as np
@@ -287,6 +288,17 @@ def scalars(folder):
                 else:
                     others.add(value.tag)
     return found, others
+
+
+@pytest.mark.parametrize("wrap", [list, keras.callbacks.CallbackList])
+def test_tensorboard_without_its_package_is_refused_before_training(trainer, tmp_path, monkeypatch, wrap):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it was not installed
+    before = [weight.numpy() for weight in trainer.model.weights]
+    with pytest.raises(ImportError, match=r"pip install fastaccum\[tensorboard\]"):
+        trainer.fit(X, Y, callbacks=wrap([keras.callbacks.TensorBoard(str(tmp_path))]), batch_size=BATCH)
+    assert not any(tmp_path.iterdir())
+    for weight, was in zip(trainer.model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), was)
 
 
 def test_tensorboard_per_epoch(trainer, tmp_path):
