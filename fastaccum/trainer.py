@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -30,25 +30,7 @@ from fastaccum.step.model_step import ModelStep, Unread
 from fastaccum.step.options import OnNonfinite, Options, Schedule
 from fastaccum.step.train_step import StepResult
 
-T = TypeVar("T")
 Verbose = Literal["auto", 0, 1, 2]
-
-
-class _Option(Generic[T]):
-    """A field of a Trainer's `Options` as its attribute, refused where it is set too late."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, trainer: Trainer, owner: type | None = None) -> T:
-        if trainer is None:
-            raise AttributeError(f"{self._name} belongs to a Trainer object")
-        return getattr(trainer._options, self._name)
-
-    def __set__(self, trainer: Trainer, value: T) -> None:
-        if self._name == "loss_scale":
-            value = loss_scales.get(value, trainer._model.compute_dtype)
-        trainer._options = trainer._options.replace(self._name, value, built=trainer._step is not None)
 
 
 class Trainer:
@@ -97,13 +79,13 @@ class Trainer:
     True
     """
 
-    gradient_accumulation_steps = _Option[int]()
-    steps_per_execution = _Option[int]()
-    loss_scale = _Option[loss_scales.LossScale]()
-    clip_norm = _Option["float | None"]()
-    fp32_weight_gradients = _Option[bool]()
-    jit_compile = _Option[bool]()
-    on_nonfinite = _Option[OnNonfinite]()
+    gradient_accumulation_steps: int
+    steps_per_execution: int
+    loss_scale: loss_scales.LossScale
+    clip_norm: float | None
+    fp32_weight_gradients: bool
+    jit_compile: bool
+    on_nonfinite: OnNonfinite
 
     def __init__(
         self,
@@ -136,6 +118,7 @@ class Trainer:
             jit_compile=jit_compile,
             on_nonfinite=on_nonfinite,
         )
+        vars(self).update(vars(self._options))
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         self._step: ModelStep | ReplicatedStep | None = None
         self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers))
@@ -144,6 +127,13 @@ class Trainer:
             self._replicas.require_optimizer(self._optimizer)
         if jit_compile:
             compilable.require(self._model)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Options.NAMES:
+            value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
+            self._options = self._options.replace(name, value, built=self._step is not None)
+            value = getattr(self._options, name)
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
@@ -232,8 +222,14 @@ class Trainer:
         epochs_left = schedule.epochs - schedule.initial_epoch
         stacks = data.stacks(self._training_layout(), schedule.steps_per_epoch, epochs_left)
         validate = self._validation(validation_data, schedule, like=data.sample)
-        steps = stacks.steps_per_epoch
-        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=schedule.epochs, steps=steps, history=True)
+        hooks = Callbacks(
+            callbacks,
+            self.model,
+            verbose=verbose,
+            epochs=schedule.epochs,
+            steps=stacks.steps_per_epoch,
+            history=True,
+        )
         plan = {**stacks.plan, "class_weight": class_weight}
         training = functools.partial(self._training, stacks, hooks, data.sample, plan)
         self.model.stop_training = False
@@ -263,8 +259,10 @@ class Trainer:
 
     def _backed_up(self, position: Position) -> Position:
         """Where Keras's BackupAndRestore goes on, which it leaves for this fit only; else `position`."""
-        epoch, self.model._initial_epoch = getattr(self.model, "_initial_epoch", None), None
-        return Position(epoch, epoch) if epoch else position
+        if not (epoch := getattr(self.model, "_initial_epoch", None)):
+            return position
+        self.model._initial_epoch = None
+        return Position(epoch, epoch)
 
     def _train_epoch(
         self, step: ModelStep | ReplicatedStep, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int

@@ -45,8 +45,9 @@ clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip'
         check("clip_norm", checks.positive_or_none("clip_norm", self.clip_norm))
         check("on_nonfinite", checks.one_of("on_nonfinite", self.on_nonfinite, ("skip", "raise")))
 
-    # The others say how data are cut, which every fit may do anew.
+    # What a step is built with; the others say how data are cut, which every fit may do anew.
     BUILT_IN = ("loss_scale", "clip_norm", "fp32_weight_gradients", "jit_compile", "on_nonfinite")
+    NAMES = ("gradient_accumulation_steps", "steps_per_execution", *BUILT_IN)
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:
         """These options with another value, unless a train step was built with the present one.
