@@ -1,5 +1,7 @@
 """A fit that is interrupted and resumed ends bit for bit as one that was not."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -27,8 +29,9 @@ def mlp(norm=True, dtype=None):
 
 
 def trainer(norm=True, optimizer=None, dtype=None, **options):
+    """Without XLA unless `options` say otherwise: what is saved and restored is the same, and compiling takes long."""
     rate = keras.optimizers.schedules.CosineDecay(0.01, 30)
-    options = {"gradient_accumulation_steps": 3, "metrics": ["mae"], **options}
+    options = {"gradient_accumulation_steps": 3, "metrics": ["mae"], "jit_compile": False, **options}
     return fa.Trainer(mlp(norm, dtype), optimizer or keras.optimizers.AdamW(rate), "mse", **options)
 
 
@@ -53,13 +56,14 @@ def drawn_anew(data):
 
 def test_arrays(tmp_path):
     """Dropout, BatchNorm, metrics, validation, weights, a schedule, and a tail of another shape, in mid-epoch."""
-    assert_same(trainer, drawn_anew(arrays), [2, 4, 1], tmp_path, epochs=3, validation_data=(X[:20], Y[:20]))
+    make = functools.partial(trainer, jit_compile=True)
+    assert_same(make, drawn_anew(arrays), [2, 4, 1], tmp_path, epochs=3, validation_data=(X[:20], Y[:20]))
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["padded", "exact rows"])
 def test_arrays_through_steps_per_execution(tmp_path, norm):
     def make():
-        return trainer(norm, steps_per_execution=2)
+        return trainer(norm, steps_per_execution=2, jit_compile=True)
 
     assert_same(make, drawn_anew(arrays), [2, 3], tmp_path, every=3, epochs=3)
 
@@ -76,14 +80,16 @@ def test_initial_epoch(tmp_path):
     assert_same(lambda: trainer(False), drawn_anew(arrays), [4, 2], tmp_path, **options)
 
 
-def half():
+def half(jit_compile=False):
     rule = fa.DynamicLossScale(init_scale=2.0**24, growth_interval=4, max_scale=2.0**24)
-    return trainer(False, keras.optimizers.Adam(0.01), "mixed_float16", loss_scale=rule)
+    adam = keras.optimizers.Adam(0.01)
+    return trainer(False, adam, "mixed_float16", loss_scale=rule, jit_compile=jit_compile)
 
 
 def test_half_precision_after_overflows(tmp_path):
     options = {"epochs": 3}
-    whole, _ = assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, **options)
+    make = functools.partial(half, jit_compile=True)
+    whole, _ = assert_same(make, drawn_anew(arrays), [3, 6], tmp_path, **options)
     assert sum(whole.model.history.history["skipped_steps"]) > 0  # in the first epoch, whose count was resumed
 
 
@@ -108,7 +114,7 @@ def test_tf_keras_model(tmp_path):
         tf_keras.utils.set_random_seed(1)  # of its own generator, if another test has made one
         layers = [tf_keras.layers.Dense(8, activation="relu"), tf_keras.layers.BatchNormalization()]
         model = tf_keras.Sequential([tf_keras.Input((4,)), *layers, tf_keras.layers.Dense(1)])
-        return fa.Trainer(model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        return fa.Trainer(model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
 
     assert_same(make, drawn_anew(arrays), [3, 9], tmp_path, epochs=2)
 
@@ -119,7 +125,8 @@ def test_several_outputs(tmp_path):
         inputs = keras.Input((4,))
         hidden = keras.layers.Dense(4, activation="tanh")(inputs)
         outputs = [keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")]
-        return fa.Trainer(keras.Model(inputs, outputs), keras.optimizers.SGD(0.1, momentum=0.9), ["mse", "mae"])
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+        return fa.Trainer(keras.Model(inputs, outputs), sgd, ["mse", "mae"], jit_compile=False)
 
     def data():
         return {"x": X, "y": [Y, -Y], "batch_size": 16}
@@ -185,7 +192,7 @@ def test_dataset_of_rows_of_varying_shape(tmp_path, lengths):
     def make():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
-        return fa.Trainer(model, "adam", "mse", steps_per_execution=3)
+        return fa.Trainer(model, "adam", "mse", steps_per_execution=3, jit_compile=False)
 
     def data():
         def rows(i):

@@ -59,7 +59,8 @@ def train(folder, kind, begun, result=None, kill=None):
     layers = [keras.layers.Dense(4, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     rule = fa.DynamicLossScale(init_scale=8.0, growth_interval=7)
-    trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=3, loss_scale=rule)
+    options = {"gradient_accumulation_steps": 3, "loss_scale": rule, "jit_compile": False}
+    trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", **options)
     data = {"x": x, "y": y, "batch_size": 4}
     if kind == "dataset":
         data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(100).batch(4)}

@@ -81,7 +81,7 @@ def main(ports, index, mode, folder):
         make_model = with_dropout if mode == "saved" else make
         model = make_model(keras, seed=index)  # the chief's initial weights and shuffling are everyone's
     if mode == "forever":
-        trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=2)
+        trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=2, jit_compile=False)
 
         def told(batch, logs):
             print("step", flush=True)
@@ -91,7 +91,8 @@ def main(ports, index, mode, folder):
         trainer.fit(x, y, batch_size=5, epochs=10**6, verbose=0, callbacks=[callback])
         return
     if mode == "saved":
-        trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=2)
+        adam = keras.optimizers.Adam(0.01)
+        trainer = fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False)
         slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
         saved = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_every": 7}
         trainer.fit(x, y, batch_size=5, epochs=12, callbacks=[slow], verbose=2, **saved)
