@@ -12,12 +12,17 @@ tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and
 Keras 3 behind `tf.keras`, and it imports `keras.src.engine`, which is now tf_keras's. Here both lead to tf_keras.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 _KERAS_3_BOUND = """\
 tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already and got Keras 3. \
@@ -28,7 +33,7 @@ Add this line at the top of the program, before `import tensorflow`:
 `tf.keras` and `from tensorflow.keras import ...` are then tf_keras; write `import keras` for Keras 3."""
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     # Import machinery, doctest and inspect probe for dunders; they must not cost an import.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -37,16 +42,16 @@ def __getattr__(name):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return dir(_tensorflow_addons())
 
 
-def _tensorflow_addons():
+def _tensorflow_addons() -> ModuleType:
     """Imports tensorflow_addons, or returns it where it is imported already.
 
     Raises:
-      ImportError: tensorflow-addons or tf-keras is not installed.
-      RuntimeError: `tf.keras` is Keras 3 already.
+        ImportError: raised if tensorflow-addons or tf-keras is not installed.
+        RuntimeError: raised if `tf.keras` is Keras 3 already.
     """
     for package in ("tensorflow_addons", "tf_keras"):
         if package not in sys.modules and importlib.util.find_spec(package) is None:
@@ -61,7 +66,7 @@ def _tensorflow_addons():
     return addons
 
 
-def _not_installed(package, python):
+def _not_installed(package: str, python: tuple[int, int]) -> str:
     name = package.replace("_", "-")
     text = f"fastaccum.addons needs {name}, which is not installed: pip install fastaccum[addons]"
     if python >= (3, 12):
@@ -73,7 +78,7 @@ def _not_installed(package, python):
 
 
 @contextlib.contextmanager
-def _tf_keras_behind_tf(tf):
+def _tf_keras_behind_tf(tf: ModuleType) -> Iterator[None]:
     """Binds `tf.keras` to tf_keras for good, or leaves everything as it was and raises."""
     import tf_keras
     import tf_keras.api._v2.keras as tf_keras_api
@@ -101,7 +106,7 @@ def _tf_keras_behind_tf(tf):
 
 
 @contextlib.contextmanager
-def _keras_src_engine():
+def _keras_src_engine() -> Iterator[None]:
     """`from keras.src.engine import keras_tensor` finds tf_keras's, while this lasts."""
     # Keras 3 in full first: nothing of it may be imported while the name is there.
     import keras  # noqa: F401
@@ -114,7 +119,7 @@ def _keras_src_engine():
         del sys.modules["keras.src.engine"]
 
 
-def _mend_multi_optimizer():
+def _mend_multi_optimizer() -> None:
     # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
     from tensorflow_addons.optimizers import discriminative_layer_training
     from tf_keras.src import backend

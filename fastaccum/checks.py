@@ -34,8 +34,8 @@ def class_weight(value: Any) -> dict[int, float] | None:
     if not isinstance(value, Mapping) or not value:
         raise TypeError(f"class_weight={value!r} {rule}, as in {{0: 1.0, 1: 5.0}}.")
     for index, factor in value.items():
-        if not isinstance(index, numbers.Integral) or not isinstance(factor, numbers.Real):
-            raise TypeError(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
-        if not 0 <= index <= sys.maxsize or not 0 <= factor <= LARGEST:
-            raise ValueError(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
+        of_type = isinstance(index, numbers.Integral) and isinstance(factor, numbers.Real)
+        if not (of_type and 0 <= index <= sys.maxsize and 0 <= factor <= LARGEST):
+            error = ValueError if of_type else TypeError
+            raise error(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
     return {int(index): float(factor) for index, factor in value.items()}

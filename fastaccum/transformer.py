@@ -6,17 +6,22 @@ Shape suffixes: B batch, T time, D width, H heads, G heads of keys and values, K
 MLP (4 D), V vocabulary.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import keras
 from keras import ops
 
-from fastaccum.checks import true_or_false, whole_number
+from fastaccum.checks import one_of, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.layer_stack import LayerStack
 
 _GPT2_VOCABULARY = 50257
+_DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
+_DEFAULTS |= {"tied": False, "stacked": False}
 
 # What `gpt` is called with, by name; what is not named keeps its default.
 PRESETS = {
@@ -32,20 +37,23 @@ PRESETS = {
 for _name in ("124m", "350m", "1.3b"):
     PRESETS[_name] |= {"vocabulary_size": _GPT2_VOCABULARY, "tied": True, "stacked": True}
 
+_register = keras.saving.register_keras_serializable("fastaccum")
+Shape = Sequence[Any]  # None where a size is not known
 
-@keras.saving.register_keras_serializable("fastaccum")
+
+@_register
 class ContextLimit(keras.layers.Layer):
     """Passes on ids `[B, T]` that have at most `context` positions.
 
     Raises:
-        ValueError: ids with more.
+        ValueError: raised if ids have more.
     """
 
-    def __init__(self, context, **kwargs):
+    def __init__(self, context: int, **kwargs: Any):
         super().__init__(**kwargs)
         self.context = context
 
-    def call(self, ids_BT):
+    def call(self, ids_BT: Any) -> Any:
         time = ids_BT.shape[1]
         if time is not None and time > self.context:
             raise ValueError(
@@ -54,48 +62,50 @@ class ContextLimit(keras.layers.Layer):
             )
         return ids_BT
 
-    def compute_output_shape(self, ids_shape):
+    def compute_output_shape(self, ids_shape: Shape) -> Shape:
         return ids_shape
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "context": self.context}
 
 
-@keras.saving.register_keras_serializable("fastaccum")
+@_register
 class LearnedPositions(ContextLimit):
     """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`, T at most `context`."""
 
-    def build(self, x_shape):
+    def build(self, x_shape: Shape) -> None:
         self.table_TD = self.add_weight((self.context, x_shape[-1]), _normal(1, 0.5), name="table")
 
-    def call(self, x_BTD):
+    def call(self, x_BTD: Any) -> Any:
         return super().call(x_BTD) + self.table_TD[: ops.shape(x_BTD)[1]]
 
 
 class _AttentionLayer(keras.layers.Layer):
     """What attention and the block around it are configured by; both map `[B, T, D] -> [B, T, D]`."""
 
-    def __init__(self, heads, key_value_heads=None, rotary=True, residual_scale=1.0, **kwargs):
+    def __init__(
+        self,
+        heads: int,
+        key_value_heads: int | None = None,
+        rotary: bool = True,
+        residual_scale: float = 1.0,
+        **kwargs: Any,
+    ):
         super().__init__(**kwargs)
         self.heads = heads
         self.key_value_heads = key_value_heads or heads
         self.rotary = rotary
         self.residual_scale = residual_scale
 
-    def compute_output_shape(self, x_shape):
+    def compute_output_shape(self, x_shape: Shape) -> Shape:
         return x_shape
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "heads": self.heads,
-            "key_value_heads": self.key_value_heads,
-            "rotary": self.rotary,
-            "residual_scale": self.residual_scale,
-        }
+    def get_config(self) -> dict[str, Any]:
+        names = ("heads", "key_value_heads", "rotary", "residual_scale")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
-@keras.saving.register_keras_serializable("fastaccum")
+@_register
 class CausalSelfAttention(_AttentionLayer):
     """Multi-head causal self-attention: `[B, T, D] -> [B, T, D]`.
 
@@ -110,27 +120,15 @@ class CausalSelfAttention(_AttentionLayer):
         residual_scale: factor on the spread of the output projection's initial values.
     """
 
-    def build(self, x_shape):
-        width = x_shape[-1]
+    def build(self, x_shape: Shape) -> None:
+        width, policy = x_shape[-1], self.dtype_policy
         self.head_width = width // self.heads
-        self.qkv = keras.layers.Dense(
-            width + 2 * self.key_value_heads * self.head_width,
-            use_bias=False,
-            kernel_initializer=_normal(width),
-            dtype=self.dtype_policy,
-            name="qkv",
-        )
-        self.out = keras.layers.Dense(
-            width,
-            use_bias=False,
-            kernel_initializer=_normal(width, self.residual_scale),
-            dtype=self.dtype_policy,
-            name="out",
-        )
+        self.qkv = _dense(width + 2 * self.key_value_heads * self.head_width, width, "qkv", policy)
+        self.out = _dense(width, width, "out", policy, self.residual_scale)
         self.qkv.build(x_shape)
         self.out.build(x_shape)
 
-    def call(self, x_BTD):
+    def call(self, x_BTD: Any) -> Any:
         batch, time = ops.shape(x_BTD)[:2]
         heads = [self.heads, self.key_value_heads, self.key_value_heads]
         qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
@@ -138,11 +136,11 @@ class CausalSelfAttention(_AttentionLayer):
         if self.rotary:
             cos_T1K, sin_T1K = _rotary_angles(time, self.head_width)
             q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
-        mixed_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
-        return self.out(ops.reshape(mixed_BTHK, ops.shape(x_BTD)))
+        output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
+        return self.out(ops.reshape(output_BTHK, ops.shape(x_BTD)))
 
 
-@keras.saving.register_keras_serializable("fastaccum")
+@_register
 class TransformerBlock(_AttentionLayer):
     """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T, D]`.
 
@@ -153,28 +151,20 @@ class TransformerBlock(_AttentionLayer):
         residual_scale: factor on the spread of the initial values of both projections onto the residual.
     """
 
-    def build(self, x_shape):
-        width, policy = x_shape[-1], self.dtype_policy
+    def build(self, x_shape: Shape) -> None:
+        width, policy, scale = x_shape[-1], self.dtype_policy, self.residual_scale
         self.attention_norm = _norm("attention_norm", policy)
         self.attention = CausalSelfAttention(
-            self.heads, self.key_value_heads, self.rotary, self.residual_scale, dtype=policy, name="attention"
+            self.heads, self.key_value_heads, self.rotary, scale, dtype=policy, name="attention"
         )
         self.mlp_norm = _norm("mlp_norm", policy)
-        self.mlp_in = keras.layers.Dense(
-            4 * width, use_bias=False, kernel_initializer=_normal(width), dtype=policy, name="mlp_in"
-        )
-        self.mlp_out = keras.layers.Dense(
-            width,
-            use_bias=False,
-            kernel_initializer=_normal(4 * width, self.residual_scale),
-            dtype=policy,
-            name="mlp_out",
-        )
+        self.mlp_in = _dense(4 * width, width, "mlp_in", policy)
+        self.mlp_out = _dense(width, 4 * width, "mlp_out", policy, scale)
         for layer in (self.attention_norm, self.attention, self.mlp_norm, self.mlp_in):
             layer.build(x_shape)
         self.mlp_out.build((*x_shape[:-1], 4 * width))
 
-    def call(self, x_BTD):
+    def call(self, x_BTD: Any) -> Any:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         h_BTF = ops.gelu(self.mlp_in(self.mlp_norm(x_BTD)), approximate=True)
         return x_BTD + self.mlp_out(h_BTF)
@@ -188,7 +178,7 @@ def gpt(
     heads: int | None = None,
     *,
     key_value_heads: int | None = None,
-    positions: str = "rotary",
+    positions: Literal["rotary", "learned"] = "rotary",
     tied: bool | None = None,
     stacked: bool | None = None,
     preset: str | None = None,
@@ -224,9 +214,9 @@ def gpt(
         A `keras.Model`, int32 `[batch, time]` -> float32 `[batch, time, vocabulary_size]`.
 
     Raises:
-        ValueError: a size that is not a positive whole number, heads that do not fit each other or the width, an
-            unknown preset or kind of positions.
-        TypeError: a size that is not a number.
+        ValueError: raised if a size is not a positive whole number, heads do not fit each other or the width, or the
+            preset or the kind of positions is unknown.
+        TypeError: raised if a size is not a number.
 
     >>> model = gpt(width=32, layers=1, heads=2, context=16)
     >>> model.output_shape
@@ -234,19 +224,13 @@ def gpt(
     >>> model.count_params() == 2 * 256 * 32 + 1 * (12 * 32**2 + 2 * 32) + 32
     True
     """
-    if preset is not None and preset not in tuple(PRESETS):
-        raise ValueError(f"unknown preset={preset!r}: choose one of {', '.join(PRESETS)}.")
-    if positions not in ("rotary", "learned"):
-        raise ValueError(f"unknown positions={positions!r}: choose 'rotary' or 'learned'.")
-    chosen = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
-    chosen |= {"tied": False, "stacked": False, **PRESETS.get(preset, {})}
-    given = {"vocabulary_size": vocabulary_size, "context": context, "width": width, "layers": layers}
-    given |= {"heads": heads, "tied": tied, "stacked": stacked}
-    chosen |= {key: value for key, value in given.items() if value is not None}
-    tied, stacked = (true_or_false(key, chosen.pop(key)) for key in ("tied", "stacked"))
-    compute_dtype = keras.dtype_policies.get(keras.config.dtype_policy() if dtype is None else dtype).compute_dtype
-    if compute_dtype not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r} computes in {compute_dtype}: attention takes float32, float16 and bfloat16.")
+    one_of("positions", positions, ("rotary", "learned"))
+    chosen = dict(_DEFAULTS if preset is None else _DEFAULTS | PRESETS[one_of("preset", preset, tuple(PRESETS))])
+    given = (vocabulary_size, context, width, layers, heads, tied, stacked)
+    chosen |= {name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None}
+    tied, stacked = (true_or_false(name, chosen.pop(name)) for name in ("tied", "stacked"))
+    if keras.dtype_policies.get(dtype or keras.config.dtype_policy()).compute_dtype == "float64":
+        raise ValueError(f"dtype={dtype!r} computes in float64: attention takes float32, float16 and bfloat16.")
     vocabulary_size, context, width, layers, heads = (whole_number(key, value) for key, value in chosen.items())
     key_value_heads = whole_number("key_value_heads", heads if key_value_heads is None else key_value_heads)
     rotary = positions == "rotary"
@@ -284,15 +268,17 @@ def gpt(
     if tied:
         logits_BTV = embedding(x_BTD, reverse=True)
     else:
-        head = keras.layers.Dense(
-            vocabulary_size, use_bias=False, kernel_initializer=_normal(width, 0.5), dtype="float32", name="head"
-        )
-        logits_BTV = head(x_BTD)
+        logits_BTV = _dense(vocabulary_size, width, "head", "float32", 0.5)(x_BTD)
     return keras.Model(ids_BT, logits_BTV, name=name)
 
 
 def _norm(name, dtype):
     return keras.layers.LayerNormalization(center=False, dtype=dtype, name=name)
+
+
+def _dense(units, fan_in, name, dtype, scale=1.0):
+    initial = _normal(fan_in, scale)
+    return keras.layers.Dense(units, use_bias=False, kernel_initializer=initial, dtype=dtype, name=name)
 
 
 def _normal(fan_in, scale=1.0):

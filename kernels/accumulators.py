@@ -17,18 +17,10 @@ FEWEST_STEPS = 4
 
 
 class SumAccumulator:
-    """An accumulator, to which each micro-batch's gradient is added.
-
-    Args:
-        total: what to start from, of the accumulator's dtype.
-        gradient: one micro-batch's, a tensor or `IndexedSlices`.
-
-    Attributes:
-        terms: what a micro-batch hands to the loop.
-    """
+    """An accumulator that starts from `total`, to which the gradient of each micro-batch is added."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices):
-        self.terms = [gradient]
+        self.terms = [gradient]  # what a micro-batch hands to the loop
         self._total = total
 
     def start(self) -> list[tf.Tensor]:
@@ -52,7 +44,7 @@ class FactoredAccumulator:
     pass over it for each micro-batch, and the one product has more rows to run fast on.
 
     Args:
-        total: what to start from, of the accumulator's dtype.
+        total: what to start from.
         factors: a and b of one micro-batch, [rows, in] and [rows, out].
         wholes: a and b of all micro-batches, [steps, rows, ...], where they exist already; None where the loop is to
             write them down.

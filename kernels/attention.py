@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -81,8 +81,8 @@ def attention(
         [B, T, H, K], query's dtype.
 
     Raises:
-        TypeError: a dtype that is none of these, or not the same in all.
-        ValueError: shapes that do not fit, an unknown implementation, or one that cannot do what is asked.
+        TypeError: raised if a dtype is not one of these, or not the same in all.
+        ValueError: raised if shapes do not fit, or the implementation is unknown or cannot do what is asked.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -91,11 +91,11 @@ def attention(
     True
     """
     query, key, value = (tf.convert_to_tensor(t) for t in (query, key, value))
-    _require_tensors(query, key, value)
+    _require_tensors(query=query, key=key, value=value)
     one_of("implementation", implementation, ("auto", "blockwise", "cudnn", "reference"))
     if implementation == "auto":
         implementation = attention_implementation(query.shape, key.shape, block_size=block_size)
-    masking = _Masking(true_or_false("causal", causal), *_segments(segment_ids, query, key))
+    masking = _Masking(true_or_false("causal", causal), _segments(segment_ids, query, key))
     if scale is None:
         scale = query.shape[-1] ** -0.5
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
@@ -133,10 +133,10 @@ def attention_implementation(
     """
     if not len(query_shape) == len(key_shape) == 4:
         raise ValueError(f"The shapes must be [batch, time, heads, width]: query {query_shape}, key {key_shape}.")
-    times = query_shape[1], key_shape[1]
-    if None in times:
+    queries, keys = query_shape[1], key_shape[1]
+    if queries is None or keys is None or queries * keys <= _block_size(block_size) ** 2:
         return "reference"
-    return "reference" if math.prod(times) <= _block_size(block_size) ** 2 else "blockwise"
+    return "blockwise"
 
 
 def _block_size(block_size: int | None) -> int:
@@ -166,17 +166,10 @@ def _cut(size: int, block_size: int) -> _Blocks:
 
 
 class _Masking(NamedTuple):
-    """Which keys a query sees.
-
-    Attributes:
-        causal: query t sees keys up to t + S - T.
-        query_segments: integers [B, T], or None for one segment.
-        key_segments: integers [B, S], or None.
-    """
+    """Which keys a query sees: see `attention`; segments are integers [B, T] and [B, S]."""
 
     causal: bool
-    query_segments: tf.Tensor | None
-    key_segments: tf.Tensor | None
+    segments: tuple[tf.Tensor, tf.Tensor] | None
 
     def pairs(self, queries: _Blocks, keys: _Blocks) -> np.ndarray:
         """Numbers of the blocks of queries and of keys that see each other, row by row: int32 [2, pairs]."""
@@ -185,14 +178,16 @@ class _Masking(NamedTuple):
         seen = first[None, :] <= np.minimum(last, queries.size - 1)[:, None] + keys.size - queries.size
         return np.stack(np.nonzero(seen | (not self.causal))).astype("int32")
 
-    def of_blocks(self, queries: _Blocks, keys: _Blocks, groups: int, per_group: int):
+    def of_blocks(
+        self, queries: _Blocks, keys: _Blocks, groups: int, per_group: int
+    ) -> Callable[[Any, Any], tf.Tensor | None]:
         """A function of the numbers of two blocks: what they see of each other, bool, to be broadcast to [N, q, k]; or
         None where that is all.
         """
         segments = None
-        if self.query_segments is not None:
-            query_BTH1 = tf.repeat(self.query_segments[:, :, None, None], groups * per_group, 2)
-            key_BSG1 = tf.repeat(self.key_segments[:, :, None, None], groups, 2)
+        if self.segments is not None:
+            query_BTH1 = tf.repeat(self.segments[0][:, :, None, None], groups * per_group, 2)
+            key_BSG1 = tf.repeat(self.segments[1][:, :, None, None], groups, 2)
             segments = _split(query_BTH1, groups, queries)[..., 0], _split(key_BSG1, groups, keys)[..., 0]
 
         def seen(i, j):
@@ -238,18 +233,18 @@ def _reference(query, key, value, scale, masking):
     scores_Nqk = scale * _product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
     seen = masking.of_blocks(queries, keys, groups, per_group)(0, 0)
     weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
-    if seen is not None and not (masking.query_segments is None and query.shape[1] == key.shape[1]):
+    if seen is not None and not (masking.segments is None and query.shape[1] == key.shape[1]):
         # Some query may see nothing.
         weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
     return _joined(_product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
 
 
 def _blockwise(query, key, value, scale, masking, block_size):
-    groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
+    groups = key.shape[2]
     queries, keys = _cut(query.shape[1], block_size), _cut(key.shape[1], block_size)
     pairs = masking.pairs(queries, keys)
     steps, pairs = pairs.shape[1], tf.constant(pairs)
-    seen = masking.of_blocks(queries, keys, groups, per_group)
+    seen = masking.of_blocks(queries, keys, groups, query.shape[2] // groups)
 
     @tf.custom_gradient
     def run(query, key, value):
@@ -263,32 +258,8 @@ def _blockwise(query, key, value, scale, masking, block_size):
             visible = seen(i, j)
             return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf)
 
-        # The maximum so far goes from block to block of a row beside its place in the whole: were it read there, XLA
-        # would copy the whole before each write.
-        def forward(p, row_max_Nq, row_max_nNq, row_sum_nNq, acc_nNqK):
-            i, j, scores_Nqk = block(p)
-            row_max_Nq = tf.where(j == 0, _LOW, row_max_Nq)
-            row_sum_Nq, acc_NqK = (tf.gather(t, i) for t in (row_sum_nNq, acc_nNqK))
-            new_row_max_Nq = tf.maximum(row_max_Nq, tf.reduce_max(scores_Nqk, -1))
-            weights_Nqk = tf.exp(scores_Nqk - new_row_max_Nq[..., None])
-            correction_Nq = tf.exp(row_max_Nq - new_row_max_Nq)
-            row_sum_Nq = correction_Nq * row_sum_Nq + tf.reduce_sum(weights_Nqk, -1)
-            acc_NqK = correction_Nq[..., None] * acc_NqK
-            acc_NqK += dot(tf.cast(weights_Nqk, value.dtype), tf.gather(value_sNkK, j))
-            return [
-                new_row_max_Nq,
-                dynamic_update_slice(row_max_nNq, new_row_max_Nq[None], [i, 0, 0]),
-                dynamic_update_slice(row_sum_nNq, row_sum_Nq[None], [i, 0, 0]),
-                dynamic_update_slice(acc_nNqK, acc_NqK[None], [i, 0, 0, 0]),
-            ]
-
-        rows = tf.shape(query_nNqK)[:-1]
-        start = [tf.zeros(rows[1:]), tf.zeros(rows), tf.zeros(rows), tf.zeros(tf.shape(query_nNqK))]
         with record.stop_recording():  # an eager tape would keep what the loop computes
-            _, row_max_nNq, row_sum_nNq, acc_nNqK = loop(steps, forward, start)
-        acc_nNqK = tf.math.divide_no_nan(acc_nNqK, row_sum_nNq[..., None])
-        # For a query that sees nothing, inf: its weights are exp(-inf - inf) = 0 again.
-        lse_nNq = tf.where(row_sum_nNq > 0, row_max_nNq + tf.math.log(row_sum_nNq), math.inf)
+            acc_nNqK, lse_nNq = _online_softmax(steps, block, value_sNkK, tf.shape(query_nNqK))
         output = _joined(acc_nNqK, groups, queries, query)
 
         def gradient(doutput):
@@ -326,6 +297,35 @@ def _blockwise(query, key, value, scale, masking, block_size):
     return run(query, key, value)
 
 
+def _online_softmax(steps, block, value_sNkK, shape):
+    """The output of attention [n, N, q, K], and the log-sum-exp of each query's scores, from one loop over blocks."""
+
+    # A row's maximum so far goes from block to block beside its place in the whole: were it read there, XLA would copy
+    # the whole before each write.
+    def forward(p, row_max_Nq, row_max_nNq, row_sum_nNq, acc_nNqK):
+        i, j, scores_Nqk = block(p)
+        row_max_Nq = tf.where(j == 0, _LOW, row_max_Nq)
+        row_sum_Nq, acc_NqK = (tf.gather(t, i) for t in (row_sum_nNq, acc_nNqK))
+        new_row_max_Nq = tf.maximum(row_max_Nq, tf.reduce_max(scores_Nqk, -1))
+        weights_Nqk = tf.exp(scores_Nqk - new_row_max_Nq[..., None])
+        correction_Nq = tf.exp(row_max_Nq - new_row_max_Nq)
+        row_sum_Nq = correction_Nq * row_sum_Nq + tf.reduce_sum(weights_Nqk, -1)
+        acc_NqK = correction_Nq[..., None] * acc_NqK
+        acc_NqK += dot(tf.cast(weights_Nqk, value_sNkK.dtype), tf.gather(value_sNkK, j))
+        return [
+            new_row_max_Nq,
+            dynamic_update_slice(row_max_nNq, new_row_max_Nq[None], [i, 0, 0]),
+            dynamic_update_slice(row_sum_nNq, row_sum_Nq[None], [i, 0, 0]),
+            dynamic_update_slice(acc_nNqK, acc_NqK[None], [i, 0, 0, 0]),
+        ]
+
+    start = [tf.zeros(shape[1:-1]), tf.zeros(shape[:-1]), tf.zeros(shape[:-1]), tf.zeros(shape)]
+    _, row_max_nNq, row_sum_nNq, acc_nNqK = loop(steps, forward, start)
+    # For a query that sees nothing, inf: its weights are exp(-inf - inf) = 0 again.
+    lse_nNq = tf.where(row_sum_nNq > 0, row_max_nNq + tf.math.log(row_sum_nNq), math.inf)
+    return tf.math.divide_no_nan(acc_nNqK, row_sum_nNq[..., None]), lse_nNq
+
+
 def _product(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     """`dot`, with gradients of the inputs' dtype, themselves summed in float32."""
     if a.dtype not in HALF:
@@ -343,37 +343,33 @@ def _product(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     return multiply(a, b)
 
 
-def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[Any, Any]:
+def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     if segment_ids is None:
-        return None, None
+        return None
     pair = segment_ids if isinstance(segment_ids, tuple) and len(segment_ids) == 2 else (segment_ids, segment_ids)
-    pair = tuple(tf.convert_to_tensor(ids) for ids in pair)
-    for ids, name, tensor in zip(pair, ("query", "key"), (query, key), strict=True):
+    query_ids, key_ids = (tf.convert_to_tensor(ids) for ids in pair)
+    for ids, tensor in ((query_ids, query), (key_ids, key)):
         if not ids.dtype.is_integer:
             raise TypeError(f"segment_ids have dtype {ids.dtype.name}: they must be integers.")
         if not ids.shape.is_compatible_with(tensor.shape[:2]):
             raise ValueError(
-                f"segment_ids of shape {ids.shape} do not fit {name} of shape {tensor.shape}: they must be "
+                f"segment_ids of shape {ids.shape} do not fit query {query.shape} and key {key.shape}: they must be "
                 "[batch, time], and a tuple of two where queries and keys differ in time."
             )
-    return pair
+    return query_ids, key_ids
 
 
-def _require_tensors(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> None:
-    named = {"query": query, "key": key, "value": value}
-    dtypes = ", ".join(f"{name} {t.dtype.name}" for name, t in named.items())
+def _require_tensors(**tensors: tf.Tensor) -> None:
+    query, key, value = tensors.values()
     if query.dtype not in (*HALF, tf.float32) or not query.dtype == key.dtype == value.dtype:
+        dtypes = ", ".join(f"{name} {t.dtype.name}" for name, t in tensors.items())
         raise TypeError(f"The dtypes are {dtypes}: all must be float32, or all float16, or all bfloat16.")
-    shapes = ", ".join(f"{name} {t.shape}" for name, t in named.items())
-    fits = all(t.shape.rank == 4 and None not in t.shape[2:] for t in named.values())
-    fits = fits and key.shape.is_compatible_with(value.shape) and query.shape[3] == key.shape[3]
-    if not fits or not query.shape[:1].is_compatible_with(key.shape[:1]):
+    fits = all(t.shape.rank == 4 and None not in t.shape[2:] and 0 not in t.shape for t in (query, key, value))
+    fits = fits and key.shape.is_compatible_with(value.shape) and query.shape[:1].is_compatible_with(key.shape[:1])
+    if not fits or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
+        shapes = ", ".join(f"{name} {t.shape}" for name, t in tensors.items())
         raise ValueError(
             f"The shapes do not fit: {shapes}. They must be query [batch, time, heads, width] and key and value "
-            "[batch, keys, groups, width], with known heads, groups and width."
-        )
-    if 0 in query.shape or 0 in key.shape or query.shape[2] % key.shape[2]:
-        raise ValueError(
-            f"The shapes do not fit: {shapes}. No axis may be empty, and the {query.shape[2]} heads of query must be a "
-            f"multiple of the {key.shape[2]} of key."
+            "[batch, keys, groups, width], of known heads, groups and width, with heads a multiple of groups. "
+            "No axis may be empty."
         )

@@ -23,13 +23,7 @@ def batch_norm(
         doffset, dscale = sum(dy), sum(dy * normal)
         dx = scale * rsqrt(variance + epsilon) * (dy - doffset / m - normal * dscale / m)
 
-    Args:
-        x: [..., channels], float32 or float64, of known channels.
-        scale, offset: [channels], x's dtype.
-        epsilon: added to the variance.
-
-    Returns:
-        y of x's shape, and mean and variance, [channels], which are constants to autodiff.
+    x is [..., channels], float32 or float64; mean and variance, [channels], are constants to autodiff.
 
     >>> y, mean, variance = batch_norm(tf.constant([[1.0], [3.0]]), tf.constant([2.0]), tf.constant([5.0]), 0.0)
     >>> y.numpy().ravel().tolist(), mean.numpy().item(), variance.numpy().item()

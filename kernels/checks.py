@@ -58,7 +58,7 @@ def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
     """
     rule = "a whole number" if minimum is None else f"a whole number of at least {minimum}"
     least = -sys.maxsize if minimum is None else minimum
-    if isinstance(value, numbers.Integral) and value > sys.maxsize:
+    if isinstance(value, numbers.Integral) and int(value) > sys.maxsize:
         raise ValueError(f"{name} must be {rule} and at most {sys.maxsize}.")  # of any length, so not shown
     number(name, value, rule, lambda v: least <= v <= sys.maxsize and v == int(v))
     return int(value)
@@ -83,6 +83,7 @@ def one_of(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
     Traceback (most recent call last):
     ValueError: on_nonfinite='stop' must be 'skip' or 'raise'.
     """
-    if not isinstance(value, (str, numbers.Integral, np.bool_)) or value not in choices:
+    comparable = isinstance(value, (str, numbers.Integral, np.bool_))  # an array is not
+    if not comparable or value not in choices:
         raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, choices))}.")
     return value

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import tensorflow as tf
 
 
-def conv2d(x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int] = (1, 1), padding: str = "same") -> tf.Tensor:
+def conv2d(
+    x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int] = (1, 1), padding: Literal["same", "valid"] = "same"
+) -> tf.Tensor:
     """`tf.nn.conv2d(x, kernel, strides, padding.upper())`, with gradients written as forward convolutions.
 
     XLA:CPU turns the gradients of a convolution into its fast library call only outside loops; inside a
@@ -15,14 +19,7 @@ def conv2d(x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int] = (1, 1), p
         dx = conv(spread(dy), r(kernel) with its channels swapped)
         dkernel = conv(x with batch and channels swapped, spread(dy) as the kernel)
 
-    Args:
-        x: [batch, height, width, channels], of known height and width.
-        kernel: [rows, columns, channels, filters], x's dtype.
-        strides: of height and width.
-        padding: "same" or "valid".
-
-    Returns:
-        [batch, height', width', filters], x's dtype.
+    x is [batch, height, width, channels], of known height and width.
 
     >>> x, kernel = tf.ones([1, 4, 4, 1]), tf.ones([3, 3, 1, 1])
     >>> with tf.GradientTape() as tape:
@@ -45,10 +42,12 @@ def conv2d(x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int] = (1, 1), p
         def gradient(dy):
             spread = _spread(dy, strides)
             swapped = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
-            dx = _plain(spread, swapped, [(a.filter_size - 1 - a.before, a.size - a.spread + a.before) for a in axes])
+            dx = _unit_stride(
+                spread, swapped, [(a.filter_size - 1 - a.before, a.size - a.spread + a.before) for a in axes]
+            )
             by_channel = tf.transpose(x, [3, 1, 2, 0])
             pads = [(a.before, a.filter_size + a.spread - 1 - a.size - a.before) for a in axes]
-            dkernel = _plain(by_channel, tf.transpose(spread, [1, 2, 0, 3]), pads)
+            dkernel = _unit_stride(by_channel, tf.transpose(spread, [1, 2, 0, 3]), pads)
             return dx, tf.transpose(dkernel, [1, 2, 0, 3])
 
         return y, gradient
@@ -78,7 +77,7 @@ def _spread(dy: tf.Tensor, strides: tuple[int, int]) -> tf.Tensor:
     return dy
 
 
-def _plain(x: tf.Tensor, kernel: tf.Tensor, pads: list[tuple[int, int]]) -> tf.Tensor:
+def _unit_stride(x: tf.Tensor, kernel: tf.Tensor, pads: list[tuple[int, int]]) -> tf.Tensor:
     """A convolution with stride 1; a negative pad at the end leaves rows out that no output has seen."""
     for axis, (_, after) in zip((1, 2), pads, strict=True):
         if after < 0:

@@ -63,8 +63,8 @@ def linear_cross_entropy(
         The losses, float32 [...]: weigh and reduce them as you like.
 
     Raises:
-        TypeError: a dtype that is none of these, or a number that is none.
-        ValueError: shapes that do not fit or are not known, or a number out of its range.
+        TypeError: raised if a dtype is not one of these, or an option is not a number.
+        ValueError: raised if shapes do not fit or are not known, or an option is out of its range.
 
     >>> hidden, kernel = tf.ones([2, 3]), tf.zeros([3, 100])
     >>> losses = linear_cross_entropy(hidden, kernel, tf.constant([7, -100]))  # log(100), and one ignored
@@ -81,10 +81,10 @@ def linear_cross_entropy(
     one_of("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     if implementation == "auto" or not count:
         implementation = "reference" if count * vocabulary <= max(chunk**2, count * width) else "chunked"
+    inputs = [tf.reshape(hidden, [count, width]), kernel, *biases]
 
     def lse_and_target(column_N):
-        function = _IMPLEMENTATIONS[implementation](column_N, label_smoothing, chunk)
-        return function(tf.reshape(hidden, [count, width]), kernel, *biases)
+        return _IMPLEMENTATIONS[implementation](inputs, column_N, label_smoothing, chunk)
 
     return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)
 
@@ -126,18 +126,16 @@ def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore
     return tf.reshape(losses_N, tf.shape(labels))
 
 
-# Each implementation is a factory of functions (hidden [N, D], kernel [D, V], optional bias [V]) -> (lse, target).
-# The cross-entropy is lse - target, and its gradient with respect to the logits softmax(logits) - smoothed labels.
+# Each implementation maps hidden [N, D], kernel [D, V] and perhaps a bias [V] to lse and target: the cross-entropy is
+# lse - target, and its gradient with respect to the logits softmax(logits) - smoothed labels.
 
 
-def _reference(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
-    def lse_and_target(hidden_ND, kernel_DV, *bias):
-        logits_NV = _project(hidden_ND, kernel_DV)
-        for b_V in bias:
-            logits_NV += tf.cast(b_V, tf.float32)
-        return _of_logits(logits_NV, column_N, smoothing)
-
-    return lse_and_target
+def _reference(inputs, column_N, smoothing, chunk):
+    hidden_ND, kernel_DV, *bias = inputs
+    logits_NV = _project(hidden_ND, kernel_DV)
+    for b_V in bias:
+        logits_NV += tf.cast(b_V, tf.float32)
+    return _of_logits(logits_NV, column_N, smoothing)
 
 
 def _of_logits(logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float) -> tuple[tf.Tensor, tf.Tensor]:
@@ -175,12 +173,11 @@ def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
     return tf.where(tf.math.is_finite(factor) & (factor > 0), factor, 1.0)
 
 
-def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
+def _chunked(inputs, column_N, smoothing, chunk):
     @tf.custom_gradient
     def lse_and_target(hidden_ND, kernel_DV, *bias):
         (count, width), vocabulary = hidden_ND.shape, kernel_DV.shape[1]
         tokens, columns = _cut(count, chunk), _cut(vocabulary, chunk)
-        steps = tokens.pieces * columns.pieces
 
         def chunk_of(i):
             """Where chunk i lies, its operands, its logits, and its labels as columns of its own."""
@@ -197,26 +194,7 @@ def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
                 label_n = tf.where(label_n >= column * columns.length, label_n, -1)
             return _Chunk(n, v, row, column, hidden_nD, kernel_Dv, logits_nv, label_n - v)
 
-        def forward(i, *carried):
-            c = chunk_of(i)
-            before = [tf.slice(t, [c.n], [tokens.length]) for t in carried]
-            row_max_n, row_sum_n, label_logit_n = before
-            new_row_max_n = tf.maximum(row_max_n, tf.reduce_max(c.logits_nv, -1))
-            correction_n = tf.exp(row_max_n - new_row_max_n)
-            new_row_sum_n = correction_n * row_sum_n
-            new_row_sum_n += tf.reduce_sum(tf.exp(c.logits_nv - new_row_max_n[:, tf.newaxis]), -1)
-            here_n = (c.label_n >= 0) & (c.label_n < columns.length)
-            picked_n = tf.gather(c.logits_nv, tf.clip_by_value(c.label_n, 0, columns.length - 1), batch_dims=1)
-            after = [new_row_max_n, new_row_sum_n, tf.where(here_n, picked_n, label_logit_n)]
-            if tokens.overlap:
-                fresh_n = tokens.fresh(c.row)
-                after = [tf.where(fresh_n, new, old) for new, old in zip(after, before, strict=True)]
-            return [dynamic_update_slice(t, new, [c.n]) for t, new in zip(carried, after, strict=True)]
-
-        # A finite start: the exponential of -inf - -inf, in a chunk without a possible class, would be NaN.
-        start = [tf.fill([count], tf.float32.min), tf.zeros([count]), tf.zeros([count])]
-        row_max_N, row_sum_N, target_N = loop(steps, forward, start)
-        lse_N = row_max_N + tf.math.log(row_sum_N)
+        lse_N, target_N = _online_lse(chunk_of, tokens, columns, count)
         if smoothing:
             # The mean over the vocabulary of hidden @ kernel is hidden @ (the kernel's mean).
             compute_DV = tf.cast(tf.cast(kernel_DV, hidden_ND.dtype), tf.float32)
@@ -251,12 +229,37 @@ def _chunked(column_N: tf.Tensor, smoothing: float, chunk: int) -> Callable:
                 ]
 
             inputs = hidden_ND, kernel_DV, *bias
-            sums = loop(steps, backward, [tf.zeros(t.shape) for t in inputs])
+            sums = loop(tokens.pieces * columns.pieces, backward, [tf.zeros(t.shape) for t in inputs])
             return [tf.cast(total / factor, t.dtype) for total, t in zip(sums, inputs, strict=True)]
 
         return (lse_N, target_N), gradient
 
-    return lse_and_target
+    return lse_and_target(*inputs)
+
+
+def _online_lse(chunk_of, tokens, columns, count):
+    """Each token's log-sum-exp and the logit of its label, from one loop over the chunks."""
+
+    def forward(i, *carried):
+        c = chunk_of(i)
+        before = [tf.slice(t, [c.n], [tokens.length]) for t in carried]
+        row_max_n, row_sum_n, label_logit_n = before
+        new_row_max_n = tf.maximum(row_max_n, tf.reduce_max(c.logits_nv, -1))
+        correction_n = tf.exp(row_max_n - new_row_max_n)
+        new_row_sum_n = row_sum_n * correction_n
+        new_row_sum_n += tf.reduce_sum(tf.exp(c.logits_nv - new_row_max_n[:, tf.newaxis]), -1)
+        here_n = (c.label_n >= 0) & (c.label_n < columns.length)
+        picked_n = tf.gather(c.logits_nv, tf.clip_by_value(c.label_n, 0, columns.length - 1), batch_dims=1)
+        after = [new_row_max_n, new_row_sum_n, tf.where(here_n, picked_n, label_logit_n)]
+        if tokens.overlap:
+            fresh_n = tokens.fresh(c.row)
+            after = [tf.where(fresh_n, new, old) for new, old in zip(after, before, strict=True)]
+        return [dynamic_update_slice(t, new, [c.n]) for t, new in zip(carried, after, strict=True)]
+
+    # A finite start: the exponential of -inf - -inf, in a chunk without a possible class, would be NaN.
+    start = [tf.fill([count], tf.float32.min), tf.zeros([count]), tf.zeros([count])]
+    row_max_N, row_sum_N, label_logit_N = loop(tokens.pieces * columns.pieces, forward, start)
+    return row_max_N + tf.math.log(row_sum_N), label_logit_N
 
 
 _IMPLEMENTATIONS = {"chunked": _chunked, "reference": _reference}
@@ -303,26 +306,26 @@ def _default_chunk() -> int:
 
 
 def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, *bias: tf.Tensor) -> None:
+    named = dict(zip(("hidden", "kernel", "labels", "bias"), (hidden, kernel, labels, *bias), strict=False))
     if hidden.dtype not in (*HALF, tf.float32):
         raise TypeError(f"hidden has dtype {hidden.dtype.name}: it must be float32, float16 or bfloat16.")
-    for name, tensor in (("kernel", kernel), *(("bias", b) for b in bias)):
-        if tensor.dtype not in (tf.float32, hidden.dtype):
+    for name, tensor in named.items():
+        if name in ("kernel", "bias") and tensor.dtype not in (tf.float32, hidden.dtype):
             raise TypeError(
-                f"{name} has dtype {tensor.dtype.name}, but hidden {hidden.dtype.name}: pass {name} as float32, or in "
-                "hidden's dtype."
+                f"{name} has dtype {tensor.dtype.name}, but hidden {hidden.dtype.name}: float32 or the same is needed."
             )
     if not labels.dtype.is_integer:
         raise TypeError(f"labels have dtype {labels.dtype.name}: they must be integers, the indices of classes.")
-    named = zip(("hidden", "kernel", "labels", "bias"), (hidden, kernel, labels, *bias), strict=False)
-    shapes = {name: tensor.shape for name, tensor in named}
-    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    if not all(shape.is_fully_defined() for shape in shapes.values()):
-        raise ValueError(f"Every size must be known when this is traced: {got}. Give the function an input signature.")
+    shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in named.items())
+    if not all(tensor.shape.is_fully_defined() for tensor in named.values()):
+        raise ValueError(
+            f"Every size must be known when this is traced: {shapes}. Give the function an input signature."
+        )
     fits = hidden.shape.rank >= 1 and kernel.shape.rank == 2 and kernel.shape[1] > 0
     fits = fits and hidden.shape[-1] == kernel.shape[0] and labels.shape == hidden.shape[:-1]
     if not fits or any(b.shape != kernel.shape[1:] for b in bias):
         raise ValueError(
-            f"The shapes do not fit: {got}. They must be hidden [..., D], kernel [D, V], labels [...] and bias [V]."
+            f"The shapes do not fit: {shapes}. They must be hidden [..., D], kernel [D, V], labels [...] and bias [V]."
         )
 
 

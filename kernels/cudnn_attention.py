@@ -27,18 +27,8 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale
     Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200,
     but without a device it leaves cuDNN's part undone.
 
-    Args:
-        query: [B, T, H, K], float16 or bfloat16, K a multiple of 8 up to 128, all sizes known.
-        key: [B, S, G, K], query's dtype; H a multiple of G.
-        value: as key.
-        scale: factor of the scores.
-        causal: query t sees keys up to t; T and S must be the same.
-
-    Returns:
-        [B, T, H, K], query's dtype.
-
     Raises:
-        ValueError: not in a program that XLA compiles for a GPU, or inputs that are not as above.
+        ValueError: raised if XLA does not compile this for a GPU, or the inputs are not as `attention` says.
     """
     _require(query, key, causal)
 
@@ -116,13 +106,11 @@ def _require(query: tf.Tensor, key: tf.Tensor, causal: bool) -> None:
         raise ValueError(
             f'implementation="cudnn" needs a GPU, and a program that XLA compiles (jit_compile=True). {remedy}'
         )
-    if query.dtype not in HALF or query.shape[3] % 8 or query.shape[3] > 128:
+    known = query.shape.is_fully_defined() and key.shape.is_fully_defined()
+    aligned = not causal or query.shape[1] == key.shape[1]  # its causal mask aligns the starts
+    if not (known and aligned and query.dtype in HALF and query.shape[3] % 8 == 0 and query.shape[3] <= 128):
         raise ValueError(
-            f"cuDNN does not take query {query.dtype.name} {query.shape}: it must be float16 or bfloat16, and its "
-            f"last axis a multiple of 8 up to 128. {remedy}"
+            f"cuDNN does not take query {query.dtype.name} {query.shape} with key {key.shape}, causal={causal}: it "
+            "needs float16 or bfloat16, known sizes, a last axis a multiple of 8 up to 128 and, if causal, as many "
+            f"queries as keys. {remedy}"
         )
-    if not (query.shape.is_fully_defined() and key.shape.is_fully_defined()):
-        raise ValueError(f"cuDNN needs known sizes: query {query.shape}, key {key.shape}. {remedy}")
-    if causal and query.shape[1] != key.shape[1]:
-        # Its causal mask aligns the starts.
-        raise ValueError(f"Causal cuDNN attention needs as many queries as keys: {query.shape}, {key.shape}. {remedy}")

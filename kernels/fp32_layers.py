@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import add_fp32_wgrad, convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
 from fastaccum.kernels.xla_ops import HALF
 
+Shape = Sequence[int | None]
 _register = keras.saving.register_keras_serializable("fastaccum")
 
 
@@ -39,7 +41,7 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
         The layers switched by this call: what `plain_weight_gradients` takes to undo it.
 
     Raises:
-        TypeError: no Keras 3 model or layer.
+        TypeError: raised if `model` is not a Keras 3 model or layer.
 
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16", name="head")])
     >>> [layer.name for layer in fp32_weight_gradients(model)]
@@ -64,10 +66,10 @@ def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.La
     """
     if isinstance(layers, keras.layers.Layer):
         layers = all_layers(layers)
-    return _change_class([layer for layer in layers if type(layer) in _PLAIN], _PLAIN)
+    return _change_class([layer for layer in layers if type(layer) in _KERAS], _KERAS)
 
 
-def _change_class(layers: list[Any], to: dict[type, type]) -> list[Any]:
+def _change_class(layers: list[Any], to: dict[Any, Any]) -> list[Any]:
     layers = list({id(layer): layer for layer in layers}.values())
     for layer in layers:
         # Past Keras's own __setattr__, which tracks what is assigned.
@@ -122,7 +124,7 @@ def _convolution(layer: Any, convolution: Any, inputs: tf.Tensor) -> tf.Tensor:
 class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
 
-    def call(self, inputs, training=None):
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
         if not _switches(self, inputs):
             return super().call(inputs, training=training)
         return _finish(self, matmul_fp32_wgrad(inputs, _float32(self._kernel)))
@@ -132,7 +134,7 @@ class Fp32Dense(keras.layers.Dense):
 class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
-    def call(self, inputs, training=None):
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
         if not _switches(self, inputs):
             return super().call(inputs, training=training)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, _float32(self._kernel)))
@@ -142,29 +144,21 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
 class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
-    def call(self, inputs):
+    def call(self, inputs: Any) -> Any:
         if not _switches(self, inputs):
             return super().call(inputs)
-        causal = self.padding == "causal"
-
-        def convolution(x, kernel):
-            return keras.ops.conv(
-                keras.ops.pad(x, self._compute_causal_padding()) if causal else x,
-                kernel,
-                strides=list(self.strides),
-                padding="valid" if causal else self.padding,
-                dilation_rate=self.dilation_rate,
-                data_format=self.data_format,
-            )
-
-        return _convolution(self, convolution, inputs)
+        if self.padding != "causal":
+            return _convolution(self, self.convolution_op, inputs)
+        options = {name: getattr(self, name) for name in ("strides", "dilation_rate", "data_format")}
+        inputs = keras.ops.pad(inputs, self._compute_causal_padding())
+        return _convolution(self, functools.partial(keras.ops.conv, padding="valid", **options), inputs)
 
 
 @_register
 class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
 
-    def call(self, inputs):
+    def call(self, inputs: Any) -> Any:
         if not _switches(self, inputs):
             return super().call(inputs)
         return _convolution(self, self.convolution_op, inputs)
@@ -174,7 +168,7 @@ class Fp32Conv2D(keras.layers.Conv2D):
 class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
 
-    def call(self, inputs, reverse=False):
+    def call(self, inputs: Any, reverse: bool = False) -> Any:
         if not (reverse and self.reverse_dtype is None and _switches(self, inputs)):
             return super().call(inputs, reverse=reverse)
         kernel = tf.transpose(_float32(self._embeddings)) if self.tie_weights else _float32(self.reverse_embeddings)
@@ -187,7 +181,7 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
 class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight gradients."""
 
-    def build(self, query_shape, value_shape, key_shape=None):
+    def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
         fp32_weight_gradients(self)
 
@@ -196,18 +190,18 @@ class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
 class Fp32GroupQueryAttention(keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` that makes its projections with float32 weight gradients."""
 
-    def build(self, query_shape, value_shape, key_shape=None):
+    def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
         fp32_weight_gradients(self)
 
 
-_SWITCHED = {
-    keras.layers.Dense: Fp32Dense,
-    keras.layers.EinsumDense: Fp32EinsumDense,
-    keras.layers.Conv1D: Fp32Conv1D,
-    keras.layers.Conv2D: Fp32Conv2D,
-    keras.layers.ReversibleEmbedding: Fp32ReversibleEmbedding,
-    keras.layers.MultiHeadAttention: Fp32MultiHeadAttention,
-    keras.layers.GroupQueryAttention: Fp32GroupQueryAttention,
+_KERAS = {
+    Fp32Dense: keras.layers.Dense,
+    Fp32EinsumDense: keras.layers.EinsumDense,
+    Fp32Conv1D: keras.layers.Conv1D,
+    Fp32Conv2D: keras.layers.Conv2D,
+    Fp32ReversibleEmbedding: keras.layers.ReversibleEmbedding,
+    Fp32MultiHeadAttention: keras.layers.MultiHeadAttention,
+    Fp32GroupQueryAttention: keras.layers.GroupQueryAttention,
 }
-_PLAIN = {switched: plain for plain, switched in _SWITCHED.items()}
+_SWITCHED = {theirs: ours for ours, theirs in _KERAS.items()}

@@ -39,13 +39,6 @@ def accumulate(accumulator: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices) -
 
     An `IndexedSlices` costs O(rows it holds), not O(rows of the table). Repeated indices add up.
 
-    Args:
-        accumulator: float32 or float64, the variable's shape.
-        gradient: the same shape, any floating dtype; or `IndexedSlices` over its first axis.
-
-    Returns:
-        The new accumulator: same shape and dtype.
-
     >>> accumulator = tf.zeros([3, 1])
     >>> rows = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([2, 2]), tf.constant([3, 1]))
     >>> accumulate(accumulator, rows).numpy().ravel().tolist()
@@ -81,7 +74,7 @@ def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm:
     Args:
         accumulators: float32 (or float64) tensors.
         denominator: float32 scalar, loss scale times weight sum; 0 gives factor 0.
-        clip_norm: the largest global norm let through.
+        clip_norm: the largest global norm let through; None for no clipping.
 
     >>> reduced = reduce([tf.constant([6.0, 8.0])], denominator=tf.constant(2.0), clip_norm=1.0)
     >>> float(reduced.norm), bool(reduced.finite), round(float(reduced.factor), 6)

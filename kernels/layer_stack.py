@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -48,8 +47,7 @@ class LayerStack(keras.layers.Layer):
         depth: how many layers.
         implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
             weights, with plain autodiff.
-        name: as of any Keras layer.
-        trainable: as of any Keras layer.
+        name, trainable: as of any Keras layer.
 
     Attributes:
         template: the first of the layers, whose `call` is the body for all; its own weights are not used.
@@ -60,10 +58,10 @@ class LayerStack(keras.layers.Layer):
         **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients flow into them.
 
     Raises:
-        TypeError: a depth that is no number; a make_layer that does not make a layer; x that is not one tensor.
-        ValueError: a depth below 1 or a fractional one; an unknown implementation; when built, layers that differ,
-            share state, or have constraints, other regularizers or metrics; when traced, a layer that changes its
-            input's shape, dtype or mask, adds losses, or uses variables that are not its own.
+        TypeError: raised if `depth` is not a number, `make_layer` does not make a layer, or x is not one tensor.
+        ValueError: raised if `depth` is below 1 or fractional, or `implementation` is unknown; when built, if layers
+            differ, share state, or have constraints, other regularizers or metrics; when traced, if a layer changes
+            its input's shape, dtype or mask, adds losses, or uses variables that are not its own.
 
     >>> keras.utils.set_random_seed(0)
     >>> stack = LayerStack(lambda: keras.layers.Dense(4, "tanh"), depth=3)
@@ -93,7 +91,7 @@ class LayerStack(keras.layers.Layer):
         template = stackable.made(make_layer)
         super().__init__(name=name, dtype=template.dtype_policy)
         # Past Keras's tracking: the template's variables are none of the model's.
-        vars(self)["template"] = template
+        object.__setattr__(self, "template", template)
         if not (trainable and template.trainable):
             self.trainable = False
         self.make_layer, self.depth, self.implementation = make_layer, depth, implementation
@@ -124,7 +122,7 @@ class LayerStack(keras.layers.Layer):
     def _stack(self, layers: list[keras.layers.Layer]) -> None:
         learned = {id(v) for layer in self.template._flatten_layers() for v in layer._trainable_variables}
         self._learned = [id(variable) in learned for variable in stackable.variables(self.template)]
-        self._stacked_weights = []
+        self._stacked_weights: list[keras.Variable] = []
         for variable, *copies in zip(self.template.weights, *(layer.weights for layer in layers), strict=True):
             stacked = self.add_weight(
                 name=variable.path.rpartition(f"{self.template.name}/")[2].replace("/", "."),
@@ -156,8 +154,6 @@ class LayerStack(keras.layers.Layer):
         return layer
 
     def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: Any) -> tf.Tensor:
-        if not tf.is_tensor(x):
-            raise TypeError(f"x={x!r} must be one tensor: every layer of a LayerStack maps one tensor to the next.")
         mask = get_keras_mask(x)
         if mask is not None and not self.supports_masking:
             raise ValueError(
@@ -172,8 +168,8 @@ class LayerStack(keras.layers.Layer):
         run = _unrolled if self.implementation == "reference" else _looped
         # Read before the state is assigned: the recomputation starts from the same seeds.
         y, after = run(body, self.depth, x, _read(weights), _read(state))
-        for k in body.assigned:
-            state[k].assign(after[k])
+        for k, value in after.items():
+            state[k].assign(value)
         return y
 
     def _split(self, variables: list[keras.Variable]) -> tuple[list[keras.Variable], list[keras.Variable]]:
@@ -197,7 +193,7 @@ class LayerStack(keras.layers.Layer):
         """Takes the weights and seeds of plain layers, the inverse of `unstack`.
 
         Raises:
-            ValueError: not `depth` built layers with weights of the stack's shapes.
+            ValueError: raised if they are not `depth` built layers with weights of the stack's shapes.
         """
         self._require_built()
         layers = list(layers)
@@ -245,25 +241,14 @@ class _Seeds(keras.random.SeedGenerator):
         self.state = keras.Variable(initial, shape, dtype, trainable=False, aggregation="none")
 
 
-@dataclasses.dataclass
-class _Body:
-    """One layer as a function of its input, of tensors that all layers share, and of its variables' values.
-
-    Attributes:
-        template: the layer.
-        weights: its variables that are learned.
-        state: the others: statistics, then seeds.
-        training: whether it is called for training.
-        arguments: the mask (or None) and the keyword arguments.
-        assigned: which of the state it has assigned: known once it was called.
-    """
+class _Body(NamedTuple):
+    """One layer as a function of its input, of tensors that all layers share, and of its variables' values."""
 
     template: keras.layers.Layer
-    weights: list[keras.Variable]
-    state: list[keras.Variable]
+    weights: list[keras.Variable]  # those that are learned
+    state: list[keras.Variable]  # the others: statistics, then seeds
     training: bool
-    arguments: list[Any]
-    assigned: set[int] = dataclasses.field(default_factory=set)
+    arguments: list[Any]  # the mask (or None) and the keyword arguments
 
     @property
     def shared(self) -> list[tf.Tensor]:
@@ -271,7 +256,7 @@ class _Body:
         return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
 
     def __call__(self, x, shared, weights, state):
-        """The output, and what the state is after the call."""
+        """The output, and by its place the new value of each state that the layer assigns."""
         shared = iter(shared)
         mask, kwargs = tf.nest.map_structure(lambda t: next(shared) if tf.is_tensor(t) else t, self.arguments)
         scope = keras.StatelessScope(collect_losses=True)
@@ -296,8 +281,7 @@ class _Body:
             )
         y.set_shape(x.shape)
         after = [scope.get_current_value(v) for v in self.state]
-        self.assigned.update(k for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old)
-        return y, after
+        return y, {k: new for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old}
 
 
 def _unrolled(body, depth, x, weights, state):
@@ -306,27 +290,26 @@ def _unrolled(body, depth, x, weights, state):
     for i in range(depth):
         x, after = body(x, body.shared, [w[i] for w in weights], [s[i] for s in state])
         states.append(after)
-    return x, [tf.stack(values) for values in zip(*states, strict=True)]
+    return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
 
 
 def _looped(body, depth, x, weights, state):
-    """The last layer's output, and what the stacked state is after all layers."""
-    shared = body.shared
+    """The last layer's output, and by its place the new value of each stacked state that the layers assign."""
+    assigned: set[int] = set()  # known once the body has been traced
 
     @tf.custom_gradient
-    def run(x, *tensors):
-        shared, weights = tensors[: len(body.shared)], tensors[len(body.shared) :]
-
-        def forward(i, x, inputs, *states):
-            y, after = body(x, shared, _at(i, weights), _at(i, state))
-            states = [s.write(i, value) for s, value in zip(states, after, strict=True)]
-            return [y, inputs.write(i, x), *states]
+    def run(x, shared, weights):
+        def forward(i, x, inputs, states):
+            before = _at(i, state)
+            y, after = body(x, shared, _at(i, weights), before)
+            assigned.update(after)
+            return [y, inputs.write(i, x), [s.write(i, after.get(k, before[k])) for k, s in enumerate(states)]]
 
         # An eager tape would keep what the loop computes.
         with record.stop_recording():
-            buffers = [_buffer(x.dtype, [depth, *x.shape]), *(_buffer(s.dtype, s.shape) for s in state)]
-            y, *buffers = loop(depth, forward, [x, *buffers])
-            inputs, *after = [b.stack() for b in buffers]
+            inputs = _buffer(x.dtype, [depth, *x.shape])
+            y, inputs, states = loop(depth, forward, [x, inputs, [_buffer(s.dtype, s.shape) for s in state]])
+            inputs, *after = [b.stack() for b in (inputs, *states)]
 
         def gradient(dy, *_, variables=None):
             if variables:
@@ -337,32 +320,29 @@ def _looped(body, depth, x, weights, state):
                 )
             floating = [t for t in shared if t.dtype.is_floating]
 
-            def backward(i, dy, *results):
+            def backward(i, dy, sums, buffers):
                 layer = depth - 1 - i
                 x, own_weights = tf.gather(inputs, layer), _at(layer, weights)
-                sources = [x, *floating, *own_weights]
+                sources = [x, floating, own_weights]
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(sources)
                     y, _ = body(x, shared, own_weights, _at(layer, state))
                 gradients = tape.gradient(y, sources, dy, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-                dx, *gradients = map(tf.convert_to_tensor, gradients)
-                sums, buffers = results[: len(floating)], results[len(floating) :]
-                sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, gradients, strict=False)]
-                buffers = [b.write(layer, g) for b, g in zip(buffers, gradients[len(floating) :], strict=True)]
-                return [dx, *sums, *buffers]
+                dx, d_floating, d_weights = tf.nest.map_structure(tf.convert_to_tensor, gradients)
+                sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]
+                return [dx, sums, [b.write(layer, g) for b, g in zip(buffers, d_weights, strict=True)]]
 
             sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
-            buffers = (_buffer(w.dtype, w.shape) for w in weights)
-            dx, *results = loop(depth, backward, [dy, *sums, *buffers])
-            sums = iter(results[: len(floating)])
+            buffers = [_buffer(w.dtype, w.shape) for w in weights]
+            dx, sums, buffers = loop(depth, backward, [dy, sums, buffers])
+            sums = iter(sums)
             d_shared = [tf.cast(next(sums), t.dtype) if t.dtype.is_floating else None for t in shared]
-            gradients = [dx, *d_shared, *(b.stack() for b in results[len(floating) :])]
-            return first_order(gradients, "A LayerStack")
+            return first_order([dx, *d_shared, *(b.stack() for b in buffers)], "A LayerStack")
 
         return (y, *after), gradient
 
-    y, *after = run(x, *shared, *weights)
-    return y, after
+    y, *after = run(x, body.shared, weights)
+    return y, {k: after[k] for k in assigned}
 
 
 def _at(i: tf.Tensor, stacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:

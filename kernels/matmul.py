@@ -39,8 +39,8 @@ def matmul_fp32_wgrad(
         [..., out], x's dtype.
 
     Raises:
-        TypeError: a dtype that is none of these, or a kernel that is not float32.
-        ValueError: shapes that do not fit, or an unknown implementation.
+        TypeError: raised if a dtype is not one of these, or the kernel is not float32.
+        ValueError: raised if shapes do not fit, or `implementation` is unknown.
 
     >>> x, kernel = tf.fill([300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1])
     >>> with tf.GradientTape() as tape:
@@ -70,15 +70,7 @@ def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tens
     Args:
         equation: two operands and the output, such as "abc,cde->abde"; "..." may stand for axes of x and the output.
             Each axis of an operand must be in another term too.
-        x: float16, bfloat16, float32 or float64.
-        kernel: float32 (float64 for x in float64), of known shape.
-
-    Returns:
-        What the equation says, in x's dtype.
-
-    Raises:
-        TypeError: as `matmul_fp32_wgrad`.
-        ValueError: an equation of another form, or shapes that do not fit it.
+        x, kernel: as in `matmul_fp32_wgrad`, with shapes that fit the equation; the kernel's is known.
 
     >>> einsum_fp32_wgrad("abc,cde->abde", tf.ones([2, 3, 4], tf.float16), tf.ones([4, 5, 6])).shape
     TensorShape([2, 3, 5, 6])
@@ -109,14 +101,7 @@ def convolution_fp32_wgrad(
 
     Args:
         convolution: of x and a kernel, linear in each, for x's dtype and for float32.
-        x: float16, bfloat16, float32 or float64.
-        kernel: float32 (float64 for x in float64).
-
-    Returns:
-        What `convolution` returns, in x's dtype.
-
-    Raises:
-        TypeError: as `matmul_fp32_wgrad`.
+        x, kernel: of dtypes as in `matmul_fp32_wgrad`.
 
     >>> x, kernel = tf.fill([1, 300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1, 1])
     >>> with tf.GradientTape() as tape:
@@ -210,11 +195,9 @@ def _axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str
             f"equation={equation!r} must have two operands and an output, such as 'abc,cd->abd', each axis at most "
             "once in a term and in at least two of them."
         )
+    size = dict(zip(of_x, x.shape, strict=False))
     if (len(of_x), len(of_kernel)) != (x.shape.rank, kernel.shape.rank) or any(
-        None not in (size, other) and size != other
-        for axis, size in zip(of_x, x.shape, strict=True)
-        for other_axis, other in zip(of_kernel, kernel.shape, strict=True)
-        if axis == other_axis
+        size.get(axis) not in (None, other) for axis, other in zip(of_kernel, kernel.shape, strict=True)
     ):
         raise ValueError(
             f"x of shape {tuple(x.shape)} and kernel of shape {tuple(kernel.shape)} do not fit equation={equation!r}."

@@ -13,12 +13,7 @@ def max_pool2d(x: tf.Tensor, pool_size: tuple[int, int]) -> tf.Tensor:
 
     The gradient goes to the first of equal maxima, row by row, as TensorFlow's does.
 
-    Args:
-        x: [batch, height, width, channels], of known height and width.
-        pool_size: rows and columns of a window; rows and columns of x beyond the last whole window are left out.
-
-    Returns:
-        [batch, height // rows, width // columns, channels], x's dtype.
+    x is [batch, height, width, channels], of known height and width.
 
     >>> x = tf.reshape([1.0, 2.0, 4.0, 4.0], [1, 2, 2, 1])
     >>> with tf.GradientTape() as tape:

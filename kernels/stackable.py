@@ -21,11 +21,9 @@ def variables(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 
 def made(make_layer: Callable[[], keras.layers.Layer]) -> keras.layers.Layer:
-    if not callable(make_layer):
-        raise TypeError(f"make_layer={make_layer!r} must be a function that makes a Keras layer, or a Keras layer.")
-    layer = make_layer()
+    layer = make_layer() if callable(make_layer) else None
     if not isinstance(layer, keras.layers.Layer):
-        raise TypeError(f"make_layer returned {layer!r}, which is no Keras layer: return a new keras.layers.Layer.")
+        raise TypeError(f"make_layer={make_layer!r} must be a Keras layer or a function that returns a new one.")
     return layer
 
 
@@ -68,33 +66,32 @@ def _settings(layer: keras.layers.Layer) -> Any:
     """A layer's configuration, without what may differ between the layers of a stack: names and seeds."""
     names: list[Any] = []
 
-    def plain(config):
+    def comparable(config):
         if isinstance(config, dict):
             names.append(config.get("name"))
             ignored = ("name", "seed", "build_config", "shared_object_id")
-            return {key: plain(value) for key, value in config.items() if key not in ignored}
+            return {key: comparable(value) for key, value in config.items() if key not in ignored}
         if isinstance(config, (list, tuple)):
-            return [plain(value) for value in config]
+            return [comparable(value) for value in config]
         # The layers of a functional model refer to each other by name.
         return names.index(config) if isinstance(config, str) and config in names else config
 
     try:
-        return plain(layer.get_config())
+        return comparable(layer.get_config())
     except NotImplementedError:  # a layer that cannot be saved
         return None
 
 
 def require_supported(layer: keras.layers.Layer) -> None:
     """Raises ValueError for what a LayerStack would silently drop."""
-    if any(part._metrics for part in layer._flatten_layers()):
-        raise ValueError(
-            f"{called(layer)} holds metrics: move them out of the LayerStack, which would not update them."
-        )
     for part in layer._flatten_layers():
+        if part._metrics:
+            raise ValueError(
+                f"{called(layer)} holds metrics, which a LayerStack would not update: move them out of it."
+            )
         if isinstance(part, keras.layers.Embedding):
             raise ValueError(
-                f"{called(layer)} holds {called(part)}, whose ids nothing would check in a LayerStack: "
-                "embed outside of it."
+                f"{called(layer)} holds {called(part)}, whose ids a LayerStack cannot check: embed outside."
             )
     for variable in layer.weights:
         if variable.constraint is not None:

@@ -27,13 +27,13 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) 
     """
     # A Python int as trip count: with a tensor, a GPU would ask the host before every turn. No `maximum_iterations`:
     # its second counter hides the trip count from XLA in larger programs.
-    _, *values = tf.while_loop(
+    _, *results = tf.while_loop(
         lambda i, *_: i < steps,
         lambda i, *values: [i + 1, *body(i, *values)],
         [tf.constant(0), *values],
         parallel_iterations=1,
     )
-    return values
+    return results
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:
