@@ -85,7 +85,7 @@ def _config(
             "layout": {"minor_to_major": ["3", "2", "1", "0"]},
             "is_dynamic_dimension": [False] * 4,
         },
-        "seed": 42,  # of a dropout that there is none of
+        "seed": 42,  # for dropout, which is off
         "is_flash_attention": True,
         "mask_type": "CAUSAL" if causal else "NO_MASK",
         "sliding_window_length": 0,

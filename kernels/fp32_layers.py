@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum` is
     imported) and clones as a switched one. The exception is a layer of your own that makes such layers inside:
     once loaded, it has made plain ones, so switch again. Keras quantizes only its own classes, so switch back first.
-    `fastaccum.Trainer` needs none of this: it switches by itself, for as long as it traces a step.
+    `fastaccum.Trainer` does this by itself, for as long as it traces a step.
 
     Args:
         model: a Keras 3 model, or a layer of one.
@@ -150,8 +149,12 @@ class Fp32Conv1D(keras.layers.Conv1D):
         if self.padding != "causal":
             return _convolution(self, self.convolution_op, inputs)
         options = {name: getattr(self, name) for name in ("strides", "dilation_rate", "data_format")}
-        inputs = keras.ops.pad(inputs, self._compute_causal_padding())
-        return _convolution(self, functools.partial(keras.ops.conv, padding="valid", **options), inputs)
+
+        def convolution(x, kernel):
+            x = keras.ops.pad(x, self._compute_causal_padding())
+            return keras.ops.conv(x, kernel, padding="valid", **options)
+
+        return _convolution(self, convolution, inputs)
 
 
 @_register

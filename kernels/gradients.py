@@ -11,17 +11,11 @@ from fastaccum.kernels.device import has_gpu
 
 
 class Reduced(NamedTuple):
-    """What one pass over the accumulators yields.
+    """What one pass over the accumulators yields: scalars."""
 
-    Attributes:
-        norm: float32 scalar, the global norm of the unscaled gradient, before clipping.
-        finite: bool scalar, whether every element of every gradient is finite.
-        factor: float32 scalar that turns an accumulator into the final gradient.
-    """
-
-    norm: tf.Tensor
-    finite: tf.Tensor
-    factor: tf.Tensor
+    norm: tf.Tensor  # float32, the global norm of the unscaled gradient, before clipping
+    finite: tf.Tensor  # bool, whether every element of every gradient is finite
+    factor: tf.Tensor  # float32, turns an accumulator into the final gradient
 
 
 def accumulator_dtype(dtype: tf.DType) -> tf.DType:

@@ -90,7 +90,7 @@ class LayerStack(keras.layers.Layer):
             make_layer = functools.partial(type(make_layer).from_config, make_layer.get_config())
         template = stackable.made(make_layer)
         super().__init__(name=name, dtype=template.dtype_policy)
-        # Past Keras's tracking: the template's variables are none of the model's.
+        # Past Keras's tracking: the template's variables are not the model's.
         object.__setattr__(self, "template", template)
         if not (trainable and template.trainable):
             self.trainable = False
