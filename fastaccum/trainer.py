@@ -488,7 +488,7 @@ class Trainer:
             self._metrics.build(self._outputs, y_true)
             step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
             self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, self._options)
-            self._model.adopt(self.optimizer, self._metrics, **self._compile_arguments)
+            self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
         if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.cycle.trained]:
             raise ValueError(
                 "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -13,6 +13,9 @@ import tensorflow as tf
 from fastaccum import checks
 
 REDRAW_SECONDS = 0.1
+
+Kind = Literal["train", "test"]
+Logs = Callable[[], dict[str, float]]
 
 
 def log_value(tensor: tf.Tensor) -> Any:
@@ -87,41 +90,26 @@ class Callbacks:
             if isinstance(callback, keras.callbacks.TensorBoard):
                 _require_tensorboard()
         checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            self.list = callbacks
-        else:
-            self.list = keras.callbacks.CallbackList(
-                callbacks,
-                add_history=history,
-                add_progbar=verbose != 0,
-                verbose=verbose,
-                epochs=epochs,
-                steps=steps,
-                model=model,
-            )
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            params = {"verbose": verbose, "epochs": epochs, "steps": steps}
+            callbacks = keras.callbacks.CallbackList(callbacks, history, verbose != 0, model, **params)
+        self.list = callbacks
         self._last_draw = 0.0
-        self._previous: Callable[[], dict[str, float]] = dict
+        self._previous: Logs = dict
 
-    def hooks(self, kind: str) -> tuple[Callable[[int], None], Callable[[int, Callable[[], dict]], None]]:
-        """The batch-begin and batch-end hooks for kind "train" or "test"; logs are made only if somebody asks."""
-        begins, ends, bars = [], [], []
-        for callback in self.list.callbacks:
-            if isinstance(callback, keras.callbacks.ProgbarLogger):
-                bars.append(getattr(callback, f"on_{kind}_batch_end"))
-            elif _overrides(callback, f"on_{kind}_batch_end") or (
-                kind == "train" and _overrides(callback, "on_batch_end")
-            ):
-                ends.append((callback, getattr(callback, f"on_{kind}_batch_end")))
-            if _overrides(callback, f"on_{kind}_batch_begin") or (
-                kind == "train" and _overrides(callback, "on_batch_begin")
-            ):
-                begins.append(getattr(callback, f"on_{kind}_batch_begin"))
+    def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
+        """The batch-begin and batch-end hooks; logs are made only if somebody asks."""
+        name = f"on_{kind}_batch_end"
+        others = [c for c in self.list.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
+        begins = [getattr(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
+        ends = [(c, getattr(c, name)) for c in others if _overrides(c, kind, "end")]
+        bars = [getattr(c, name) for c in self.list.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
 
         def begin(batch: int) -> None:
             for hook in begins:
                 hook(batch, logs={})
 
-        def end(batch: int, read: Callable[[], dict]) -> None:
+        def end(batch: int, read: Logs) -> None:
             logs = read() if ends else {}
             for callback, hook in ends:
                 hook(batch, logs=logs if _records(callback) else {})
@@ -143,16 +131,18 @@ def _require_tensorboard() -> None:
         ) from error
 
 
+def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool:
+    names = [f"on_{kind}_batch_{when}", *([f"on_batch_{when}"] if kind == "train" else [])]
+    # LambdaCallback and its like set hooks on the instance, as plain functions.
+    return any(
+        getattr(getattr(callback, name, None), "__func__", None) is not getattr(keras.callbacks.Callback, name)
+        for name in names
+    )
+
+
 def _records(callback: Any) -> bool:
     """False for a TensorBoard in a step that it does not record: it looks at the logs all the same."""
     if not isinstance(callback, keras.callbacks.TensorBoard):
         return True
     every = callback.update_freq
     return every != "epoch" and callback._global_train_batch % every == 0
-
-
-def _overrides(callback: Any, hook: str) -> bool:
-    # LambdaCallback and its like set hooks on the instance.
-    if hook in vars(callback):
-        return True
-    return getattr(type(callback), hook, None) is not getattr(keras.callbacks.Callback, hook)

@@ -41,15 +41,12 @@ class LinearCrossEntropy(keras.losses.Loss):
             any property that computes one (a head tied to an embedding), and its output is the model's. None: the
             layer with the output's name, or else the last Dense layer.
         ignore_index: the label of tokens that do not count, neither above nor below the line: Keras's `ignore_class`.
-        label_smoothing: as in `linear_cross_entropy`.
-        z_loss: as in `linear_cross_entropy`.
-        chunk_size: as in `linear_cross_entropy`.
-        reduction: as in Keras's losses.
-        name: as in Keras's losses.
+        label_smoothing, z_loss, chunk_size: as in `linear_cross_entropy`.
+        reduction, name: as in Keras's losses.
 
     Raises:
-        TypeError, ValueError: a number out of its range; once the model is known, a head that is none, or metrics of
-            the same output, which would need the logits.
+        TypeError, ValueError: a number out of its range; once the model is known, a head that is not a linear layer,
+            or metrics of the same output, which would need the logits.
 
     >>> import numpy as np, fastaccum as fa
     >>> ids = keras.Input((4,), dtype="int32")
@@ -110,7 +107,7 @@ class FusedHeadLoss:
         classes: that output's last axis.
 
     Raises:
-        ValueError: no such layer, or one that is no linear layer with so many outputs.
+        ValueError: no such layer, or not a linear layer with so many outputs.
     """
 
     def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int):
@@ -125,7 +122,7 @@ class FusedHeadLoss:
         call = self.head.call
 
         def pass_on(inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-            if _embeds(self.head, kwargs):
+            if type(self.head) in _REVERSIBLE and not kwargs.get("reverse"):  # it embeds ids
                 return call(inputs, *args, **kwargs)
             # A tensor of its own, so that whatever else reads it can be told.
             hidden = tf.identity(inputs)
@@ -172,29 +169,28 @@ def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
 def _find(model: Model, name: str | None, output: str) -> Any:
     layers = model.layers
     if name is not None:
-        named = [layer for layer in layers if layer.name == name]
-        if not named:
-            raise ValueError(f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}.")
-        return named[-1]
-    # Only layers of which it is known what they compute.
-    linear = [layer for layer in layers if _is_dense(layer) or type(layer) in _REVERSIBLE]
-    found = [layer for layer in linear if layer.name == output] or [layer for layer in linear if _is_dense(layer)]
-    if not found:
-        raise ValueError(
+        found = [layer for layer in layers if layer.name == name]
+        problem = f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}."
+    else:
+        # Only layers of which it is known what they compute.
+        dense = [layer for layer in layers if _is_dense(layer)]
+        found = [layer for layer in layers if layer.name == output and _is_known(layer)] or dense
+        problem = (
             "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of the layer that makes the "
             "logits; it needs a `kernel` [width, classes]."
         )
+    if not found:
+        raise ValueError(problem)
     return found[-1]
+
+
+def _is_known(layer: Any) -> bool:
+    return _is_dense(layer) or type(layer) in _REVERSIBLE
 
 
 def _is_dense(layer: Any) -> bool:
     plain = type(layer) in (keras.layers.Dense, fp32_layers.Fp32Dense)
     return plain or (type(layer).__module__.startswith("tf_keras.") and type(layer).__name__ == "Dense")
-
-
-def _embeds(layer: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a head that is also the embedding looks up ids."""
-    return type(layer) in _REVERSIBLE and not kwargs.get("reverse")
 
 
 def _kernel(layer: Any) -> Any:
@@ -220,7 +216,7 @@ def _require_linear(layer: Any, classes: int) -> None:
             f"{what} has activation={activation!r}, a soft cap or an activity regulariser; LinearCrossEntropy needs "
             "the plain logits. Leave them out."
         )
-    if not _is_dense(layer) and type(layer) not in _REVERSIBLE:
+    if not _is_known(layer):
         # A layer of one's own may do more with its kernel than its shape tells.
         hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=[0, 0])
         logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)

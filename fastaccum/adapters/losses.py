@@ -15,7 +15,9 @@ from fastaccum import checks
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.indices import whole
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import Matched, Outputs, mask_of
+from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known
+
+_SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
 
 class Term(NamedTuple):
@@ -55,16 +57,14 @@ class Losses:
     """
 
     def __init__(self, loss: Any, loss_weights: Any = None):
-        if loss is None or (isinstance(loss, (list, tuple, dict)) and not any(_values(loss))):
+        by_output = tf.nest.flatten(loss)
+        if all(each is None for each in by_output):
             raise ValueError(
                 "loss=None: there is nothing to minimise. Pass a Keras loss, its name, or a function "
                 "fn(y_true, y_pred) that returns one loss per example."
             )
-        for each in _values(loss):
-            if isinstance(each, str):
-                _known(each)
-            elif each is not None and not callable(each):
-                raise TypeError(f"loss={each!r} must be a Keras loss, its name, or fn(y_true, y_pred).")
+        for each in by_output:
+            require_known("loss", each, "Keras loss", keras.losses.get, _SHORTHANDS)
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
 
@@ -80,7 +80,7 @@ class Losses:
             if target is None:
                 given = [n for n, each in zip(outputs.names, targets, strict=True) if each is not None]
                 raise ValueError(f"Output {name!r} has a loss but no target: y holds {given}.")
-            if not _is_loss(loss):
+            if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
                 loss = get_loss(loss, target, outputs.specs[i])
             if _reduction(loss) is None:
                 raise ValueError(
@@ -95,7 +95,10 @@ class Losses:
             weight = 1.0 if weights[i] is None else weights[i]
             if not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):
                 raise ValueError(f"loss_weights={weight!r} of output {name!r} must be a finite number.")
-            self.outputs.append(Output(i, name, loss, float(weight), _classes(loss, outputs.specs[i])))
+            classes = None
+            if takes_class_indices(loss):
+                classes = outputs.specs[i].shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
+            self.outputs.append(Output(i, name, loss, float(weight), classes))
 
     def take_over_heads(self, model: Model) -> list[str]:
         """Gives each `LinearCrossEntropy` the layer that it leaves out of the model.
@@ -150,7 +153,12 @@ class Losses:
 
     def class_indices(self, y_true: list[Any]) -> list[tf.Tensor]:
         """The labels of the outputs whose `classes` are set, from targets by output; ignored classes as 0."""
-        return [_without_ignored(o.loss, y_true[o.index]) for o in self.outputs if o.classes is not None]
+        found = []
+        for o in self.outputs:
+            if o.classes is not None:
+                labels, ignored = whole(y_true[o.index]), getattr(o.loss, "ignore_class", None)
+                found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
+        return found
 
     def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
         """What a single output's loss sum is divided by; 0 where nothing was valid."""
@@ -191,25 +199,19 @@ def term(
     Term(loss_sum=<tf.Tensor: shape=(), dtype=float32, numpy=2.0>, weight_sum=<tf.Tensor: shape=(), \
 dtype=float32, numpy=2.0>)
     """
-    in_mask = mask_of(y_pred)
+    masks = [mask_of(y_pred)]
     if not isinstance(loss, FusedHeadLoss):
         dtype = getattr(loss, "dtype", None) or "float32"
         y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
         _require_same_shape(loss, y_true, y_pred)
     values = loss.call(y_true, y_pred)
-    if not tf.is_tensor(values) or not values.dtype.is_floating:
-        returned = f"dtype {values.dtype.name}" if tf.is_tensor(values) else f"{values!r}"
-        raise ValueError(
-            f"loss {_loss_name(loss)!r} returned {returned}. It must return one tensor of floating-point losses, one "
-            "per example (or per token)."
-        )
-    out_mask = mask_of(values)
+    _require_per_example(loss, values, y_pred.shape[0])
+    masks.append(mask_of(values))
     values = tf.cast(values, tf.float32)
-    _require_per_example(loss, values, y_pred)
     elements = tf.ones([values.shape[0]] + [1] * (values.shape.rank - 1), tf.bool)
     if valid is not None:
         elements = tf.reshape(valid, elements.shape)
-    for mask in (in_mask, out_mask):
+    for mask in masks:
         if mask is not None:
             elements = elements & _aligned("mask", tf.cast(mask, tf.bool), values)
     weights = None
@@ -243,12 +245,19 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _require_per_example(loss: Any, values: tf.Tensor, y_pred: tf.Tensor) -> None:
-    if values.shape.rank == 0 or values.shape[0] != y_pred.shape[0]:
-        raise ValueError(
-            f"loss {_loss_name(loss)!r} returned shape {tuple(values.shape)} for {y_pred.shape[0]} examples. It must "
-            "return one loss per example (or per token), not their mean: drop the reduction over the batch axis."
-        )
+def _require_per_example(loss: Any, values: Any, rows: int) -> None:
+    if not tf.is_tensor(values):
+        returned = repr(values)
+    elif not values.dtype.is_floating:
+        returned = f"dtype {values.dtype.name}"
+    elif values.shape.rank == 0 or values.shape[0] != rows:
+        returned = f"shape {tuple(values.shape)} for {rows} examples"
+    else:
+        return
+    raise ValueError(
+        f"loss {_loss_name(loss)!r} returned {returned}. It must return a floating-point tensor, one loss per "
+        "example (or per token), not their mean: drop any reduction over the batch axis."
+    )
 
 
 # Losses that compare target and prediction element by element, where TensorFlow would broadcast one to the other.
@@ -268,10 +277,8 @@ def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None
     short, long = sorted(shapes, key=len)
     if short == long or (*short, 1) == long:
         return
-    sparse = len(shapes[0]) < len(shapes[1]) or shapes[0][-1] == 1
-    hint = (
-        " for class indices, use 'sparse_categorical_crossentropy';" if "categorical" in fn.__name__ and sparse else ""
-    )
+    are_indices = "categorical" in fn.__name__ and (len(shapes[0]) < len(shapes[1]) or shapes[0][-1] == 1)
+    hint = " for class indices, use 'sparse_categorical_crossentropy';" if are_indices else ""
     raise ValueError(
         f"y has shape {shapes[0]} and the predictions have {shapes[1]} (rows first), which loss {_loss_name(loss)!r} "
         f"compares element by element:{hint} give the model's last layer as many units as y has columns, or reshape y."
@@ -282,51 +289,15 @@ def _loss_name(loss: Any) -> Any:
     return getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
 
 
-def _known(name: str) -> None:
-    if name.lower() in ("crossentropy", "ce"):
-        return
-    try:
-        keras.losses.get(name)
-    except ValueError:
-        raise ValueError(
-            f"loss={name!r} is no Keras loss. Pass one of its names, such as 'mse' or "
-            "'sparse_categorical_crossentropy', a keras.losses.Loss, or fn(y_true, y_pred)."
-        ) from None
-
-
-def _is_loss(loss: Any) -> bool:
-    return hasattr(loss, "call") and hasattr(loss, "reduction")
-
-
 def _reduction(loss: Any) -> str | None:
-    reduction = loss.reduction
     # tf_keras names "auto" what is "sum_over_batch_size".
-    reduction = "sum_over_batch_size" if reduction == "auto" else reduction
-    return None if reduction == "none" else reduction
+    return {"auto": "sum_over_batch_size", "none": None}.get(loss.reduction, loss.reduction)
 
 
 def takes_class_indices(loss: Any) -> bool:
     """Whether a loss, a Keras loss's function or its name takes class indices as labels."""
     if isinstance(loss, LinearCrossEntropy):
         return True
-    if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce"):
+    if isinstance(loss, str) and loss.lower() not in _SHORTHANDS:
         loss = keras.losses.get(loss)
     return getattr(getattr(loss, "fn", loss), "__name__", "") == "sparse_categorical_crossentropy"
-
-
-def _classes(loss: Any, prediction: Any) -> int | None:
-    if not takes_class_indices(loss):
-        return None
-    return prediction.shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
-
-
-def _without_ignored(loss: Any, labels: tf.Tensor) -> tf.Tensor:
-    ignored = getattr(loss, "ignore_class", None)
-    labels = whole(labels)
-    return labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels)
-
-
-def _values(nest: Any) -> list[Any]:
-    if isinstance(nest, dict):
-        return list(nest.values())
-    return list(nest) if isinstance(nest, (list, tuple)) else [nest]

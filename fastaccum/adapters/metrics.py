@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from fastaccum.adapters.outputs import Matched, Outputs, mask_of
+from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known
+
+_SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
 
 class Metrics:
@@ -25,7 +27,11 @@ class Metrics:
 
     def __init__(self, metrics: Any = (), weighted_metrics: Any = ()):
         for each in tf.nest.flatten([metrics or [], weighted_metrics or []]):
-            _require_metric(each)
+            if isinstance(each, type):
+                raise TypeError(f"metrics={each!r} must be a Keras 3 metric object: call the class.")
+            require_known(
+                "metrics", each, "Keras 3 metric", keras.metrics.get, ("accuracy", "acc", "crossentropy", "ce")
+            )
         self._user = metrics or None, weighted_metrics or None
         self.compiled: CompileMetrics | None = None
 
@@ -38,21 +44,16 @@ class Metrics:
         targets = outputs.match(y_true, "y")
         self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
         self.compiled.build(targets, outputs.specs)
-        self._by_batch = any(
-            _one_value(metric, target, spec)
-            for metrics, target, spec in zip(self.compiled._flat_metrics, targets, outputs.specs, strict=False)
-            for metric in (metrics.metrics if metrics else ())
+        self._plain, self._weighted = (
+            [(i, metric) for i, metrics in enumerate(by_output) if metrics for metric in metrics.metrics]
+            for by_output in (self.compiled._flat_metrics, self.compiled._flat_weighted_metrics)
         )
+        self._by_batch = any(_one_value(metric, targets[i], outputs.specs[i]) for i, metric in self._plain)
 
     def require_none(self, output: str) -> None:
         """Raises ValueError if an output has metrics: its logits are never computed."""
-        compiled = self.compiled
-        names = [
-            metric.name
-            for metrics_by_output in (compiled._flat_metrics, compiled._flat_weighted_metrics)
-            for name, metrics in zip(compiled.output_names, metrics_by_output, strict=True)
-            for metric in (metrics.metrics if metrics and name == output else ())
-        ]
+        placed = (*self._plain, *self._weighted)
+        names = [metric.name for i, metric in placed if self.compiled.output_names[i] == output]
         if names:
             raise ValueError(
                 f"The metrics {names} of output {output!r} need the logits, which LinearCrossEntropy never "
@@ -61,6 +62,7 @@ class Metrics:
 
     @property
     def variables(self) -> list[tf.Variable]:
+        """The state of every metric."""
         return [v.value for v in self.compiled.variables]
 
     @property
@@ -84,13 +86,11 @@ class Metrics:
         """Updates every metric with one micro-batch's valid rows."""
         if self.need_exact_rows:
             valid = None
-        compiled = self.compiled
-        by_output = zip(*batch, compiled._flat_metrics, compiled._flat_weighted_metrics, strict=False)
-        for y_true, y_pred, weight, plain, weighted in by_output:
-            for metrics, given in ((plain, None), (weighted, weight)):
-                for metric in metrics.metrics if metrics else ():
-                    rows = _row_weight(valid, y_pred, given)
-                    metric.update_state(y_true, y_pred, **({} if rows is None else {"sample_weight": rows}))
+        for metrics, weights in ((self._plain, None), (self._weighted, batch.sample_weight)):
+            for i, metric in metrics:
+                rows = _row_weight(valid, batch.y_pred[i], None if weights is None else weights[i])
+                keywords = {} if rows is None else {"sample_weight": rows}
+                metric.update_state(batch.y_true[i], batch.y_pred[i], **keywords)
 
     def result(self) -> dict[str, tf.Tensor]:
         """Every metric's value by its log name."""
@@ -102,10 +102,11 @@ class Metrics:
         }
 
     def reset(self) -> None:
+        """Starts every metric anew."""
         self.compiled.reset_state()
 
 
-def _row_weight(valid, prediction, weight):
+def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor | None:
     """`weight` with 0 for padded rows, at a rank that Keras can multiply with the prediction's mask."""
     factors = [tf.cast(each, tf.float32) for each in (valid, weight) if each is not None]
     if not factors:
@@ -128,19 +129,3 @@ def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
         return False
     value = keras.src.backend.compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
     return len(value.shape) == 0
-
-
-def _require_metric(metric: Any) -> None:
-    if metric is None or isinstance(metric, keras.Metric) or (callable(metric) and not isinstance(metric, type)):
-        return
-    if not isinstance(metric, str):
-        raise TypeError(f"metrics={metric!r} must be a Keras 3 metric object, its name, or fn(y_true, y_pred).")
-    if metric.lower() in ("accuracy", "acc", "crossentropy", "ce"):
-        return
-    try:
-        keras.metrics.get(metric)
-    except ValueError:
-        raise ValueError(
-            f"metrics={metric!r} is no Keras metric. Pass one of its names, such as 'accuracy' or 'mae', a "
-            "keras.metrics.Metric, or fn(y_true, y_pred)."
-        ) from None

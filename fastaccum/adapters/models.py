@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ def get(model: Any) -> Model:
     """The adapter for a Keras 3 or tf_keras model.
 
     Raises:
-        TypeError: neither of the two.
+        TypeError: not a model of either.
 
     >>> get(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")])).output_names
     ['head']
@@ -27,8 +27,6 @@ def get(model: Any) -> Model:
     Traceback (most recent call last):
     TypeError: model='resnet' is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.
     """
-    if isinstance(model, Model):
-        return model
     if isinstance(model, keras.Model):
         return Model(model)
     if any(c.__module__.partition(".")[0] == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__):
@@ -48,7 +46,7 @@ class Model:
     @property
     def layers(self) -> list[Any]:
         """Every layer, nested ones too, the model itself included."""
-        return self.model._flatten_layers()
+        return list(self.model._flatten_layers())
 
     @property
     def called_layers(self) -> list[Any]:
@@ -59,7 +57,11 @@ class Model:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
         outputs = self.model(inputs, training=training)
-        if any(_may_add_losses(layer) for layer in self.layers):
+        # Of Keras's own layers only activity regularisers add losses.
+        if any(
+            layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
+            for layer in self.layers
+        ):
             self._note_added_losses(
                 tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
             )
@@ -67,12 +69,9 @@ class Model:
 
     def require_inputs(self, x: Any) -> None:
         """Raises ValueError for a list of more or fewer inputs than the model has; Keras drops what is too many."""
-        expected = getattr(self.model, "inputs", None)
-        if expected and isinstance(x, (list, tuple)) and len(tf.nest.flatten(x)) != len(tf.nest.flatten(expected)):
-            raise ValueError(
-                f"x has {len(tf.nest.flatten(x))} arrays, but the model has {len(tf.nest.flatten(expected))} inputs: "
-                "pass one for each."
-            )
+        expected = len(tf.nest.flatten(getattr(self.model, "inputs", None) or []))
+        if expected and isinstance(x, (list, tuple)) and (given := len(tf.nest.flatten(x))) != expected:
+            raise ValueError(f"x has {given} arrays, but the model has {expected} inputs: pass one for each.")
 
     def __call__(self, x: Any, training: bool) -> Any:
         return self.model(x, training=training)
@@ -97,14 +96,14 @@ class Model:
         return [generator.state.value for layer in self.layers for generator in layer._seed_generators]
 
     def owner(self, variable: tf.Variable) -> str | None:
-        """The name of the layer that made a trainable variable."""
-        for layer in self.called_layers:
-            if any(getattr(v, "value", v) is variable for v in self._own_trainable(layer)):
-                return layer.name
-        return None
-
-    def _own_trainable(self, layer: Any) -> list[Any]:
-        return layer._trainable_variables
+        """The name of the innermost layer that has a trainable variable."""
+        owners = [
+            layer.name
+            for layer in self.called_layers
+            for v in layer.trainable_variables
+            if variable is (v.value if isinstance(v, keras.Variable) else v)
+        ]
+        return owners[-1] if owners else None
 
     @property
     def compute_dtype(self) -> str:
@@ -145,7 +144,11 @@ class Model:
     @property
     def embeddings(self) -> list[Any]:
         """Embedding layers: ids outside their tables must be caught, since XLA clamps them silently."""
-        return [layer for layer in self.layers if _is(layer, "Embedding") and hasattr(layer, "input_dim")]
+        return [
+            layer
+            for layer in self.layers
+            if any(c.__name__ == "Embedding" for c in type(layer).__mro__) and hasattr(layer, "input_dim")
+        ]
 
     @property
     def couples_rows(self) -> bool:
@@ -158,30 +161,39 @@ class Model:
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
-        return [f"{layer.name} ({type(layer).__name__})" for layer in self.layers if not layer.supports_jit]
+        return [
+            f"{layer.name} ({type(layer).__name__})"
+            for layer in self.layers
+            if not getattr(layer, "supports_jit", True)
+        ]
 
-    def adopt(self, optimizer: Any, metrics: Any, loss: Any, loss_weights: Any) -> None:
+    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
-        if isinstance(optimizer, keras.Optimizer):
-            self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
-            # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
-            with DotNotTrackScope():
-                self.model._compile_metrics = metrics.compiled
-        else:
+        if not isinstance(optimizer, keras.Optimizer):
             self.model.optimizer = optimizer
+            return
+        self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
+        # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
+        with DotNotTrackScope():
+            self.model._compile_metrics = metrics
 
     @contextmanager
-    def observed_ids(self, observe: Callable[[int, tf.Tensor], None]):
+    def observed_ids(self, observe: Callable[[int, tf.Tensor], None]) -> Iterator[None]:
         """Within the scope, each call of embedding i first passes its ids to `observe(i, ids)`."""
-        calls = [
-            (layer, "call", _observing(layer.call, lambda ids, i=i: observe(i, ids)))
-            for i, layer in enumerate(self.embeddings)
-        ]
-        with replaced(calls):
+
+        def observing(i, call):
+            def observed(inputs, *args, **kwargs):
+                if not kwargs.get("reverse"):  # ReversibleEmbedding, from vectors to logits
+                    observe(i, inputs)
+                return call(inputs, *args, **kwargs)
+
+            return observed
+
+        with replaced((layer, "call", observing(i, layer.call)) for i, layer in enumerate(self.embeddings)):
             yield
 
     @contextmanager
-    def fp32_weight_gradients(self):
+    def fp32_weight_gradients(self) -> Iterator[None]:
         """Within the scope, weight gradients are computed in float32 under mixed precision.
 
         The layers are their own again outside of it: what a callback saves there loads without fastaccum.
@@ -193,7 +205,7 @@ class Model:
             fp32_layers.plain_weight_gradients(layers)
 
     @contextmanager
-    def compiled_layers(self, fast_gradients: bool):
+    def compiled_layers(self, fast_gradients: bool) -> Iterator[None]:
         """Within the scope, layers compute in the form that XLA compiles in a loop, with gradients that a CPU runs
         fast if asked for.
         """
@@ -213,18 +225,11 @@ class LegacyModel(Model):
         return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
 
     @property
-    def layers(self) -> list[Any]:
-        return list(self.model._flatten_layers())
-
-    @property
     def called_layers(self) -> list[Any]:
         return self.layers
 
     def _own_state(self, layer: Any) -> list[tf.Variable]:
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
-
-    def _own_trainable(self, layer: Any) -> list[Any]:
-        return layer._trainable_weights
 
     def added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in layer._losses]
@@ -234,35 +239,13 @@ class LegacyModel(Model):
         losses = [loss for loss in losses if loss is not None]
         return tf.add_n(losses) if losses else None
 
-    def uncompilable_layers(self) -> list[str]:
-        return []
-
     @contextmanager
-    def fp32_weight_gradients(self):
+    def fp32_weight_gradients(self) -> Iterator[None]:
         yield
 
-    def adopt(self, optimizer: Any, metrics: Any, loss: Any, loss_weights: Any) -> None:
+    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
         self.model.optimizer = optimizer
-
-
-def _may_add_losses(layer: Any) -> bool:
-    # Of Keras's own layers only activity regularisers do.
-    return layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
 
 
 def _reduction(added_loss: Any) -> str:
     return "sum" if len(added_loss.shape) else "mean"
-
-
-def _is(layer: Any, *names: str) -> bool:
-    return any(c.__name__ in names for c in type(layer).__mro__)
-
-
-def _observing(call: Callable, observe: Callable[[tf.Tensor], None]) -> Callable:
-    def wrapped(inputs: Any, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
-        if reverse:  # ReversibleEmbedding, from vectors to logits
-            return call(inputs, *args, reverse=True, **kwargs)
-        observe(inputs)
-        return call(inputs, *args, **kwargs)
-
-    return wrapped

@@ -8,30 +8,35 @@
 new values undoes a step in full.
 """
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import functools
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import replaced
 
-def get(optimizer):
-    """The optimizer behind the one face.
+Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
+
+
+def get(optimizer: Any) -> Optimizer:
+    """The adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for the name of a Keras 3 one.
 
     >>> get("adamw").optimizer
     <keras.src.optimizers.adamw.AdamW object at ...>
     >>> get("adamm")
     Traceback (most recent call last):
-    ValueError: optimizer='adamm' is no Keras optimizer. Did you mean 'adam' or ...? Known names: ...
-
-    Args:
-      optimizer: one of Keras 3, tf_keras or tensorflow-addons, or the name of a Keras 3 one in any case.
+    ValueError: optimizer='adamm' is not a Keras optimizer. Did you mean 'adam' or ...? Known names: ...
 
     Raises:
-      TypeError: not an optimizer, or an optimizer class.
-      ValueError: an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
+        TypeError: not an optimizer, or an optimizer class.
+        ValueError: an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -49,7 +54,7 @@ def get(optimizer):
     )
 
 
-def _named(name):
+def _named(name: str) -> keras.Optimizer:
     wrappers = (keras.Optimizer, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     exported = {k.lower(): v for k, v in vars(keras.optimizers).items() if isinstance(v, type)}
     known = {k: v for k, v in exported.items() if issubclass(v, keras.Optimizer) and v not in wrappers}
@@ -57,7 +62,7 @@ def _named(name):
         return known[name.lower()]()
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
     raise ValueError(
-        f"optimizer={name!r} is no Keras optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
+        f"optimizer={name!r} is not a Keras optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
         f"{', '.join(sorted(known))}; fastaccum.addons.optimizers has more, to be passed as objects"
     )
 
@@ -65,21 +70,17 @@ def _named(name):
 class Optimizer:
     """What the train step needs of an optimizer: `get` makes one, and `.optimizer` is the user's object."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: Any):
         self.optimizer = optimizer
-        self._model_variables = []
-        self._seen_as = {}
+        self._model_variables: list[tf.Variable] = []
         for part in self.parts:
             _refuse(part)
 
-    def build(self, variables):
-        """Creates every slot. A second call with the same variables does nothing.
-
-        Args:
-          variables: the trainable variables, keras.Variable or tf.Variable.
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates every slot for the trainable variables; a second call with the same ones does nothing.
 
         Raises:
-          ValueError: built on other variables before, or a variable of float8 training.
+            ValueError: built on other variables before, or a variable of float8 training.
         """
         raw = [_raw(v) for v in variables]
         if self._model_variables and [id(v) for v in raw] == [id(v) for v in self._model_variables]:
@@ -102,17 +103,22 @@ class Optimizer:
         self._model_variables = raw
 
     @property
-    def variables(self):
+    def parts(self) -> list[Any]:
+        """The optimizer objects that hold state: the user's and those it wraps."""
+        return [self.optimizer]
+
+    @property
+    def variables(self) -> list[tf.Variable]:
         """Every tf.Variable that `apply` may change besides the model's, once each; after `build`."""
         states = [vars(part) for part in self.parts]
-        found = {id(v): v for v in _held(states)}
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
         stand_ins = [v for v in _held([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
-        for variable in [*self._model_variables, *stand_ins]:
-            found.pop(id(variable), None)
-        return list(found.values())
+        left_out = {id(v) for v in (*self._model_variables, *stand_ins)}
+        return list({id(v): v for v in _held(states) if id(v) not in left_out}.values())
 
-    def apply(self, gradients, variables, ok=True):
+    def apply(
+        self, gradients: Sequence[tf.Tensor | None], variables: Sequence[Any], ok: tf.Tensor | bool = True
+    ) -> None:
         """One update where `ok`, and nothing changed elsewhere; traced or eager. It creates no variable, so it may
         stand in a loop body.
 
@@ -122,9 +128,9 @@ class Optimizer:
         the strategy's scope and `run`, legacy and tensorflow-addons optimizers in `run`.
 
         Args:
-          gradients: dense float32 tensors; None leaves its variable alone.
-          variables: the list that `build` had.
-          ok: bool scalar.
+            gradients: dense float32 tensors; None leaves its variable alone.
+            variables: the list that `build` had.
+            ok: bool scalar.
         """
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
@@ -141,55 +147,49 @@ class Optimizer:
                 variable.assign(tf.where(ok, variable.read_value(), value))
 
     @contextlib.contextmanager
-    def _selecting(self, ok):
+    def _selecting(self, ok: tf.Tensor) -> Iterator[set[int]]:
         """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
         yield set()
 
     @functools.cached_property
-    def config(self):
+    def config(self) -> dict[str, Any]:
         """The optimizer's class and configuration, as first asked for: a learning rate that changes is a variable."""
         config = {name: value for name, value in self.optimizer.get_config().items() if name != "name"}
         return {"class": type(self.optimizer).__name__, **config}
 
     @property
-    def iterations(self):
-        """The tf.Variable that counts the updates."""
+    def iterations(self) -> tf.Variable:
+        """Counts the updates."""
         return _raw(self.optimizer.iterations)
 
-    @property
-    def learning_rate(self):
-        """The rate of the next update, a scalar tensor: schedules are evaluated.
-
-        Raises:
-          AttributeError: there is not one learning rate (COCOB, keras.optimizers.MultiOptimizer).
-        """
-        return tf.convert_to_tensor(self.optimizer.learning_rate)
-
-    def finalize(self, variables):
+    def finalize(self, variables: Sequence[Any]) -> None:
         """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages."""
         if hasattr(self.optimizer, "finalize_variable_values"):
             self.optimizer.finalize_variable_values([self._native(v) for v in variables])
 
-    @property
-    def parts(self):
-        """The optimizer objects that hold state: the user's and those it wraps."""
-        return [self.optimizer]
-
-    def _native(self, variable):
+    def _native(self, variable: Any) -> Any:
         """The variable as the family's own models have it."""
         return _raw(variable)
 
-    def _create(self, variables):
+    def _create(self, variables: list[Any]) -> None:
         self.optimizer.build(variables)
 
-    # A family adds `_knows(native)`, false where the optimizer was built without that variable, and `_update(pairs)`
-    # of a gradient and a variable each.
+    def _knows(self, variable: Any) -> bool:
+        """False where the optimizer was built without this variable."""
+        raise NotImplementedError
+
+    def _update(self, pairs: Pairs) -> None:
+        raise NotImplementedError
 
 
 class _Keras(Optimizer):
     """Keras 3."""
 
-    def _native(self, variable):
+    def __init__(self, optimizer: keras.Optimizer):
+        super().__init__(optimizer)
+        self._seen_as: dict[int, keras.Variable] = {}
+
+    def _native(self, variable: Any) -> keras.Variable:
         if isinstance(variable, keras.Variable):
             return variable
         # Muon and Adafactor read what a tf.Variable has not, `path` and a name without slashes.
@@ -200,7 +200,7 @@ class _Keras(Optimizer):
         return self._seen_as[id(variable)]
 
     @contextlib.contextmanager
-    def _selecting(self, ok):
+    def _selecting(self, ok: tf.Tensor) -> Iterator[set[int]]:
         # The weights are computed from the slots as assigned. Were these selected later, XLA would compute the
         # new slots twice, once from copies of the old ones: 8 bytes per parameter for Adam.
         slots, selected = {id(v) for v in self.variables}, set()
@@ -218,23 +218,16 @@ class _Keras(Optimizer):
 
         arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
         hooks = [
-            (vars(part), name, hooked(getattr(part, name), new))
-            for part in self.parts
-            for name, new in arithmetic.items()
+            (part, name, hooked(getattr(part, name), new)) for part in self.parts for name, new in arithmetic.items()
         ]
-        try:
-            for attributes, name, hook in hooks:
-                attributes[name] = hook
+        with replaced(hooks):
             yield selected
-        finally:
-            for attributes, name, _ in hooks:
-                attributes.pop(name, None)
 
-    def _knows(self, variable):
+    def _knows(self, variable: Any) -> bool:
         known = self.optimizer._trainable_variables_indices
         return not self.optimizer.built or self.optimizer._var_key(variable) in known
 
-    def _update(self, pairs):
+    def _update(self, pairs: Pairs) -> None:
         # No cast: Keras clips in the gradient's dtype, then casts to the variable's.
         self.optimizer.apply([g for g, _ in pairs], [self._native(v) for _, v in pairs])
 
@@ -243,12 +236,12 @@ class _KerasMulti(_Keras):
     """keras.optimizers.MultiOptimizer: an optimizer for each group of variables."""
 
     @property
-    def parts(self):
+    def parts(self) -> list[Any]:
         return [self.optimizer, *self.optimizer.optimizers]
 
-    def _update(self, pairs):
+    def _update(self, pairs: Pairs) -> None:
         # Its own `apply` wants a gradient for every variable.
-        groups = {}
+        groups: dict[int, Pairs] = {}
         for gradient, variable in ((g, self._native(v)) for g, v in pairs):
             index = self.optimizer._var_to_optimizer_idx[self.optimizer._var_key(variable)]
             groups.setdefault(index, []).append((gradient, variable))
@@ -260,17 +253,11 @@ class _KerasMulti(_Keras):
 class _TFKeras(Optimizer):
     """tf_keras since 2.11."""
 
-    @property
-    def learning_rate(self):
-        # Its own `learning_rate` is the schedule at the last update.
-        rate = self.optimizer._learning_rate
-        return rate(self.iterations) if callable(rate) else tf.convert_to_tensor(rate)
-
-    def _knows(self, variable):
+    def _knows(self, variable: Any) -> bool:
         built = getattr(self.optimizer, "_built", False)
         return not built or self.optimizer._var_key(variable) in self.optimizer._index_dict
 
-    def _update(self, pairs):
+    def _update(self, pairs: Pairs) -> None:
         # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
         dtypes = [getattr(_raw(v), "true_dtype", v.dtype) for _, v in pairs]
         native = [(tf.cast(g, t), _raw(v)) for (g, v), t in zip(pairs, dtypes, strict=True)]
@@ -284,7 +271,7 @@ class _TFKeras(Optimizer):
 class _Legacy(_TFKeras):
     """tf_keras.optimizers.legacy, on which all of tensorflow-addons is built."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: Any):
         super().__init__(optimizer)
         for part in self.parts:
             # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
@@ -298,24 +285,17 @@ class _Legacy(_TFKeras):
                 part._hyper[name] = float(value)
 
     @property
-    def learning_rate(self):
-        inner = self.parts[-1]
-        if "learning_rate" not in inner._hyper:
-            raise AttributeError(f"{type(inner).__name__} has no learning rate")
-        return inner._decayed_lr(tf.float32)
-
-    @property
-    def parts(self):
+    def parts(self) -> list[Any]:
         # Lookahead, MovingAverage and SWA leave the state of the optimizer inside out of their `variables()`.
         parts = [self.optimizer]
         while hasattr(parts[-1], "_optimizer"):
             parts.append(parts[-1]._optimizer)
         return parts
 
-    def _knows(self, variable):
+    def _knows(self, variable: Any) -> bool:
         return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
 
-    def _create(self, variables):
+    def _create(self, variables: list[Any]) -> None:
         self.optimizer._create_all_weights(variables)
 
 
@@ -328,12 +308,12 @@ _FAMILIES = {
 }
 
 
-def _raw(variable):
+def _raw(variable: Any) -> tf.Variable:
     """The tf.Variable in a keras.Variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _held(value):
+def _held(value: Any) -> Iterator[tf.Variable]:
     """The tf.Variables in nested containers, in order."""
     value = _raw(value)
     if isinstance(value, tf.Variable):
@@ -343,7 +323,7 @@ def _held(value):
             yield from _held(item)
 
 
-def _refuse(optimizer):
+def _refuse(optimizer: Any) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
     kinds, rate = _kinds(optimizer), getattr(optimizer, "_learning_rate", None)
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
@@ -371,6 +351,6 @@ def _refuse(optimizer):
     raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
 
 
-def _kinds(value):
+def _kinds(value: Any) -> set[str]:
     """The names of a value's classes, each with its package."""
     return {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(value).__mro__}

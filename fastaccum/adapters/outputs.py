@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -83,3 +84,21 @@ class Outputs:
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """The mask that Keras's layers attached to a tensor, if any."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def require_known(what: str, value: Any, kind: str, get: Callable[[str], Any], shorthands: Sequence[str]) -> None:
+    """Raises TypeError or ValueError unless a loss or metric is an object, a function, or a name that Keras knows.
+
+    `shorthands` are names of which only an output's shape decides what they stand for.
+    """
+    if value is None or callable(value):
+        return
+    if not isinstance(value, str):
+        raise TypeError(f"{what}={value!r} must be a {kind}, its name, or fn(y_true, y_pred).")
+    try:
+        if value.lower() not in shorthands:
+            get(value)
+    except ValueError:
+        raise ValueError(
+            f"{what}={value!r} is not a {kind}. Pass a name such as 'mse', a Keras object, or fn(y_true, y_pred)."
+        ) from None

@@ -190,7 +190,7 @@ def test_a_function_and_a_name_are_losses_too():
     [
         (None, ValueError, "nothing to minimise"),
         ([None, None], ValueError, "nothing to minimise"),
-        ("mean_sqared_error", ValueError, "'mean_sqared_error' is no Keras loss"),
+        ("mean_sqared_error", ValueError, "'mean_sqared_error' is not a Keras loss"),
         (3, TypeError, "loss=3"),
     ],
 )
@@ -259,3 +259,13 @@ def test_a_loss_that_compares_rows_is_refused():
     losses = Losses(LOSSES.Circle())
     with pytest.raises(ValueError, match="Circle, which compares the rows"):
         losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))
+
+
+def test_an_output_may_have_no_loss():
+    losses = Losses({"b": "mse"})
+    spec = keras.KerasTensor((2, 1))
+    outputs = Outputs(["a", "b"], [spec, spec])
+    losses.build(outputs, {"b": spec})
+    assert [(output.index, output.name) for output in losses.outputs] == [(1, "b")]
+    batch = outputs.matched({"b": tf.zeros([2, 1])}, [tf.ones([2, 1]), tf.fill([2, 1], 3.0)], None)
+    assert [float(each.loss_sum) for each in losses.terms(batch, None, {})] == [18.0]

@@ -201,7 +201,7 @@ def test_start_anew_in_every_epoch():
 @pytest.mark.parametrize(
     ("metrics", "error", "message"),
     [
-        (["acuracy"], ValueError, "metrics='acuracy' is no Keras metric"),
+        (["acuracy"], ValueError, "metrics='acuracy' is not a Keras 3 metric"),
         ([keras.metrics.AUC], TypeError, "must be a Keras 3 metric object"),
         ([3], TypeError, "metrics=3"),
     ],

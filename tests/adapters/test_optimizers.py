@@ -215,16 +215,6 @@ def test_other_variable_dtypes(name, dtype):
         )
 
 
-@pytest.mark.parametrize("name", ["Adam, EMA", "tf_keras Adam, EMA", "legacy Adam"])
-def test_the_learning_rate_is_that_of_the_next_update(name):
-    variables = make_model().trainable_variables
-    optimizer = optimizers.get(ALL[name]())
-    optimizer.build(variables)
-    for step, gradients in enumerate(make_gradients(variables)):
-        np.testing.assert_allclose(optimizer.learning_rate, 0.1 * 0.5**step, rtol=1e-6)
-        optimizer.apply(gradients, variables)
-
-
 def test_a_keras_schedule_drives_an_addons_optimizer():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     for make in (
@@ -238,7 +228,6 @@ def test_a_keras_schedule_drives_an_addons_optimizer():
         for _ in range(STEPS):
             step([tf.constant(1.0)], tf.constant(True))
         np.testing.assert_allclose(variable.numpy(), 1 - 0.1 - 0.05 - 0.025, rtol=1e-6)
-        np.testing.assert_allclose(optimizer.learning_rate, 0.0125, rtol=1e-6)
 
 
 def test_an_integer_hyperparameter_is_no_int32_variable():
@@ -246,12 +235,6 @@ def test_an_integer_hyperparameter_is_no_int32_variable():
         adapter = optimizers.get(optimizer)
         adapter.build([tf.Variable(1.0)])
         assert tf.int32 not in {v.dtype for v in reachable(optimizer)}
-
-
-def test_learning_rate_where_there_is_none_or_more_than_one():
-    for name in ("COCOB", "Multi"):
-        assert not hasattr(optimizers.get(ALL[name]()), "learning_rate")
-    np.testing.assert_allclose(optimizers.get(TFA["Ranger"]()).learning_rate, 0.1)
 
 
 def test_a_wrapper_in_a_wrapper_counts_every_update():
@@ -310,7 +293,7 @@ def test_names():
     assert optimizers.get(adapter) is adapter
     with pytest.raises(ValueError, match=r"'adamm'.*Did you mean 'adam'.*Known names: adadelta.*sgd"):
         optimizers.get("adamm")
-    with pytest.raises(ValueError, match=r"'zzz' is no Keras optimizer\. Known names"):
+    with pytest.raises(ValueError, match=r"'zzz' is not a Keras optimizer\. Known names"):
         optimizers.get("zzz")
 
 

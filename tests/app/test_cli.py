@@ -226,7 +226,7 @@ def rewrite(run, **values):
         (["train", "--lr", "nan"], r"--lr: 'nan' must be a positive number"),
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
         (["train", "--preset", "giant"], "--preset 'giant' is unknown: choose nano"),
-        (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is no Keras optimizer"),
+        (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a Keras optimizer"),
         (["train", "--step", "3"], "unrecognized arguments: --step"),
         (["train", "missing.txt"], "'missing.txt' does not exist"),
         (["train", "empty"], "no text in 'empty'"),
