@@ -24,12 +24,6 @@ class Recorder(keras.callbacks.Callback):
     """Shows progress, evaluates, writes metrics.csv, and stops when asked to.
 
     An epoch of `fit` is here the stretch of steps that one row of metrics.csv sums up.
-
-    Args:
-        run: what is trained.
-        folder: where the rows go; its last one says where a resumed run stands.
-        interrupt: asks for an end.
-        display: where progress shows.
     """
 
     def __init__(self, run: Run, folder: RunFolder, interrupt: EndRequest, display: Display):
@@ -128,5 +122,5 @@ class Recorder(keras.callbacks.Callback):
         return f"loss {_bits(self.logs):.3f} bits  {rate}  loss scale {scale:g}  skipped {skipped}"
 
 
-def _bits(logs: Mapping[str, Any]) -> float:
+def _bits(logs: Any) -> float:
     return float(logs["loss"]) / math.log(2)

@@ -80,11 +80,7 @@ class Run:
             "train_bytes": len(self.text.train),
             "held_out_bytes": len(self.text.held_out),
             "text_sha256": hashlib.sha256(self.text.train.tobytes() + self.text.held_out.tobytes()).hexdigest(),
-            "versions": {
-                "python": platform.python_version(),
-                "tensorflow": tf.__version__,
-                "keras": keras.__version__,
-            },
+            "versions": {"python": platform.python_version(), "tensorflow": tf.__version__, "keras": keras.__version__},
         }
 
     def announce(self) -> None:
@@ -98,20 +94,14 @@ class Run:
         say("", f"{len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
         shape = ", ".join(name if value is True else f"{name} {value:,}" for name, value in self.sizes.items())
         say("model", f"{options.preset}: {self.model.count_params():,} parameters ({shape})")
-        say(
-            "batch",
-            f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch "
-            f"{options.batch_size * options.accum:,} windows of {self.context:,} bytes, "
-            f"{self.tokens_per_step:,} tokens",
-        )
+        batch = f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch"
+        windows = f"{options.batch_size * options.accum:,} windows of {self.context:,} bytes"
+        say("batch", f"{batch} {windows}, {self.tokens_per_step:,} tokens")
         say("training", f"{options.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
         stack = np.zeros((options.accum, options.batch_size, self.context), np.int32)
         memory = self.trainer.memory_analysis((stack, stack))
-        say(
-            "memory",
-            f"{memory.temp_bytes / 2**20:,.1f} MiB temporary and {memory.argument_bytes / 2**20:,.1f} MiB of "
-            "weights, optimizer state and data, as XLA states it",
-        )
+        temporary, state = (f"{size / 2**20:,.1f} MiB" for size in (memory.temp_bytes, memory.argument_bytes))
+        say("memory", f"{temporary} temporary and {state} of weights, optimizer state and data, as XLA states it")
 
 
 def resumed(options: argparse.Namespace) -> Run:

@@ -41,12 +41,6 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
     From a folder comes every file but hidden ones and those that are not text, in sorted order; a file that
     is itself in `paths` is read whatever it holds. With no path: `standard_library()`.
 
-    Args:
-        paths: files and folders.
-
-    Returns:
-        A `Text`.
-
     Raises:
         ValueError: a path that does not exist, or nothing to read.
         OSError: a file that cannot be read.
@@ -88,13 +82,6 @@ class RandomWindows(keras.utils.PyDataset):
     """Micro-batches of windows at random places: `(x, y)`, both int32 `[batch_size, context]`.
 
     `y` is `x` one byte later. Micro-batch i depends on `seed` and i alone: a run repeats from any point.
-
-    Args:
-        ids: 1-D array of ids.
-        context: length of a window.
-        batch_size: windows in a micro-batch.
-        batches: how many micro-batches there are.
-        seed: a whole number of at least 0.
 
     Raises:
         ValueError: fewer ids than one window and the byte after it.
