@@ -411,7 +411,7 @@ class Trainer:
         with compilable.explained(self._model):
             return self._by_hand.run(self._step, batch)
 
-    def compiler_ir(self, stack: tuple[Any, ...], stage: str = "optimized_hlo") -> str | bytes:
+    def compiler_ir(self, stack: tuple[Any, ...], stage: program.Stage = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
         return program.compiler_ir(*self._one_program(stack), stage=stage)
 

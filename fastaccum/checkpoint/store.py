@@ -68,7 +68,7 @@ class Checkpoint:
         return self.manifest["progress"]["epoch"]
 
     @property
-    def history(self) -> dict[str, list]:
+    def history(self) -> dict[str, list[Any]]:
         """The logs of the epochs that ended, as in `History.history`."""
         return self.manifest["history"]["history"]
 
@@ -92,7 +92,7 @@ class Checkpoint:
         return dict(zip(specs, values, strict=True))
 
 
-def latest(directory: str | os.PathLike) -> Checkpoint | None:
+def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest good checkpoint in a folder; None where there is none at all.
 
     Args:
@@ -110,7 +110,7 @@ def latest(directory: str | os.PathLike) -> Checkpoint | None:
     return next(good(directory), None)
 
 
-def good(directory: str | os.PathLike) -> Iterator[Checkpoint]:
+def good(directory: str | os.PathLike[str]) -> Iterator[Checkpoint]:
     """The good checkpoints in a folder, newest first, with the warnings and errors of `latest`."""
     found, bad = paths(directory), []
     for path in found:
@@ -128,7 +128,7 @@ def good(directory: str | os.PathLike) -> Iterator[Checkpoint]:
         )
 
 
-def paths(directory: str | os.PathLike) -> list[Path]:
+def paths(directory: str | os.PathLike[str]) -> list[Path]:
     """The folders of checkpoints, good or not, newest first."""
     try:
         names = os.listdir(directory)
@@ -138,7 +138,7 @@ def paths(directory: str | os.PathLike) -> list[Path]:
     return [Path(directory) / name for name in sorted(steps, key=steps.get, reverse=True)]
 
 
-def inspect(path: str | os.PathLike) -> Checkpoint:
+def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a folder, after a look at every byte of it.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optree
@@ -13,6 +13,18 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
+
+Stage = Literal[
+    "hlo",
+    "hlo_no_metadata",
+    "hlo_serialized",
+    "optimized_hlo",
+    "optimized_hlo_dot",
+    "optimized_hlo_proto_serialized",
+    "optimized_hlo_serialized",
+    "stablehlo",
+    "stablehlo_serialized",
+]
 
 
 class MemoryAnalysis(NamedTuple):
@@ -115,14 +127,13 @@ def _order(structure: Any) -> list[int]:
     return [number for number in tf.nest.flatten(numbers) if number is not None]
 
 
-def compiler_ir(function: Any, *args: Any, stage: str = "optimized_hlo") -> str | bytes:
+def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> str | bytes:
     """What `function(*args)` compiles to, at a stage of XLA; nothing is run.
 
     Args:
         function: a `tf.function` with jit_compile=True, or a `Program`.
         *args: nests of tensors.
-        stage: what `experimental_get_compiler_ir` takes ("hlo", "optimized_hlo", "stablehlo_serialized",
-            "optimized_hlo_proto_serialized", ...).
+        stage: what `experimental_get_compiler_ir` takes.
 
     Raises:
         ValueError: raised if the function is not compiled with XLA.

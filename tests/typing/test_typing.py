@@ -29,7 +29,6 @@ def check(command, folder):
     return done.stdout
 
 
-@pytest.mark.xfail(reason="the Trainer's choices are not Literals yet")
 @pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
 def test_right_calls_pass_and_wrong_ones_are_reported(command, tmp_path):
     printed = check([*command, SCRIPTS / "correct.py", SCRIPTS / "wrong.py"], tmp_path)
@@ -48,7 +47,6 @@ def public():
                 yield f"{value.__module__}.{value.__qualname__}"
 
 
-@pytest.mark.xfail(reason="a few types are not complete yet")
 def test_the_public_api_is_annotated(tmp_path):
     printed = check(["pyright", "--verifytypes", "fastaccum", "--ignoreexternal", "--outputjson"], tmp_path)
     symbols = {symbol["name"]: symbol for symbol in json.loads(printed)["typeCompleteness"]["symbols"]}
