@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 
 import tensorflow as tf
@@ -10,7 +11,7 @@ from fastaccum.checks import positive, whole_number
 
 
 class LossScale(tf.Module):
-    """The base of the three rules; `scale` multiplies the loss, `update` moves it once per train step."""
+    """The base of the three rules: `scale` multiplies the loss, and `update` moves it once per train step."""
 
     def scale(self) -> tf.Tensor:
         """The scale that the next step's loss is multiplied by: float32 scalar."""
@@ -18,11 +19,10 @@ class LossScale(tf.Module):
 
     def update(self, grads_finite: tf.Tensor) -> None:
         """Moves the scale after a train step whose final gradient was finite or not (bool scalar)."""
-        raise NotImplementedError
 
     def get_config(self) -> dict[str, float | int]:
         """The constructor's arguments, as plain numbers."""
-        raise NotImplementedError
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
@@ -36,14 +36,11 @@ class NoLossScale(LossScale):
     1.0
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def scale(self) -> tf.Tensor:
         return tf.constant(1.0)
-
-    def update(self, grads_finite: tf.Tensor) -> None:
-        pass
-
-    def get_config(self) -> dict[str, float | int]:
-        return {}
 
 
 class StaticLossScale(LossScale):
@@ -62,12 +59,6 @@ class StaticLossScale(LossScale):
 
     def scale(self) -> tf.Tensor:
         return tf.constant(self.loss_scale)
-
-    def update(self, grads_finite: tf.Tensor) -> None:
-        pass
-
-    def get_config(self) -> dict[str, float | int]:
-        return {"loss_scale": self.loss_scale}
 
 
 class DynamicLossScale(LossScale):
@@ -96,7 +87,7 @@ class DynamicLossScale(LossScale):
         max_scale: the cap, so that it never reaches inf.
 
     Raises:
-        ValueError: an argument out of its range, or `min_scale <= init_scale <= max_scale` broken.
+        ValueError: raised if an argument is out of its range, or not `min_scale <= init_scale <= max_scale`.
 
     >>> loss_scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
     >>> for finite in (True, True, False):
@@ -146,16 +137,6 @@ class DynamicLossScale(LossScale):
         kept_or_grown = tf.where(grow, grown, self.current_scale)
         self.current_scale.assign(tf.where(grads_finite, kept_or_grown, backed_off))
         self.good_steps.assign(tf.where(grads_finite & ~grow, good_steps, 0))
-
-    def get_config(self) -> dict[str, float | int]:
-        return {
-            "init_scale": self.init_scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "min_scale": self.min_scale,
-            "max_scale": self.max_scale,
-        }
 
 
 def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:
