@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import warnings
 from typing import Any
@@ -20,7 +21,6 @@ _COUNTERS = {
     "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),
 }
-_RESUMING = ("BackupAndRestore",)
 
 
 def value_of(saved: Any) -> Any:
@@ -30,14 +30,12 @@ def value_of(saved: Any) -> Any:
 
 def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
     """The callbacks whose state is saved, each with a name of its own."""
-    counts: dict[str, int] = {}
-    found = []
+    found, counts = [], collections.Counter()
     for callback in callbacks.list.callbacks:
-        kind = _kind(callback)
-        if kind in _COUNTERS or hasattr(callback, "get_state"):
-            kind = type(callback).__name__
-            counts[kind] = counts.get(kind, 0) + 1
-            found.append((kind if counts[kind] == 1 else f"{kind}-{counts[kind]}", callback))
+        if _kind(callback) in _COUNTERS or hasattr(callback, "get_state"):
+            name = type(callback).__name__
+            counts[name] += 1
+            found.append((name if counts[name] == 1 else f"{name}-{counts[name]}", callback))
     return found
 
 
@@ -112,9 +110,9 @@ def prepare(callbacks: Callbacks) -> None:
 
 
 def require_one_resume(callbacks: Callbacks) -> None:
-    """Raises ValueError for callbacks that would resume as well."""
+    """Raises ValueError if a callback would resume as well."""
     for callback in callbacks.list.callbacks:
-        if _kind(callback) in _RESUMING:
+        if _kind(callback) == "BackupAndRestore":
             raise ValueError(
                 f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it out with "
                 "checkpoint_dir."

@@ -24,7 +24,7 @@ from fastaccum.checkpoint.state import Training
 from fastaccum.data.stacks import Dispatch, Position
 
 
-def get(directory: str | os.PathLike | None, every: int | None, keep: int) -> NotSaved:
+def get(directory: str | os.PathLike | None, every: int | None, keep: int) -> Saver:
     """What saves a fit, from the arguments of `fit`.
 
     Raises:
@@ -36,7 +36,7 @@ def get(directory: str | os.PathLike | None, every: int | None, keep: int) -> No
     if directory is None:
         if every is not None:
             raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
-        return NotSaved()
+        return Saver(None, None, keep)
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:
@@ -48,39 +48,7 @@ def get(directory: str | os.PathLike | None, every: int | None, keep: int) -> No
     return Saver(Path(directory).absolute(), every, keep)  # a callback may change the working directory
 
 
-class NotSaved:
-    """In place of a `Saver` in a fit without checkpoints."""
-
-    stopped = False
-
-    def __enter__(self) -> NotSaved:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def resume(
-        self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: Literal["auto", 0, 1, 2]
-    ) -> Position:
-        """The position to go on from: the beginning, unless there is a checkpoint."""
-        return Position(first_epoch, first_epoch)
-
-    def begin(self) -> None:
-        """Called after `on_train_begin`."""
-
-    def begin_epoch(self, epoch: int) -> int:
-        """Called after `on_epoch_begin`; returns the train steps that are done of the epoch."""
-        return 0
-
-    def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """An epoch's dispatches. Each has been executed by the time that the next is asked for."""
-        return dispatches
-
-    def end_epoch(self, last: bool) -> None:
-        """Called after `on_epoch_end`."""
-
-
-class Saver(NotSaved):
+class Saver:
     """Saves the state of a fit, and takes it up again.
 
     The state is copied between two train steps and written by a thread, one write at a time. While entered, SIGTERM
@@ -88,25 +56,32 @@ class Saver(NotSaved):
     SIGTERM for as long as the chief does, which would wait in vain for the one that had left.
 
     Args:
-        directory: of the checkpoints.
+        directory: of the checkpoints; None in a fit without.
         every: train steps from one to the next; None for each epoch's end.
         keep: how many newest are kept.
+
+    Attributes:
+        stopped: whether a callback had ended the fit that is resumed.
     """
 
-    def __init__(self, directory: Path, every: int | None, keep: int):
+    def __init__(self, directory: Path | None, every: int | None, keep: int):
         self.directory, self.every, self.keep = directory, every, keep
+        self.stopped = False
         self._resumed: store.Checkpoint | None = None
         self._done = self._saved = 0
         self._is_chief = True
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
         self._write: concurrent.futures.Future | None = None
+        self._preemption = EndRequest(signal.SIGTERM, "SIGTERM: ending after this step, to save the training state")
 
     def __enter__(self) -> Saver:
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
-        self._preemption = EndRequest(signal.SIGTERM, "SIGTERM: ending after this step, to save the training state")
-        self._preemption.__enter__()
+        if self.directory is not None:
+            self._preemption.__enter__()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.directory is None:
+            return
         try:
             try:
                 self._wait()
@@ -130,6 +105,9 @@ class Saver(NotSaved):
             ValueError: raised if no checkpoint is good; nothing was changed.
             IncompatibleCheckpointError: raised if the last good one is of another training; nothing was changed.
         """
+        self._position = Position(first_epoch, first_epoch)
+        if self.directory is None:
+            return self._position
         self._training = fit = training()
         self._variables = state.named(fit.variables)
         fit.stacks.track()
@@ -140,7 +118,6 @@ class Saver(NotSaved):
             workers.barrier()  # an earlier fit's last checkpoint may still be on its way
         if self._is_chief:
             store.remove_leftovers(self.directory)
-        self._position = Position(first_epoch, first_epoch)
         found = store.latest(self.directory)
         self._tensors = {} if found is None else found.tensors()
         if workers is not None:
@@ -175,10 +152,12 @@ class Saver(NotSaved):
         return f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch {epoch + 1} of {epochs}"
 
     def begin(self) -> None:
+        """Called after `on_train_begin`."""
         if self._resumed is not None:
             self._restore()
 
     def begin_epoch(self, epoch: int) -> int:
+        """Called after `on_epoch_begin`; returns the train steps that are done of the epoch."""
         if self._resumed is not None:
             # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for it before.
             if self._position.step:
@@ -202,6 +181,7 @@ class Saver(NotSaved):
         history.history = {name: list(map(callback_state.value_of, v)) for name, v in self._resumed.history.items()}
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """An epoch's dispatches. Each has been executed by the time that the next is asked for."""
         dispatch = next(dispatches, None)
         while dispatch is not None:
             self._done += dispatch.steps
@@ -215,7 +195,10 @@ class Saver(NotSaved):
                 self._save(*saved)
 
     def end_epoch(self, last: bool) -> None:
+        """Called after `on_epoch_end`."""
         self._position = Position(self._position.first, self._position.epoch + 1)
+        if self.directory is None:
+            return
         if (self.every is None or last or self._due()) and self._done > self._saved:
             saved = self._state(stopped=bool(self._training.model.stop_training))
             if saved is not None:
@@ -277,9 +260,8 @@ class Saver(NotSaved):
         try:
             write.result()
         except Exception as error:
-            reason = (str(error).splitlines() or [repr(error)])[0]
             raise store.CheckpointWriteError(
-                f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: {reason}. "
-                "Earlier ones are as they were. Make room or mend the folder, then call fit again to go on from the "
-                "last of them."
+                f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
+                f"{store.first_line(error)}. Earlier ones are as they were. Make room or mend the folder, then call "
+                "fit again to go on from the last of them."
             ) from error

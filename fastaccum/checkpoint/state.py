@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -72,18 +72,15 @@ class Training:
 
 def named(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:
     """Each group's variables, once each, by names that are the same in every process."""
-    return {group: _named(variables) for group, variables in groups.items()}
-
-
-def _named(variables: Iterable[Any]) -> dict[str, tf.Variable]:
-    found: dict[str, tf.Variable] = {}
-    seen = set()
-    for variable in variables:
-        raw = variable.value if isinstance(variable, keras.Variable) else variable
-        if id(raw) not in seen:
-            seen.add(id(raw))
-            path = getattr(variable, "path", None) or raw.name
-            found[_free(path.split(":")[0], found)] = raw
+    found: dict[str, dict[str, tf.Variable]] = {group: {} for group in groups}
+    for group, variables in groups.items():
+        seen = set()
+        for variable in variables:
+            raw = variable.value if isinstance(variable, keras.Variable) else variable
+            if id(raw) not in seen:
+                seen.add(id(raw))
+                path = getattr(variable, "path", None) or raw.name
+                found[group][_free(path.split(":")[0], found[group])] = raw
     return found
 
 
@@ -109,21 +106,16 @@ def describe(
     """What must be the same for a checkpoint to fit: plain values.
 
     Args:
-        model: the model's adapter.
+        model, optimizer: their adapters.
         losses: "loss" and "loss_weights", as they were passed.
-        optimizer: the optimizer's adapter.
-        loss_scale: the rule.
         variables: by group, as `Training` has them.
-        options: what the train step was built with.
-        replicas: how many there are.
         sample: specs of one micro-batch.
         plan: that of the stacks, and whatever else changes what an epoch is.
     """
-    specs = {
-        group: {name: f"{_dtype(v).name}{v.shape.as_list()}" for name, v in own.items()}
+    specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
+        group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
         for group, own in named(variables).items()
     }
-    rule = {"rule": type(loss_scale).__name__, **loss_scale.get_config()}
     batch_plan = {
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
         "steps_per_execution": options.steps_per_execution,
@@ -139,7 +131,11 @@ def describe(
             "model": {"layers": _layers(model), "variables": specs["model"]},
             "loss": tf.nest.map_structure(_loss, dict(losses)),
             "optimizer": {**optimizer.config, "variables": specs["optimizer"]},
-            "loss_scale": {**rule, "variables": specs["loss_scale"]},
+            "loss_scale": {
+                "rule": type(loss_scale).__name__,
+                **loss_scale.get_config(),
+                "variables": specs["loss_scale"],
+            },
             "metrics": {"variables": specs["step"]},
             "batch plan": batch_plan,
         }
@@ -157,11 +153,8 @@ def _layers(model: Model) -> dict[str, Any]:
         if "layers" in config:  # which are in the list themselves
             continue
         policy = getattr(getattr(layer, "dtype_policy", None), "name", None)
-        configurations[_free(layer.name, configurations)] = {
-            "class": type(layer).__name__,
-            "policy": policy,
-            **_without_names(config),
-        }
+        described = {"class": type(layer).__name__, "policy": policy, **_without_names(config)}
+        configurations[_free(layer.name, configurations)] = described
     return configurations
 
 
@@ -177,11 +170,6 @@ def _loss(loss: Any) -> Any:
     if hasattr(loss, "get_config"):
         return {"class": type(loss).__name__, **_without_names(loss.get_config())}
     return getattr(loss, "__qualname__", loss)
-
-
-def _dtype(variable: tf.Variable) -> tf.DType:
-    # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
-    return getattr(variable, "true_dtype", variable.dtype)
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:

@@ -10,7 +10,6 @@ Nothing here is pickled: a manifest is JSON, and a tensor file holds numbers.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,7 +18,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ class Checkpoint:
         """Every tensor by name, in host memory.
 
         Raises:
-            CorruptCheckpointError: they cannot be read.
+            CorruptCheckpointError: raised if they cannot be read.
         """
         specs = self.manifest["tensors"]
         try:
@@ -88,18 +87,18 @@ class Checkpoint:
                     dtypes=[tf.as_dtype(spec["dtype"]) for spec in specs.values()],
                 )
         except (tf.errors.OpError, TypeError, KeyError) as error:
-            raise CorruptCheckpointError(f"its tensors cannot be read: {_first_line(error)}") from error
+            raise CorruptCheckpointError(f"its tensors cannot be read: {first_line(error)}") from error
         return dict(zip(specs, values, strict=True))
 
 
 def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest good checkpoint in a folder; None where there is none at all.
+    """The newest good checkpoint in a folder; None if there is none at all.
 
     Args:
         directory: what `fit` had as `checkpoint_dir`.
 
     Raises:
-        ValueError: there are checkpoints, but no good one; names each, and what is wrong with it.
+        ValueError: raised if there are checkpoints, but no good one; names each, and what is wrong with it.
 
     Warns:
         RuntimeWarning: names each newer one that is not good, and why.
@@ -107,25 +106,19 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     >>> latest("no/such/folder") is None
     True
     """
-    return next(good(directory), None)
-
-
-def good(directory: str | os.PathLike[str]) -> Iterator[Checkpoint]:
-    """The good checkpoints in a folder, newest first, with the warnings and errors of `latest`."""
-    found, bad = paths(directory), []
-    for path in found:
+    bad = []
+    for path in paths(directory):
         try:
-            checkpoint = inspect(path)
+            return inspect(path)
         except CorruptCheckpointError as error:
             bad.append(f"{path}: {error}")
-            warnings.warn(f"checkpoint {path} is passed over: {error}", RuntimeWarning, stacklevel=3)
-        else:
-            yield checkpoint
-    if found and len(bad) == len(found):
+            warnings.warn(f"checkpoint {path} is passed over: {error}", RuntimeWarning, stacklevel=2)
+    if bad:
         raise ValueError(
-            f"None of the {len(found)} checkpoints in {str(directory)!r} is good. Nothing was changed. Name another "
+            f"None of the {len(bad)} checkpoints in {str(directory)!r} is good. Nothing was changed. Name another "
             "folder to start afresh. " + "; ".join(bad)
         )
+    return None
 
 
 def paths(directory: str | os.PathLike[str]) -> list[Path]:
@@ -142,7 +135,7 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a folder, after a look at every byte of it.
 
     Raises:
-        CorruptCheckpointError: it is not as it was written.
+        CorruptCheckpointError: raised if it is not as it was written.
     """
     path = Path(path)
     try:
@@ -154,17 +147,17 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     except OSError as error:
         raise CorruptCheckpointError(f"{Path(error.filename or path).name}: {error.strerror}") from error
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{MANIFEST} is none of this format: {error!r}") from error
+        raise CorruptCheckpointError(f"{MANIFEST} does not have this format: {error!r}") from error
     return Checkpoint(path, manifest)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     if not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise CorruptCheckpointError("it is no folder")
+        raise CorruptCheckpointError("it is not a directory")
     try:
         manifest = json.loads(_regular(path / MANIFEST).read_text("utf-8"))
     except ValueError as error:
-        raise CorruptCheckpointError(f"{MANIFEST} is no JSON: {error}") from error
+        raise CorruptCheckpointError(f"{MANIFEST} is not JSON: {error}") from error
     if manifest["format"] != FORMAT:
         raise CorruptCheckpointError(f"its format is {manifest['format']!r}, where this version reads {FORMAT}")
     if manifest.pop("sha256") != _digest(manifest):
@@ -175,9 +168,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _require_files(path: Path, manifest: dict[str, Any]) -> None:
     for name, written in manifest["files"].items():
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CorruptCheckpointError(
-                f"{MANIFEST} names the file {name!r}, which is no plain name inside the folder"
-            )
+            raise CorruptCheckpointError(f"{MANIFEST} names the file {name!r}, which is not a plain name in the folder")
         file = _regular(path / name)
         size = file.stat().st_size
         if size != written["size"]:
@@ -193,7 +184,7 @@ def _require_tensors(path: Path, specs: dict[str, Any]) -> None:
     try:
         reader = tf.train.load_checkpoint(str(path / TENSORS))
     except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"its tensors cannot be read: {_first_line(error)}") from error
+        raise CorruptCheckpointError(f"its tensors cannot be read: {first_line(error)}") from error
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     held = {name: {"shape": list(shapes[name]), "dtype": dtypes[name].name} for name in shapes}
     if held != specs:
@@ -204,7 +195,7 @@ def _require_tensors(path: Path, specs: dict[str, Any]) -> None:
 def _regular(file: Path) -> Path:
     """`file`, unless it is a link, which could lead out of the folder, or a device."""
     if not stat.S_ISREG(os.lstat(file).st_mode):
-        raise CorruptCheckpointError(f"{file.name} is no regular file")
+        raise CorruptCheckpointError(f"{file.name} is not a regular file")
     return file
 
 
@@ -215,7 +206,7 @@ def write(directory: Path, manifest: dict[str, Any], tensors: Mapping[str, Any],
     the file system.
 
     Args:
-        directory: made if it is not there.
+        directory: made if it does not exist.
         manifest: what describes the state; `manifest["progress"]["step"]` names the folder.
         tensors: arrays or tensors by name.
         keep: at least 1.
@@ -224,7 +215,7 @@ def write(directory: Path, manifest: dict[str, Any], tensors: Mapping[str, Any],
         The checkpoint's folder.
 
     Raises:
-        OSError, tf.errors.OpError: it could not be written; older checkpoints are as they were.
+        OSError, tf.errors.OpError: raised if it could not be written; older checkpoints are as they were.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{manifest['progress']['step']:08d}"
@@ -289,7 +280,7 @@ def _flush(path: Path) -> None:
 
 def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
-    with contextlib.closing(file.open("rb")) as stream:
+    with file.open("rb") as stream:
         while block := stream.read(2**20):
             digest.update(block)
     return digest.hexdigest()
@@ -299,5 +290,6 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without the lines that TensorFlow adds."""
     return (str(error).splitlines() or [repr(error)])[0]

@@ -33,9 +33,8 @@ def weigh(class_weight: dict[int, float], sparse_labels: bool, y: Any, sample_we
     if sample_weight is None:
         return factor
     weight = tf.cast(sample_weight, tf.float32)
-    extra = [1] * abs(factor.shape.rank - weight.shape.rank)
-    if weight.shape.rank < factor.shape.rank:
-        weight = tf.reshape(weight, tf.concat([tf.shape(weight), extra], 0))
-    elif extra:
-        factor = tf.reshape(factor, tf.concat([tf.shape(factor), extra], 0))
+    while weight.shape.rank < factor.shape.rank:
+        weight = weight[..., tf.newaxis]
+    while factor.shape.rank < weight.shape.rank:
+        factor = factor[..., tf.newaxis]
     return weight * factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import random
 import warnings
@@ -14,6 +15,7 @@ import tensorflow as tf
 from fastaccum.data.stacks import Batch, Dispatch
 
 _ITERATOR, _START = "iterator", "start of the pass"
+_HOLDERS = {"CacheDataset": "a cache", "ConcatenateDataset": "a concatenation", "RepeatDataset": "a finite repetition"}
 
 
 class Origin(NamedTuple):
@@ -64,7 +66,6 @@ class Passes:
 
     def __init__(self, pipeline: Callable[[], tf.data.Dataset], structure: Batch, origin: Origin, alike: bool):
         self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
-        self._what = origin.what
         self.tracked = False
         self.steps = self.steps_in_last = 0
         self._ended = self._skip = 0
@@ -75,7 +76,6 @@ class Passes:
         self._resumed: Any = None
         self._start: tf.Tensor | None = None
         self._read: collections.deque[tuple[dict, Dispatch]] = collections.deque()
-        self._known_savable: bool | None = None
 
     # A pass: begin, iterator, read for each step, end.
 
@@ -91,7 +91,7 @@ class Passes:
                 self._saved_random = None
             self._random = random.getstate()
         if self._origin.read_once and self._ended:  # Keras would begin with the batches that it peeked at for shapes
-            raise used_up(self._what)
+            raise used_up(self._origin.what)
         self._origin.begin()
         return self.steps
 
@@ -99,7 +99,7 @@ class Passes:
         """The pass's iterator."""
         if self._resumed is None:
             self._iterator = iter(self._pipeline())
-            if self.tracked and self._savable() and not _endless(self._pipeline()):
+            if self.tracked and self._savable and not _endless(self._pipeline()):
                 self._start = self._serialized()
         else:
             self._iterator, self._resumed = self._resumed, None
@@ -135,7 +135,7 @@ class Passes:
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
         """The place after the dispatch given out last, as plain values and tensors."""
-        if not self._savable():
+        if not self._savable:
             return (self._read[0][0] if self._read else self._mark()), {}
         held = {
             f"held/{i}/{j}/{k}": leaf
@@ -154,21 +154,19 @@ class Passes:
             external_state_policy=tf.data.experimental.ExternalStatePolicy.FAIL.value,
         )
 
+    @functools.cached_property
     def _savable(self) -> bool:
         """Whether TensorFlow can save the iterator's state; warns where it cannot."""
-        if self._alike:
+        if self._alike or self._origin.python:
             return False
-        if self._known_savable is None:
-            obstacle = _obstacle(self._pipeline())
-            if obstacle is None:
-                try:
-                    self._serialized()
-                except tf.errors.OpError as error:
-                    obstacle = str(error).splitlines()[0]
-            self._known_savable = obstacle is None and not self._origin.python
-            if not self._origin.python:
-                _warn(self._pipeline(), self._what, obstacle)
-        return self._known_savable
+        obstacle = _obstacle(self._pipeline())
+        if obstacle is None:
+            try:
+                self._serialized()
+            except tf.errors.OpError as error:
+                obstacle = str(error).splitlines()[0]
+        _warn(self._pipeline(), self._origin.what, obstacle)
+        return obstacle is None
 
     def _mark(self) -> dict[str, Any]:
         mark = {"passes": self._ended, "steps": self.steps}
@@ -215,8 +213,9 @@ class Passes:
             tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
         except tf.errors.OpError as error:
             raise ValueError(
-                f"{self._what} is another dataset than the one that the checkpoint was made with: its iterator's state "
-                f"does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another checkpoint_dir."
+                f"{self._origin.what} is another dataset than the one that the checkpoint was made with: its "
+                f"iterator's state does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another "
+                "checkpoint_dir."
             ) from error
         return iterator
 
@@ -226,54 +225,43 @@ def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return [dataset, *(each for source in dataset._inputs() for each in _chain(source))]
 
 
-def _named(datasets: list[tf.data.Dataset], name: str) -> list[tf.data.Dataset]:
-    return [each for each in datasets if name in type(each).__name__]
-
-
-def _shuffles(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    return _named(_chain(dataset), "ShuffleDataset")
+def _parts(dataset: tf.data.Dataset, kind: str) -> list[tf.data.Dataset]:
+    return [each for each in _chain(dataset) if kind in type(each).__name__]
 
 
 def _endless(dataset: tf.data.Dataset) -> bool:
-    return any(int(each._count) < 0 for each in _named(_chain(dataset), "RepeatDataset"))
+    return any(int(each._count) < 0 for each in _parts(dataset, "RepeatDataset"))
 
 
 def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
     """What holds shuffles of its own that begin anew, or not, where a pass does not."""
-    for name, what in {
-        "CacheDataset": "a cache",
-        "ConcatenateDataset": "a concatenation",
-        "RepeatDataset": "a finite repetition",
-    }.items():
-        for each in _named(_chain(dataset), name):
-            if _shuffles(each) and not _endless(each):
-                return f"{what} of shuffled elements"
+    for kind, what in _HOLDERS.items():
+        if any(_parts(each, "ShuffleDataset") and not _endless(each) for each in _parts(dataset, kind)):
+            return f"{what} of shuffled elements"
     return None
 
 
 def _obstacle(dataset: tf.data.Dataset) -> str | None:
     """What in a pipeline TensorFlow saves the state of, but not so that later passes go on as they would have."""
-    if any(len(_shuffles(shuffle)) > 1 for shuffle in _shuffles(dataset)):
+    if any(len(_parts(shuffle, "ShuffleDataset")) > 1 for shuffle in _parts(dataset, "ShuffleDataset")):
         return "a shuffle of a shuffle"
-    if _named(_chain(dataset), "DirectedInterleave"):
+    if _parts(dataset, "DirectedInterleave"):
         return "a choice between datasets"  # taken up near the end of one of them, it may hang when it is saved again
     return _shuffled_within(dataset)
 
 
 def _warn(dataset: tf.data.Dataset, what: str, obstacle: str | None) -> None:
     """Says what of a dataset will not be as it would have been."""
+    messages = []
     if obstacle is not None:
-        warnings.warn(
+        messages.append(
             f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass is "
-            "read again and dropped: exact if the dataset, made anew, yields the same in the same order.",
-            RuntimeWarning,
-            stacklevel=4,
+            "read again and dropped: exact if the dataset, made anew, yields the same in the same order."
         )
-    for shuffle in _shuffles(dataset):
-        if int(shuffle._seed) == 0 == int(shuffle._seed2):
-            warnings.warn(
-                f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
-                "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+    if any(int(shuffle._seed) == 0 == int(shuffle._seed2) for shuffle in _parts(dataset, "ShuffleDataset")):
+        messages.append(
+            f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
+            "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first."
+        )
+    for message in messages:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

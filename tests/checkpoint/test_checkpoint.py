@@ -171,8 +171,8 @@ def name_file(path, name):
 DATA, INDEX, MANIFEST = "state.data-00000-of-00001", "state.index", "manifest.json"
 DAMAGE = {
     "truncated tensors": (lambda p: truncate(p / DATA), "bytes of"),
-    "truncated manifest": (lambda p: truncate(p / MANIFEST), "is no JSON"),
-    "empty manifest": (lambda p: (p / MANIFEST).write_text(""), "is no JSON"),
+    "truncated manifest": (lambda p: truncate(p / MANIFEST), "is not JSON"),
+    "empty manifest": (lambda p: (p / MANIFEST).write_text(""), "is not JSON"),
     "flipped bit in tensors": (lambda p: flip(p / DATA), "its checksum differs"),
     "flipped bit in index": (lambda p: flip(p / INDEX), "its checksum differs"),
     "flipped bit in manifest": (
@@ -191,18 +191,21 @@ DAMAGE = {
         lambda p: (shutil.rmtree(p), shutil.copytree(p.parent / "step-00000004", p)),
         "it is of step 4",
     ),
-    "another program's JSON": (lambda p: (p / MANIFEST).write_text('{"epoch": 3}'), "none of this format"),
-    "JSON that is no object": (lambda p: (p / MANIFEST).write_text("[" * 9999 + "]" * 9999), "none of this format"),
+    "another program's JSON": (lambda p: (p / MANIFEST).write_text('{"epoch": 3}'), "does not have this format"),
+    "JSON that is no object": (
+        lambda p: (p / MANIFEST).write_text("[" * 9999 + "]" * 9999),
+        "does not have this format",
+    ),
     "another format": (lambda p: edit_manifest(p, lambda m: m.update(format=2)), "its format is 2"),
     "tensors of another shape": (
         lambda p: edit_manifest(p, lambda m: m["tensors"]["model/sequential/dense/bias"].update(shape=[5])),
         "not those that manifest.json lists: model/sequential/dense/bias",
     ),
-    "linked file": (lambda p: to_link(p / DATA), "is no regular file"),
-    "linked folder": (to_link, "it is no folder"),
-    "file in place of the folder": (lambda p: (shutil.rmtree(p), p.write_text("")), "it is no folder"),
-    "path outside": (lambda p: name_file(p, "../outside"), "no plain name inside"),
-    "absolute path": (lambda p: name_file(p, str(p.parent / "outside")), "no plain name inside"),
+    "linked file": (lambda p: to_link(p / DATA), "is not a regular file"),
+    "linked folder": (to_link, "it is not a directory"),
+    "file in place of the folder": (lambda p: (shutil.rmtree(p), p.write_text("")), "it is not a directory"),
+    "path outside": (lambda p: name_file(p, "../outside"), "not a plain name in"),
+    "absolute path": (lambda p: name_file(p, str(p.parent / "outside")), "not a plain name in"),
 }
 
 
