@@ -27,6 +27,7 @@ import tensorflow as tf
 FORMAT = 1
 MANIFEST = "manifest.json"
 TENSORS = "state"
+FILES = [f"{TENSORS}.data-00000-of-00001", f"{TENSORS}.index"]
 _FOLDER = re.compile(r"step-(\d{8,})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 _LEFTOVER = re.compile(r"\.step-\d{8,}(\.writing-|\.removing-)\d+")
@@ -166,18 +167,15 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _require_files(path: Path, manifest: dict[str, Any]) -> None:
+    if sorted(manifest["files"]) != FILES:
+        raise CorruptCheckpointError(f"{MANIFEST} lists the files {sorted(manifest['files'])}, which are not {FILES}")
     for name, written in manifest["files"].items():
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-            raise CorruptCheckpointError(f"{MANIFEST} names the file {name!r}, which is not a plain name in the folder")
         file = _regular(path / name)
         size = file.stat().st_size
         if size != written["size"]:
             raise CorruptCheckpointError(f"{name} has {size} bytes of {written['size']}")
         if _sha256(file) != written["sha256"]:
             raise CorruptCheckpointError(f"{name} was changed after it was written: its checksum differs")
-    for name in (f"{TENSORS}.index", f"{TENSORS}.data-00000-of-00001"):
-        if name not in manifest["files"]:
-            raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
 
 
 def _require_tensors(path: Path, specs: dict[str, Any]) -> None:

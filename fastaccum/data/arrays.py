@@ -39,7 +39,9 @@ class ArraySource:
 
     def __init__(self, arrays: Batch, batch_size: int, seed: int | None = None):
         self.arrays, self.seed = arrays, seed
-        self.rows = rows.count(arrays)
+        self.rows = rows.count(self.what, arrays)
+        if not self.rows:
+            raise ValueError("x is empty: it has 0 rows.")
         self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
 
     @property
@@ -62,9 +64,8 @@ class ArrayStacks:
     """The stacks of an `ArraySource`, their rows gathered in a thread ahead of use."""
 
     def __init__(self, source: ArraySource, layout: Layout, steps_per_epoch: int | None):
-        self.what = source.what
-        self._arrays, self._rows, self._batch_size = source.arrays, source.rows, source.batch_size
-        self._seed = source.seed
+        self.what, self._arrays, self._seed = source.what, source.arrays, source.seed
+        self._rows, self._batch_size = source.rows, source.batch_size
         micro_batches = math.ceil(self._rows / self._batch_size)
         self.layout = layout._replace(accumulation=min(layout.accumulation, micro_batches))
         self._rows_per_step = self.layout.accumulation * self._batch_size
@@ -206,7 +207,7 @@ def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
             f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."
         )
     batch = rows.as_arrays(arrays)
-    count = rows.count(batch)
+    count = rows.count(ArraySource.what, batch)
     at = math.floor(count * (1 - fraction))
     if at in (0, count):
         raise ValueError(f"validation_split={fraction} of {count} rows leaves one side empty.")

@@ -15,7 +15,7 @@ import tensorflow as tf
 from fastaccum.adapters.data_adapters import as_dataset
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, used_up
-from fastaccum.data.rows import checksum, require_unmasked
+from fastaccum.data.rows import checksum, count, require_unmasked
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows
 
 
@@ -143,7 +143,8 @@ class DatasetStacks:
     def _pass(self) -> Iterator[Dispatch]:
         dropped = self._passes.begin()
         for pooled, lengths in itertools.islice(self._pooled(), dropped, None):
-            self._require_rows(pooled)
+            if not count(f"{self.what}: x, y and sample_weight", pooled):
+                raise ValueError(f"{self.what} yielded only batches without rows in a whole train step.")
             if not self._passes.steps and not self.layout.all_here:
                 self._checksum = checksum(pooled)
             if self.layout.exact_rows:
@@ -175,38 +176,28 @@ class DatasetStacks:
     @functools.cached_property
     def _steps(self) -> tf.data.Dataset:
         """What a pass iterates over: the rows pooled by step, or else the batches."""
-        count = self.layout.accumulation
         if self._equal_rows:
-            return self._dataset.ragged_batch(count).map(_pool).prefetch(PREFETCH)
-        return self._dataset.prefetch(PREFETCH * count)
+            return self._dataset.ragged_batch(self.layout.accumulation).map(_pool).prefetch(PREFETCH)
+        return self._dataset.prefetch(PREFETCH * self.layout.accumulation)
 
     def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
-        count, rows = self.layout.accumulation, sum(lengths)
+        micro_batches, rows = self.layout.accumulation, sum(lengths)
         if not self._batch_size:
             self._batch_size = max(lengths)
-        if rows > count * self._batch_size:
-            larger = max(math.ceil(rows / count), max(lengths))
+        if rows > micro_batches * self._batch_size:
+            larger = max(math.ceil(rows / micro_batches), max(lengths))
             warnings.warn(
                 f"{self.what}: batches of up to {max(lengths)} rows after micro-batches of {self._batch_size}; the "
                 f"train step is compiled again for {larger}. Put the largest batch first to compile once.",
                 stacklevel=2,
             )
             self._batch_size = larger
-        shape = [count, self._batch_size]
+        shape = [micro_batches, self._batch_size]
         order = tf.range(math.prod(shape))
-        valid = order < rows
         if rows < math.prod(shape):
-            order = tf.minimum(order, rows - 1)
-            batch = tf.nest.map_structure(lambda t: tf.gather(t, order), batch)
-        return reshape(batch._replace(valid=valid), shape)
-
-    def _require_rows(self, batch: Batch) -> None:
-        sizes = {name: [int(t.shape[0]) for t in tf.nest.flatten(nest)] for name, nest in batch._asdict().items()}
-        rows = set(itertools.chain.from_iterable(sizes.values()))
-        if rows == {0}:
-            raise ValueError(f"{self.what} yielded only batches without rows in a whole train step.")
-        if len(rows) > 1:
-            raise ValueError(f"{self.what}: x, y and sample_weight have different numbers of rows: {sizes}.")
+            taken = tf.minimum(order, rows - 1)
+            batch = tf.nest.map_structure(lambda t: tf.gather(t, taken), batch)
+        return reshape(batch._replace(valid=order < rows), shape)
 
     def _require_same_shapes(self, step: list[Batch]) -> None:
         for parts in zip(*map(tf.nest.flatten, step), strict=True):
@@ -242,6 +233,7 @@ def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
 
 
 def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
+    """The rows of several batches, one after the other, and how many each batch had."""
     first = tf.nest.flatten(batch)[0]
     if isinstance(first, tf.RaggedTensor):
         lengths = first.row_lengths()

@@ -46,22 +46,14 @@ def as_tensors(name: str, nest: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf), ...), nest)
 
 
-def count(batch: Batch) -> int:
-    """The number of rows: the first axis that all arrays share.
-
-    Raises:
-        ValueError: raised if it differs between them, or is 0.
-    """
+def count(what: str, batch: Batch) -> int:
+    """The number of rows: the first axis that all arrays share; raises ValueError if it differs between them."""
     sizes = {name: [int(t.shape[0]) for t in tf.nest.flatten(nest)] for name, nest in batch._asdict().items()}
     sizes = {name: rows for name, rows in sizes.items() if rows}
-    rows = set(itertools.chain.from_iterable(sizes.values()))
-    if len(rows) != 1:
-        raise ValueError(
-            f"x, y and sample_weight have different numbers of rows: {sizes}. Pass one of each per example."
-        )
-    if rows == {0}:
-        raise ValueError("x is empty: it has 0 rows.")
-    return rows.pop()
+    first, *others = set(itertools.chain.from_iterable(sizes.values()))
+    if others:
+        raise ValueError(f"{what} have different numbers of rows: {sizes}. Pass one of each per example.")
+    return first
 
 
 def _checked(name: str, leaf: Any) -> np.ndarray | tf.Tensor:

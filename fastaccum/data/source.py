@@ -49,7 +49,7 @@ def of(
             raise ValueError(f"y=None: arrays need targets beside {what}. Pass y, or a dataset of (x, y).")
         arrays = rows.as_arrays((x, y, sample_weight))
         if weigh is not None:
-            rows.count(arrays)
+            rows.count(ArraySource.what, arrays)
             weights = None if arrays.weights is None else rows.as_tensors("sample_weight", arrays.weights)
             arrays = arrays._replace(sample_weight=weigh(rows.as_tensors("y", arrays.y), weights))
         return ArraySource(arrays, 32 if batch_size is None else batch_size, seed if shuffle else None)

@@ -204,8 +204,8 @@ DAMAGE = {
     "linked file": (lambda p: to_link(p / DATA), "is not a regular file"),
     "linked folder": (to_link, "it is not a directory"),
     "file in place of the folder": (lambda p: (shutil.rmtree(p), p.write_text("")), "it is not a directory"),
-    "path outside": (lambda p: name_file(p, "../outside"), "not a plain name in"),
-    "absolute path": (lambda p: name_file(p, str(p.parent / "outside")), "not a plain name in"),
+    "path outside": (lambda p: name_file(p, "../outside"), "lists the files .*outside.*, which are not"),
+    "absolute path": (lambda p: name_file(p, str(p.parent / "outside")), "lists the files .*outside.*, which are not"),
 }
 
 
