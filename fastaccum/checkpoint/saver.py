@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -96,9 +96,7 @@ class Saver:
             self._writer.shutdown()
             self._preemption.__exit__()
 
-    def resume(
-        self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: Literal["auto", 0, 1, 2]
-    ) -> Position:
+    def resume(self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int) -> Position:
         """The position at which the last good checkpoint leaves off; the beginning without one.
 
         Raises:
@@ -223,14 +221,9 @@ class Saver:
         tensors.update({f"callbacks/{name}": array for name, array in arrays.items()})
         history = self._training.model.history
         first, epoch, step = self._position
+        progress = {"step": self._done, "epoch": epoch, "step_in_epoch": step, "first_epoch": first, "stopped": stopped}
         manifest = {
-            "progress": {
-                "step": self._done,
-                "epoch": epoch,
-                "step_in_epoch": step,
-                "first_epoch": first,
-                "stopped": stopped,
-            },
+            "progress": progress,
             "data": data,
             "history": plain({"epoch": history.epoch, "history": history.history}),
             "callbacks": callbacks,

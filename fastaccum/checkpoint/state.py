@@ -116,6 +116,7 @@ def describe(
         group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
         for group, own in named(variables).items()
     }
+    rule = {"rule": type(loss_scale).__name__, **loss_scale.get_config()}
     batch_plan = {
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
         "steps_per_execution": options.steps_per_execution,
@@ -131,11 +132,7 @@ def describe(
             "model": {"layers": _layers(model), "variables": specs["model"]},
             "loss": tf.nest.map_structure(_loss, dict(losses)),
             "optimizer": {**optimizer.config, "variables": specs["optimizer"]},
-            "loss_scale": {
-                "rule": type(loss_scale).__name__,
-                **loss_scale.get_config(),
-                "variables": specs["loss_scale"],
-            },
+            "loss_scale": {**rule, "variables": specs["loss_scale"]},
             "metrics": {"variables": specs["step"]},
             "batch plan": batch_plan,
         }

@@ -78,7 +78,7 @@ class ArrayStacks:
             "steps_per_epoch": steps_per_epoch,
         }
         self._all_valid = functools.cache(lambda shape: tf.ones(shape, tf.bool))
-        for size in {self._batch_size, self._rows % self._batch_size if self.layout.exact_rows else 0} - {0}:
+        for size in {self._batch_size, self._rows % self._batch_size or self._batch_size}:
             self.layout.columns(size)
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
@@ -168,32 +168,27 @@ class ArrayStacks:
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
     """Endless items, made in a thread up to `depth` ahead of their use; the thread ends with the iterator."""
     # Written in C, where Queue is written in Python.
-    ready, room = queue.SimpleQueue(), queue.SimpleQueue()
-    ended = threading.Event()
+    ready, wanted = queue.SimpleQueue(), queue.SimpleQueue()
 
     def produce():
         try:
-            for item in items:
-                ready.put((item, None))
-                room.get()
-                if ended.is_set():
-                    return
+            while wanted.get():
+                ready.put(next(items))
         except Exception as error:  # raised where the items are used
-            ready.put((None, error))
+            ready.put(error)
 
-    for _ in range(depth - 1):
-        room.put(None)
+    for _ in range(depth):
+        wanted.put(True)
     threading.Thread(target=produce, name="fastaccum-data", daemon=True).start()
     try:
         while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            room.put(None)
+            item = ready.get()
+            if isinstance(item, Exception):
+                raise item
+            wanted.put(True)
             yield item
     finally:
-        ended.set()
-        room.put(None)
+        wanted.put(False)
 
 
 def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import warnings
@@ -79,7 +78,7 @@ class DatasetStacks:
     """
 
     def __init__(self, source: DatasetSource, layout: Layout, steps_per_epoch: int | None):
-        self.what, self._dataset, batches = source.what, source.dataset, source.batches
+        self.what, batches = source.what, source.batches
         if batches > 0:
             layout = layout._replace(accumulation=min(layout.accumulation, batches))
         self.layout = _own_shards(layout, source.dataset, source.what)
@@ -91,10 +90,16 @@ class DatasetStacks:
         if steps_per_pass is not None and steps_per_pass < self.steps_per_epoch:
             raise self._dry(steps_per_pass)
         self.plan: dict[str, Any] = {"batches": batches, "steps_per_epoch": steps_per_epoch}
-        self._batch_size = 0
-        self._checksum = 0
+        self._batch_size = self._checksum = 0
         alike = not layout.all_here
-        self._passes = Passes(lambda: self._steps, self._dataset.element_spec, source.origin, alike)
+        # Rows of one shape are pooled by TensorFlow.
+        self._equal_rows = all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(source.dataset.element_spec))
+        micro_batches = self.layout.accumulation
+        if self._equal_rows:
+            pipeline = source.dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
+        else:
+            pipeline = source.dataset.prefetch(PREFETCH * micro_batches)
+        self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, alike)
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
         """What `restore` needs to go on after the dispatch given out last, as plain values and tensors."""
@@ -167,18 +172,6 @@ class DatasetStacks:
             self._require_same_shapes(step)
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *step), lengths
-
-    @property
-    def _equal_rows(self) -> bool:
-        """Whether all rows have the same shape, so that TensorFlow can pool them."""
-        return all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(self._dataset.element_spec))
-
-    @functools.cached_property
-    def _steps(self) -> tf.data.Dataset:
-        """What a pass iterates over: the rows pooled by step, or else the batches."""
-        if self._equal_rows:
-            return self._dataset.ragged_batch(self.layout.accumulation).map(_pool).prefetch(PREFETCH)
-        return self._dataset.prefetch(PREFETCH * self.layout.accumulation)
 
     def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
         micro_batches, rows = self.layout.accumulation, sum(lengths)

@@ -54,7 +54,7 @@ class Passes:
     and dropped.
 
     Args:
-        pipeline: returns the dataset to iterate over; the same one each time.
+        pipeline: the dataset to iterate over.
         structure: specs of a batch.
         origin: what the user passed.
         alike: whether other processes read the same data, and are to find the place too: by the number of steps.
@@ -64,7 +64,7 @@ class Passes:
         steps, steps_in_last: read in this pass, and in the one that ended last.
     """
 
-    def __init__(self, pipeline: Callable[[], tf.data.Dataset], structure: Batch, origin: Origin, alike: bool):
+    def __init__(self, pipeline: tf.data.Dataset, structure: Batch, origin: Origin, alike: bool):
         self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
         self.tracked = False
         self.steps = self.steps_in_last = 0
@@ -98,8 +98,8 @@ class Passes:
     def iterator(self) -> Iterator:
         """The pass's iterator."""
         if self._resumed is None:
-            self._iterator = iter(self._pipeline())
-            if self.tracked and self._savable and not _endless(self._pipeline()):
+            self._iterator = iter(self._pipeline)
+            if self.tracked and self._savable and not _endless(self._pipeline):
                 self._start = self._serialized()
         else:
             self._iterator, self._resumed = self._resumed, None
@@ -159,13 +159,13 @@ class Passes:
         """Whether TensorFlow can save the iterator's state; warns where it cannot."""
         if self._alike or self._origin.python:
             return False
-        obstacle = _obstacle(self._pipeline())
+        obstacle = _obstacle(self._pipeline)
         if obstacle is None:
             try:
                 self._serialized()
             except tf.errors.OpError as error:
                 obstacle = str(error).splitlines()[0]
-        _warn(self._pipeline(), self._origin.what, obstacle)
+        _warn(self._pipeline, self._origin.what, obstacle)
         return obstacle is None
 
     def _mark(self) -> dict[str, Any]:
@@ -200,15 +200,15 @@ class Passes:
 
     def _repeat_passes(self) -> None:
         """Leaves hooks and shuffles as the passes that ended had left them."""
-        whole = not self._origin.python and _shuffled_within(self._pipeline())
+        whole = not self._origin.python and _shuffled_within(self._pipeline)
         for _ in range(self._ended):
             self._origin.begin()
             if not self._origin.python:  # a shuffle draws its seeds as a pass begins
-                collections.deque(itertools.islice(self._pipeline(), None if whole else 1), 0)
+                collections.deque(itertools.islice(self._pipeline, None if whole else 1), 0)
             self._origin.end()
 
     def _deserialized(self, state: tf.Tensor) -> Any:
-        iterator = iter(self._pipeline())
+        iterator = iter(self._pipeline)
         try:
             tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
         except tf.errors.OpError as error:
