@@ -65,17 +65,17 @@ def connected(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     """A method of a Trainer in which no worker waits for one that has failed: each raises an error instead."""
 
     @functools.wraps(method)
-    def call(trainer: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        replicas = trainer._replicas
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        replicas = self._replicas
         if replicas is None or replicas.workers == 1:
-            return method(trainer, *args, **kwargs)
+            return method(self, *args, **kwargs)
         try:
-            return method(trainer, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except tf.errors.OpError as error:
             if "ollective" not in str(error):
                 replicas.report(error)
                 raise
-            updates = int(trainer.optimizer.iterations.numpy())
+            updates = int(self.optimizer.iterations.numpy())
             raise WorkerLostError(
                 f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
                 f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on together: "
