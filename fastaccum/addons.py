@@ -83,25 +83,22 @@ def _tf_keras_behind_tf(tf: ModuleType) -> Iterator[None]:
     import tf_keras
     import tf_keras.api._v2.keras as tf_keras_api
 
-    previous = os.environ.get("TF_USE_LEGACY_KERAS")
+    previous, paths = os.environ.get("TF_USE_LEGACY_KERAS"), list(tf.__path__)
     path = os.path.dirname(os.path.dirname(tf_keras_api.__file__))
-    added = path not in tf.__path__
     # `tf.keras.x` asks the environment at its first use. `import tensorflow.keras` follows the package's path, which
     # TensorFlow takes from the environment at its own import, and puts what it finds in the place of `tf.keras`.
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
-    if added:
+    if path not in paths:
         tf.__path__.insert(0, path)
     try:
         if tf.keras.Model is not tf_keras.Model:
             raise RuntimeError(_KERAS_3_BOUND)
         yield
     except BaseException:
-        if previous is None:
-            del os.environ["TF_USE_LEGACY_KERAS"]
-        else:
+        tf.__path__[:] = paths
+        del os.environ["TF_USE_LEGACY_KERAS"]
+        if previous is not None:
             os.environ["TF_USE_LEGACY_KERAS"] = previous
-        if added:
-            tf.__path__.remove(path)
         raise
 
 

@@ -14,7 +14,8 @@ from fastaccum.kernels.matmul import add_fp32_wgrad, convolution_fp32_wgrad, ein
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]
-_register = keras.saving.register_keras_serializable("fastaccum")
+_SWITCHED: dict[type, type] = {}  # what a layer of Keras is switched to
+_KERAS: dict[type, type] = {}  # and back
 
 
 def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -119,7 +120,12 @@ def _convolution(layer: Any, convolution: Any, inputs: tf.Tensor) -> tf.Tensor:
     return _finish(layer, y, (-1, *[1] * layer.rank) if channels_first else (-1,))
 
 
-@_register
+def _switched_from_base(layer: Any) -> Any:
+    _SWITCHED[layer.__base__], _KERAS[layer] = layer, layer.__base__
+    return keras.saving.register_keras_serializable("fastaccum")(layer)
+
+
+@_switched_from_base
 class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
 
@@ -129,7 +135,7 @@ class Fp32Dense(keras.layers.Dense):
         return _finish(self, matmul_fp32_wgrad(inputs, _float32(self._kernel)))
 
 
-@_register
+@_switched_from_base
 class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
@@ -139,7 +145,7 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, _float32(self._kernel)))
 
 
-@_register
+@_switched_from_base
 class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
@@ -157,7 +163,7 @@ class Fp32Conv1D(keras.layers.Conv1D):
         return _convolution(self, convolution, inputs)
 
 
-@_register
+@_switched_from_base
 class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
 
@@ -167,7 +173,7 @@ class Fp32Conv2D(keras.layers.Conv2D):
         return _convolution(self, self.convolution_op, inputs)
 
 
-@_register
+@_switched_from_base
 class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
 
@@ -180,7 +186,7 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return logits if cap is None else cap * tf.tanh(logits / cap)
 
 
-@_register
+@_switched_from_base
 class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight gradients."""
 
@@ -189,22 +195,10 @@ class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
         fp32_weight_gradients(self)
 
 
-@_register
+@_switched_from_base
 class Fp32GroupQueryAttention(keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` that makes its projections with float32 weight gradients."""
 
     def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
         fp32_weight_gradients(self)
-
-
-_KERAS = {
-    Fp32Dense: keras.layers.Dense,
-    Fp32EinsumDense: keras.layers.EinsumDense,
-    Fp32Conv1D: keras.layers.Conv1D,
-    Fp32Conv2D: keras.layers.Conv2D,
-    Fp32ReversibleEmbedding: keras.layers.ReversibleEmbedding,
-    Fp32MultiHeadAttention: keras.layers.MultiHeadAttention,
-    Fp32GroupQueryAttention: keras.layers.GroupQueryAttention,
-}
-_SWITCHED = {theirs: ours for ours, theirs in _KERAS.items()}
