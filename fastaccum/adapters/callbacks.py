@@ -144,5 +144,5 @@ def _records(callback: Any) -> bool:
     """False for a TensorBoard in a step that it does not record: it looks at the logs all the same."""
     if not isinstance(callback, keras.callbacks.TensorBoard):
         return True
-    every = callback.update_freq
+    every: Any = callback.update_freq
     return every != "epoch" and callback._global_train_batch % every == 0

@@ -74,7 +74,7 @@ class LinearCrossEntropy(keras.losses.Loss):
             raise TypeError(f"head={head!r} must be a layer's name: pass head.name.")
         self.head = head
         numbers = require_options(ignore_index, label_smoothing, z_loss)
-        self.options = dict(zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True))
+        self.options: dict[str, Any] = dict(zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True))
         self.chunk_size = None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
@@ -88,7 +88,7 @@ class LinearCrossEntropy(keras.losses.Loss):
         losses = linear_cross_entropy(hidden, kernel, labels, bias, chunk_size=self.chunk_size, **self.options)
         return self._masked(losses, labels)
 
-    def _masked(self, losses: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    def _masked(self, losses: Any, labels: tf.Tensor) -> tf.Tensor:
         # As Keras's own losses tell what is not to be counted.
         losses._keras_mask = labels != self.options["ignore_index"]
         return losses
@@ -110,7 +110,7 @@ class FusedHeadLoss:
         ValueError: no such layer, or not a linear layer with so many outputs.
     """
 
-    def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int):
+    def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):
         self._loss, self._output = loss, output
         self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
@@ -135,7 +135,7 @@ class FusedHeadLoss:
 
     def require_hidden(self, y_pred: tf.Tensor, hidden: tf.Tensor | None) -> None:
         """Raises ValueError unless the model's output is what the head passed on, and nothing else reads that."""
-        if y_pred is not hidden:
+        if hidden is None or y_pred is not hidden:
             raise ValueError(
                 f"The output {self._output!r} is not what layer {self.head.name!r} returns, so LinearCrossEntropy "
                 "cannot take that layer's place. Pass head=..., the name of the linear layer that the model ends "
@@ -200,7 +200,7 @@ def _kernel(layer: Any) -> Any:
     return getattr(layer, "kernel", None)
 
 
-def _require_linear(layer: Any, classes: int) -> None:
+def _require_linear(layer: Any, classes: int | None) -> None:
     kernel, bias = _kernel(layer), getattr(layer, "bias", None)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[1] != classes:
@@ -218,7 +218,7 @@ def _require_linear(layer: Any, classes: int) -> None:
         )
     if not _is_known(layer):
         # A layer of one's own may do more with its kernel than its shape tells.
-        hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=[0, 0])
+        hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=(0, 0))
         logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)
         if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):
             raise ValueError(

@@ -23,7 +23,7 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
         layers: Keras 3 layers; those that need no other form are passed over.
         fast_gradients: whether to choose forms for the sake of their speed on a CPU too.
     """
-    found = []
+    found: list[tuple[Any, str, Callable]] = []
     for layer in layers:
         if fast_gradients and type(layer) is keras.layers.BatchNormalization:
             found.append((layer, "call", functools.partial(_normalised, layer)))

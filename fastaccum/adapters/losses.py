@@ -35,7 +35,7 @@ class Term(NamedTuple):
 class Output(NamedTuple):
     """A model output with its loss. `classes` is set where labels are class indices."""
 
-    index: int
+    position: int
     name: str
     loss: Any
     weight: float
@@ -92,8 +92,8 @@ class Losses:
                     f"The loss of output {name!r} is Circle, which compares the rows of a batch with each other: no "
                     "sum over micro-batches equals it. Pass a loss of single rows."
                 )
-            weight = 1.0 if weights[i] is None else weights[i]
-            if not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):
+            weight: Any = 1.0 if weights[i] is None else weights[i]
+            if not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):  # type: ignore[operator]
                 raise ValueError(f"loss_weights={weight!r} of output {name!r} must be a finite number.")
             classes = None
             if takes_class_indices(loss):
@@ -124,7 +124,7 @@ class Losses:
         hidden: dict[int, tf.Tensor] = {}
         with contextlib.ExitStack() as scopes:
             for o in self._with_heads:
-                scopes.enter_context(o.loss.head_left_out(lambda tensor, i=o.index: hidden.update({i: tensor})))
+                scopes.enter_context(o.loss.head_left_out(lambda tensor, i=o.position: hidden.update({i: tensor})))
             yield hidden
 
     def terms(self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor]) -> list[Term]:
@@ -136,19 +136,20 @@ class Losses:
             hidden: what `heads_left_out` yielded around the forward pass.
         """
         for o in self._with_heads:
-            o.loss.require_hidden(batch.y_pred[o.index], hidden.get(o.index))
+            o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
         return [
-            term(o.loss, batch.y_true[o.index], batch.y_pred[o.index], batch.sample_weight[o.index], valid)
+            term(o.loss, batch.y_true[o.position], batch.y_pred[o.position], batch.sample_weight[o.position], valid)
             for o in self.outputs
         ]
 
     def require_classes(self, class_weight: dict[int, float] | None) -> None:
         """Raises ValueError for a class that no label can be."""
-        for output in self.outputs if class_weight else ():
-            if output.classes is not None and max(class_weight) >= output.classes:
+        largest = max(class_weight or (), default=-1)
+        for o in self.outputs:
+            if o.classes is not None and largest >= o.classes:
                 raise ValueError(
-                    f"class_weight={class_weight} names class {max(class_weight)}, but output {output.name!r} has "
-                    f"{output.classes} classes, from 0 to {output.classes - 1}."
+                    f"class_weight={class_weight} names class {largest}, but output {o.name!r} has {o.classes} "
+                    f"classes, from 0 to {o.classes - 1}."
                 )
 
     def class_indices(self, y_true: list[Any]) -> list[tf.Tensor]:
@@ -156,7 +157,7 @@ class Losses:
         found = []
         for o in self.outputs:
             if o.classes is not None:
-                labels, ignored = whole(y_true[o.index]), getattr(o.loss, "ignore_class", None)
+                labels, ignored = whole(y_true[o.position]), getattr(o.loss, "ignore_class", None)
                 found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
         return found
 
@@ -233,7 +234,7 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     while tensor.shape.rank > values.shape.rank and tensor.shape[-1] == 1:
         tensor = tf.squeeze(tensor, -1)
     while tensor.shape.rank < values.shape.rank:
-        tensor = tensor[..., tf.newaxis]
+        tensor = tf.expand_dims(tensor, -1)
     fits = tensor.shape.rank == values.shape.rank and all(
         a in (1, b) for a, b in zip(tensor.shape, values.shape, strict=True)
     )
@@ -245,7 +246,7 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _require_per_example(loss: Any, values: Any, rows: int) -> None:
+def _require_per_example(loss: Any, values: Any, rows: int | None) -> None:
     if not tf.is_tensor(values):
         returned = repr(values)
     elif not values.dtype.is_floating:
@@ -270,7 +271,7 @@ _ELEMENTWISE = {
 
 
 def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
-    fn = getattr(loss, "fn", None)
+    fn: Any = getattr(loss, "fn", None)
     if getattr(fn, "__name__", None) not in _ELEMENTWISE or not fn.__module__.startswith(("keras.", "tf_keras.")):
         return
     shapes = [tuple(y_true.shape), tuple(y_pred.shape)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import compute_output_spec
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known
@@ -33,7 +34,7 @@ class Metrics:
                 "metrics", each, "Keras 3 metric", keras.metrics.get, ("accuracy", "acc", "crossentropy", "ce")
             )
         self._user = metrics or None, weighted_metrics or None
-        self.compiled: CompileMetrics | None = None
+        self.compiled: CompileMetrics  # from `build` on
 
     def build(self, outputs: Outputs, y_true: Any) -> None:
         """Creates the metrics' variables; `y_true` holds specs of one batch of targets."""
@@ -41,7 +42,7 @@ class Metrics:
         for each in (plain, weighted):
             if isinstance(each, dict):  # Keras drops what it cannot place
                 outputs.match(each, "metrics")
-        targets = outputs.match(y_true, "y")
+        self._names, targets = outputs.names, outputs.match(y_true, "y")
         self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
         self.compiled.build(targets, outputs.specs)
         self._plain, self._weighted = (
@@ -53,7 +54,7 @@ class Metrics:
     def require_none(self, output: str) -> None:
         """Raises ValueError if an output has metrics: its logits are never computed."""
         placed = (*self._plain, *self._weighted)
-        names = [metric.name for i, metric in placed if self.compiled.output_names[i] == output]
+        names = [metric.name for i, metric in placed if self._names[i] == output]
         if names:
             raise ValueError(
                 f"The metrics {names} of output {output!r} need the logits, which LinearCrossEntropy never "
@@ -115,7 +116,9 @@ def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tenso
     if mask is not None:
         factors.append(tf.ones(mask.shape))
     rank = max(factor.shape.rank for factor in factors)
-    return math.prod(tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors)
+    return functools.reduce(
+        tf.multiply, (tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors)
+    )
 
 
 def _own(thing: Any) -> bool:
@@ -127,5 +130,5 @@ def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
     """Whether a metric made from a user's function averages over the batch by itself."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not _own(metric._fn):
         return False
-    value = keras.src.backend.compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
+    value: Any = compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
     return len(value.shape) == 0

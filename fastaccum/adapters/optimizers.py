@@ -57,7 +57,7 @@ def get(optimizer: Any) -> Optimizer:
 def _named(name: str) -> keras.Optimizer:
     wrappers = (keras.Optimizer, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     exported = {k.lower(): v for k, v in vars(keras.optimizers).items() if isinstance(v, type)}
-    known = {k: v for k, v in exported.items() if issubclass(v, keras.Optimizer) and v not in wrappers}
+    known: dict[str, Any] = {k: v for k, v in exported.items() if issubclass(v, keras.Optimizer) and v not in wrappers}
     if name.lower() in known:
         return known[name.lower()]()
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
@@ -147,7 +147,7 @@ class Optimizer:
                 variable.assign(tf.where(ok, variable.read_value(), value))
 
     @contextlib.contextmanager
-    def _selecting(self, ok: tf.Tensor) -> Iterator[set[int]]:
+    def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
         """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
         yield set()
 
@@ -200,7 +200,7 @@ class _Keras(Optimizer):
         return self._seen_as[id(variable)]
 
     @contextlib.contextmanager
-    def _selecting(self, ok: tf.Tensor) -> Iterator[set[int]]:
+    def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
         # The weights are computed from the slots as assigned. Were these selected later, XLA would compute the
         # new slots twice, once from copies of the old ones: 8 bytes per parameter for Adam.
         slots, selected = {id(v) for v in self.variables}, set()
@@ -276,13 +276,14 @@ class _Legacy(_TFKeras):
         for part in self.parts:
             # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
             part._iterations = optimizer.iterations
-        for name, value in part._hyper.items():
+        hyperparameters = self.parts[-1]._hyper
+        for name, value in hyperparameters.items():
             if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
                 # It knows tf_keras's schedules only, and calls this one as a function of no arguments.
-                part._hyper[name] = lambda schedule=value: schedule(optimizer.iterations)
+                hyperparameters[name] = lambda schedule=value: schedule(optimizer.iterations)
             elif type(value) is int:
                 # It would become an int32 variable, which lives on the host.
-                part._hyper[name] = float(value)
+                hyperparameters[name] = float(value)
 
     @property
     def parts(self) -> list[Any]:

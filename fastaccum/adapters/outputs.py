@@ -11,9 +11,9 @@ import tensorflow as tf
 class Matched(NamedTuple):
     """One micro-batch by output, in the order of `Outputs.names`; None where an output has no target or no weight."""
 
-    y_true: list[tf.Tensor | None]
-    y_pred: list[tf.Tensor]
-    sample_weight: list[tf.Tensor | None]
+    y_true: list[Any]
+    y_pred: list[Any]
+    sample_weight: list[Any]
 
 
 class Outputs:

@@ -64,5 +64,5 @@ class _KerasFinder:
                 if module.__name__ == "keras":  # one loader may serve several modules
                     _register(module)
 
-            spec.loader.exec_module = execute_and_register
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -266,6 +266,6 @@ def test_an_output_may_have_no_loss():
     spec = keras.KerasTensor((2, 1))
     outputs = Outputs(["a", "b"], [spec, spec])
     losses.build(outputs, {"b": spec})
-    assert [(output.index, output.name) for output in losses.outputs] == [(1, "b")]
+    assert [(output.position, output.name) for output in losses.outputs] == [(1, "b")]
     batch = outputs.matched({"b": tf.zeros([2, 1])}, [tf.ones([2, 1]), tf.fill([2, 1], 3.0)], None)
     assert [float(each.loss_sum) for each in losses.terms(batch, None, {})] == [18.0]
