@@ -36,16 +36,6 @@ class Workers(Protocol):
         """Raises an error, with advice, on every worker if they differ in one of the numbers."""
 
 
-class Options(Protocol):
-    """What a train step was built with; each attribute is an argument of `Trainer`."""
-
-    gradient_accumulation_steps: int
-    steps_per_execution: int
-    clip_norm: float | None
-    fp32_weight_gradients: bool
-    jit_compile: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A fit, as far as a checkpoint is concerned.
@@ -98,7 +88,7 @@ def describe(
     loss_scale: Any,
     variables: Mapping[str, Sequence[Any]],
     *,
-    options: Options,
+    options: Any,
     replicas: int,
     sample: Batch,
     plan: Mapping[str, Any],
@@ -109,6 +99,7 @@ def describe(
         model, optimizer: their adapters.
         losses: "loss" and "loss_weights", as they were passed.
         variables: by group, as `Training` has them.
+        options: those of the train step.
         sample: specs of one micro-batch.
         plan: that of the stacks, and whatever else changes what an epoch is.
     """
