@@ -107,7 +107,7 @@ class Saver:
         if self.directory is None:
             return self._position
         self._training = fit = training()
-        self._variables = state.named(fit.variables)
+        self._variables = state.name_variables(fit.variables)
         fit.stacks.track()
         callback_state.require_one_resume(fit.callbacks)
         workers = fit.workers

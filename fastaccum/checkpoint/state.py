@@ -60,7 +60,7 @@ class Training:
     workers: Workers | None = None
 
 
-def named(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:
+def name_variables(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:
     """Each group's variables, once each, by names that are the same in every process."""
     found: dict[str, dict[str, tf.Variable]] = {group: {} for group in groups}
     for group, variables in groups.items():
@@ -105,7 +105,7 @@ def describe(
     """
     specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
         group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
-        for group, own in named(variables).items()
+        for group, own in name_variables(variables).items()
     }
     rule = {"rule": type(loss_scale).__name__, **loss_scale.get_config()}
     batch_plan = {

@@ -345,7 +345,7 @@ def test_a_lost_place_in_the_data_shows(tmp_path, lose):
 
 @pytest.mark.parametrize("lost", ["good_steps", "loss_scale", "iteration", "velocity", "seed_generator", "skipped"])
 def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
-    original = training_state.named
+    original = training_state.name_variables
 
     def without(variables):
         groups = original(variables)
@@ -357,6 +357,6 @@ def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
             raise LookupError(lost)  # no such variable
         return kept
 
-    monkeypatch.setattr(training_state, "named", without)
+    monkeypatch.setattr(training_state, "name_variables", without)
     with pytest.raises(AssertionError):
         assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
