@@ -39,7 +39,9 @@ def of(
     Raises:
         TypeError, ValueError: raised if this is not data, or does not fit together.
     """
-    weigh = class_weight and functools.partial(class_weights.weigh, class_weight, sparse_labels)
+    weigh = None
+    if class_weight is not None:
+        weigh = functools.partial(class_weights.weigh, class_weight, sparse_labels)
     if x is None:
         raise ValueError(f"{what}=None: there is no data to work on.")
     if isinstance(x, (list, tuple, dict)) and not tf.nest.flatten(x):
