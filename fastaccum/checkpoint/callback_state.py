@@ -30,7 +30,7 @@ def value_of(saved: Any) -> Any:
 
 def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
     """The callbacks whose state is saved, each with a name of its own."""
-    found, counts = [], collections.Counter()
+    found, counts = [], collections.Counter[str]()
     for callback in callbacks.list.callbacks:
         if _kind(callback) in _COUNTERS or hasattr(callback, "get_state"):
             name = type(callback).__name__
@@ -54,7 +54,7 @@ def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np
         if hasattr(callback, "get_state"):
             own.update(_required(callback, callback.get_state()))
             continue
-        for attribute in _COUNTERS[_kind(callback)]:
+        for attribute in _COUNTERS[_kind(callback) or ""]:
             value = getattr(callback, attribute, None)
             if isinstance(value, list):  # weights
                 own[attribute] = {"arrays": len(value)}
@@ -86,7 +86,7 @@ def restore(callbacks: Callbacks, values: dict[str, dict[str, Any]], arrays: dic
         elif hasattr(callback, "get_state"):
             callback.set_state(own)
         else:
-            for attribute in _COUNTERS[_kind(callback)]:
+            for attribute in _COUNTERS[_kind(callback) or ""]:
                 value = own.get(attribute)
                 if isinstance(value, dict):
                     value = [arrays[f"{name}/{attribute}/{i}"].numpy() for i in range(value["arrays"])]

@@ -41,7 +41,7 @@ def get(directory: str | os.PathLike | None, every: int | None, keep: int) -> Sa
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
+        with tempfile.TemporaryFile(dir=os.fspath(directory)):
             pass
     except OSError as error:
         raise ValueError(f"checkpoint_dir={str(directory)!r} cannot be written to: {error.strerror}.") from error

@@ -129,7 +129,7 @@ def paths(directory: str | os.PathLike[str]) -> list[Path]:
     except FileNotFoundError:
         return []
     steps = {name: int(match[1]) for name in names if (match := _FOLDER.fullmatch(name))}
-    return [Path(directory) / name for name in sorted(steps, key=steps.get, reverse=True)]
+    return [Path(directory) / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
 def inspect(path: str | os.PathLike[str]) -> Checkpoint:
@@ -143,7 +143,7 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
         manifest = _manifest(path)
         _require_files(path, manifest)
         _require_tensors(path, manifest["tensors"])
-        if int(_FOLDER.fullmatch(path.name)[1]) != manifest["progress"]["step"]:
+        if int(path.name.removeprefix("step-")) != manifest["progress"]["step"]:
             raise CorruptCheckpointError(f"it is of step {manifest['progress']['step']}, whatever its name says")
     except OSError as error:
         raise CorruptCheckpointError(f"{Path(error.filename or path).name}: {error.strerror}") from error

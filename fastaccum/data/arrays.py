@@ -161,14 +161,14 @@ class ArrayStacks:
         if self.layout.replicas > 1:
             columns, real = self.layout.columns(shape[-1])
             indices, valid = indices[..., columns], valid[..., columns] & real
-        batch = optree.tree_map(lambda a: rows.take(a, indices), self._arrays)
+        batch: Any = optree.tree_map(lambda a: rows.take(a, indices), self._arrays)  # type: ignore[arg-type]
         return batch._replace(valid=self._all_valid(valid.shape) if valid.all() else tf.constant(valid))
 
 
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
     """Endless items, made in a thread up to `depth` ahead of their use; the thread ends with the iterator."""
     # Written in C, where Queue is written in Python.
-    ready, wanted = queue.SimpleQueue(), queue.SimpleQueue()
+    ready, wanted = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
 
     def produce():
         try:

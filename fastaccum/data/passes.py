@@ -169,7 +169,7 @@ class Passes:
         return obstacle is None
 
     def _mark(self) -> dict[str, Any]:
-        mark = {"passes": self._ended, "steps": self.steps}
+        mark: dict[str, Any] = {"passes": self._ended, "steps": self.steps}
         if self._origin.shuffled:
             mark["random"] = self._random or random.getstate()
         return mark

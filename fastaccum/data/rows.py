@@ -120,5 +120,5 @@ def checksum(nest: Any) -> int:
     """CRC-32 of the bytes of all tensors of a nest."""
     value = 0
     for tensor in tf.nest.flatten(nest):
-        value = zlib.crc32(np.ascontiguousarray(tensor.numpy()).view(np.uint8), value)
+        value = zlib.crc32(np.ascontiguousarray(tensor.numpy()).view(np.uint8), value)  # type: ignore[arg-type]
     return value

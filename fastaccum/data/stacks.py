@@ -155,8 +155,8 @@ def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]
     if layout.exact_rows or not pending:
         yield from pending
         return
-    nothing = pending[-1].stacks[0]
-    nothing = Dispatch((nothing._replace(valid=tf.zeros_like(nothing.valid)),))
+    last = pending[-1].stacks[0]
+    nothing = Dispatch((last._replace(valid=tf.zeros_like(last.valid)),))
     yield _joined([*pending, *[nothing] * (size - len(pending))], len(pending))
 
 
