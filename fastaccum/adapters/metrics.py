@@ -70,14 +70,14 @@ class Metrics:
     def need_exact_rows(self) -> bool:
         """Whether padded rows cannot be kept from some metric by a weight of 0.
 
-        So it is for one of the user's own, which may ignore `sample_weight`, and for a function that returns one
-        value for a whole batch.
+        True for a metric of the user's own class, which may ignore `sample_weight`, and for a function that returns
+        one value for a whole batch.
         """
         return self._by_batch or any(_own(type(metric)) for metric in self.compiled.metrics)
 
     @property
     def unknown_states(self) -> list[str]:
-        """Names of metrics whose state may be no sum over rows, from zero: those of the user's own classes, but for
+        """Names of metrics whose state may not be a sum over rows, from zero: those of the user's own classes, but for
         what derives from Keras's Mean and Sum.
         """
         sums = keras.metrics.Mean, keras.metrics.Sum

@@ -118,7 +118,7 @@ class Model:
         model = getattr(self.model, "_functional", None) or self.model
         return list(getattr(model, "output_names", None) or [])
 
-    def added_losses(self) -> list[tf.Tensor]:
+    def _added_losses(self) -> list[tf.Tensor]:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
@@ -126,11 +126,11 @@ class Model:
         # Keras forgets what a symbolic call adds; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
             tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
-            self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self.added_losses())})
+            self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self._added_losses())})
 
     def added_loss(self, reduction: str) -> tf.Tensor:
         """The sum of the last call's added losses of one kind of `added_reductions`: float32 scalar."""
-        losses = [loss for loss in self.added_losses() if _reduction(loss) == reduction]
+        losses = [loss for loss in self._added_losses() if _reduction(loss) == reduction]
         return tf.add_n([tf.constant(0.0), *(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses)])
 
     def penalty(self) -> tf.Tensor | None:
@@ -231,7 +231,7 @@ class LegacyModel(Model):
     def _own_state(self, layer: Any) -> list[tf.Variable]:
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
 
-    def added_losses(self) -> list[tf.Tensor]:
+    def _added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in layer._losses]
 
     def penalty(self) -> tf.Tensor | None:
