@@ -99,7 +99,7 @@ def test_history_has_every_log_once_an_epoch(trainer):
 
 def test_fit_equals_keras_on_batches_of_a_whole_step(trainer):
     model = regressor()
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
     expected = model.fit(X, Y, batch_size=ACCUMULATION * BATCH, epochs=2, verbose=0, shuffle=False)
     history = fit(trainer, epochs=2)
     assert_close(trainer.model.get_weights(), model.get_weights())
@@ -321,7 +321,7 @@ def test_several_outputs_are_listed_as_keras_lists_them():
     y = {"a": LABELS, "b": Y}
     ours = trainer.evaluate(X, y, batch_size=11, verbose=0)
     as_dict = trainer.evaluate(X, y, batch_size=11, verbose=0, return_dict=True)
-    model.compile("sgd", losses, metrics=metrics, loss_weights={"a": 2.0, "b": 0.5})
+    model.compile("sgd", losses, metrics=metrics, loss_weights={"a": 2.0, "b": 0.5}, jit_compile=False)
     np.testing.assert_allclose(ours, model.evaluate(X, y, batch_size=11, verbose=0), rtol=1e-5)
     expected = model.evaluate(X, y, batch_size=11, verbose=0, return_dict=True)
     assert as_dict == pytest.approx(expected, rel=1e-5)
@@ -494,7 +494,7 @@ def test_averaged_weights_are_in_the_model_at_the_end():
     optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
     trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
     own = regressor()
-    own.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse")
+    own.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse", jit_compile=False)
     own.fit(X, Y, batch_size=ACCUMULATION * BATCH, shuffle=False, verbose=0)
     fit(trainer)
     assert_close(model.get_weights(), own.get_weights())

@@ -43,7 +43,7 @@ def keras_evaluation(model, loss, metrics, batch, weighted_metrics=()):
     return twin.test_on_batch(*batch, return_dict=True)
 
 
-def check(make_model, loss, make_metrics, batch, make_weighted=list):
+def check(make_model, loss, make_metrics, batch, make_weighted=list, jit_compile=False):
     """Metrics of `evaluate`, and of an epoch of `fit` that leaves the weights alone, are Keras's own."""
     model = make_model()
     expected = keras_evaluation(model, loss, make_metrics(), batch, make_weighted())
@@ -54,6 +54,7 @@ def check(make_model, loss, make_metrics, batch, make_weighted=list):
         metrics=make_metrics(),
         weighted_metrics=make_weighted(),
         gradient_accumulation_steps=3,
+        jit_compile=jit_compile,
     )
     x, y, *weight = batch
     weight = weight[0] if weight else None
@@ -83,6 +84,7 @@ def test_over_all_rows_whatever_pads_them():
             keras.metrics.BinaryIoU(name="iou"),
         ],
         rows_batch(),
+        jit_compile=True,
     )
 
 
@@ -108,6 +110,7 @@ def test_masked_tokens_are_left_out(weighted):
         lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)],
         batch,
         lambda: ["sparse_categorical_crossentropy"] if weighted else [],
+        jit_compile=weighted,
     )
 
 
@@ -115,7 +118,9 @@ def test_a_weight_per_row_holds_for_each_of_its_tokens():
     x, y = tokens_batch()
     weights = rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32")
     model = classifier()
-    trainer = fa.Trainer(model, "sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    trainer = fa.Trainer(
+        model, "sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"], jit_compile=False
+    )
     found = trainer.evaluate(x, y, 4, sample_weight=weights, verbose=0, return_dict=True)
     factors = (x != 0).any(-1) * weights[:, np.newaxis]
     right = model.predict(x, verbose=0).argmax(-1) == y
@@ -183,7 +188,7 @@ def test_a_function_per_row_and_one_per_batch():
 
     model = value()
     x, y = rows_batch()
-    trainer = fa.Trainer(model, "sgd", "mse", metrics=[worst])
+    trainer = fa.Trainer(model, "sgd", "mse", metrics=[worst], jit_compile=False)
     found = trainer.evaluate(x, y, 4, verbose=0, return_dict=True)["worst"]
     errors = np.abs(model.predict(x, verbose=0) - y)
     # As in Keras: the mean of the batches' values.

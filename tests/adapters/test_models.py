@@ -56,7 +56,7 @@ def fit(model, x, y=Y, optimizer="sgd", loss="mse", **options):
 def test_a_model_trains_as_keras_trains_it(make, x):
     keras.utils.set_random_seed(3)
     own = make()
-    own.compile("sgd", "mse")
+    own.compile("sgd", "mse", jit_compile=False)
     own.build(tf.nest.map_structure(np.shape, x)) if not own.built else None
     model = keras.models.clone_model(own)
     model.build(tf.nest.map_structure(np.shape, x)) if not model.built else None
@@ -198,5 +198,5 @@ def test_a_call_that_the_user_replaced_is_left_as_it_was():
     )
     original = embedding.call
     embedding.call = mine = lambda ids: 2 * original(ids)
-    fa.Trainer(model, "sgd", "mse").fit(np.zeros((2, 2), int), np.zeros((2, 1)), verbose=0)
+    fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(np.zeros((2, 2), int), np.zeros((2, 1)), verbose=0)
     assert vars(embedding)["call"] is mine

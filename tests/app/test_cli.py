@@ -12,6 +12,7 @@ import warnings
 
 import keras
 import pytest
+import tiny_command
 
 from fastaccum import cli
 from fastaccum.app import options, progress, text, train
@@ -23,6 +24,7 @@ from fastaccum.transformer import PRESETS
 
 pytestmark = pytest.mark.long
 
+TINY = (tiny_command.__file__,)
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
 
 
@@ -33,10 +35,10 @@ def source(tmp_path):
     return path
 
 
-def start(arguments, cwd):
+def start(arguments, cwd, command=("-m", "fastaccum")):
     environment = {key: value for key, value in os.environ.items() if key != "TF_CPP_MIN_LOG_LEVEL"}
     return subprocess.Popen(
-        [sys.executable, "-m", "fastaccum", *map(str, arguments)],
+        [sys.executable, *command, *map(str, arguments)],
         cwd=cwd,
         env=environment,
         text=True,
@@ -98,7 +100,7 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, source):
     has_addons = importlib.util.find_spec("tensorflow_addons") is not None
     optimizer = "tfa:LAMB" if has_addons else "lamb"
     options = ["--steps", "20000", "--batch-size", "1", "--accum", "2", "--precision", "mixed_float16"]
-    process = start(["train", source, *options, "--optimizer", optimizer], tmp_path)
+    process = start(["train", source, *options, "--optimizer", optimizer], tmp_path, TINY)
     folder = tmp_path / "runs" / f"nano-{optimizer.lower().replace(':', '-')}-seed0"
     deadline = time.monotonic() + 240
     while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < deadline:
@@ -141,11 +143,11 @@ def what_was_learned(folder):
 
 def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
     """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short."""
-    options = ["--steps", "101", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "10"]
-    whole = start(["train", source, *options, "--out", "whole"], tmp_path)
-    process = start(["train", source, *options, "--out", "ended"], tmp_path)
+    options = ["--steps", "301", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "20"]
+    whole = start(["train", source, *options, "--out", "whole"], tmp_path, TINY)
+    process = start(["train", source, *options, "--out", "ended"], tmp_path, TINY)
     folder, moved = tmp_path / "ended", tmp_path / "moved"
-    ends = [(10, signal.SIGKILL, -9), (40, signal.SIGINT, 130), (70, signal.SIGTERM, 143), (101, None, 0)]
+    ends = [(20, signal.SIGKILL, -9), (100, signal.SIGINT, 130), (180, signal.SIGTERM, 143), (301, None, 0)]
     for step, end, code in ends:
         wait_for(folder / "checkpoints" / f"step-{step:08d}", process)
         if end is not None:
@@ -156,22 +158,22 @@ def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
             assert f"fastaccum train --resume {folder.name}" in printed
         if end is None:
             break
-        process = start(["train", "--resume", folder.name], tmp_path)
-    assert "steps are done" in printed and "after 101 steps" in printed
+        process = start(["train", "--resume", folder.name], tmp_path, TINY)
+    assert "steps are done" in printed and "after 301 steps" in printed
     _, errors = whole.communicate(timeout=240)
     assert whole.returncode == 0, errors
     expected = what_was_learned(tmp_path / "whole")
-    assert what_was_learned(folder) == expected and expected["rows"][-1]["step"] == 101
+    assert what_was_learned(folder) == expected and expected["rows"][-1]["step"] == 301
 
     # Complete: nothing is trained, and what it leaves is written again. It may lie elsewhere by then.
     folder.rename(moved)
     (moved / "model.keras").unlink()
     with open(moved / "metrics.csv", "rb+") as file:
         file.truncate((moved / "metrics.csv").stat().st_size - 3)  # as a full disk would cut it short
-    done = start(["train", "--resume", moved], tmp_path)
+    done = start(["train", "--resume", moved], tmp_path, TINY)
     printed, errors = done.communicate(timeout=240)
     assert (done.returncode, errors) == (0, "")
-    assert "after 101 steps" in printed and (moved / "model.keras").exists()
+    assert "after 301 steps" in printed and (moved / "model.keras").exists()
     assert what_was_learned(moved)["tensors"] == expected["tensors"]
 
 
