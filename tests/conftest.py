@@ -1,5 +1,7 @@
 """The order of the files, and what one test must not leave behind for the next."""
 
+import signal
+
 import keras
 import pytest
 
@@ -7,6 +9,14 @@ import pytest
 def pytest_collection_modifyitems(items):
     """Begins with the files that take longest, so that no worker is left with one while the others have nothing."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible():
+    """A shell has its background jobs and their children ignore SIGINT: tests send it to themselves and to others."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -473,11 +473,8 @@ def test_a_second_sigterm_kills_at_once(run, tmp_path):
 
 def test_ctrl_c(run, tmp_path):
     run.begin_at(tmp_path)
-    # A shell has its background jobs ignore it.
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         fit(run.trainer, tmp_path, callbacks=[At(5, send(signal.SIGINT))])
-    signal.signal(signal.SIGINT, previous)
     run.goes_on(tmp_path)
 
 

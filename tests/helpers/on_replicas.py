@@ -147,6 +147,7 @@ def check_several_outputs():
             "loss": losses,
             "loss_weights": [0.3, 2.0],
             "gradient_accumulation_steps": 2,
+            "jit_compile": False,
         }
 
     seen = []
@@ -317,7 +318,7 @@ def check_resumed():
 
     def trainer():
         model, adam = replicated(with_statistics), keras.optimizers.Adam(0.01)
-        return fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2)
+        return fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False)
 
     def fit(trainer, **options):
         keras.utils.set_random_seed(1)  # of the shuffle
@@ -337,7 +338,7 @@ def check_resumed():
 
 def check_not_finite():
     """One replica's bad row: the step is refused on all, and the error names the row."""
-    trainer = fa.Trainer(replicated(with_statistics), "adam", "mse", on_nonfinite="raise")
+    trainer = fa.Trainer(replicated(with_statistics), "adam", "mse", on_nonfinite="raise", jit_compile=False)
     stack = X[:20].reshape(2, 10, 6).copy(), Y[:20].reshape(2, 10, 3)
     trainer.train_step(stack)
     before = values(trainer)[0][: len(trainer.model.variables)]
