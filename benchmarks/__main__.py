@@ -77,7 +77,7 @@ def _read(options):
     if not isinstance(run, dict) or REQUIRED_KEYS - run.keys() or not isinstance(run["benchmarks"], list):
         raise BadArgument(
             f"--from {options.from_run} is not a run of these benchmarks: it must be a run.json, or what "
-            "`pytest benchmarks --benchmark-json` wrote."
+            "`pytest -n 0 benchmarks --benchmark-json` wrote."
         )
     _check_readme(options, set(suites.known()) - set(run.get("suites", {})), run.get("quick"))
     return run
