@@ -268,7 +268,7 @@ class Trainer:
         self, step: ModelStep | ReplicatedStep, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int
     ) -> dict[str, Any]:
         begin, end = hooks.hooks("train")
-        logs, waiting = None, None
+        waiting: Unread | None = None
         for dispatch in dispatches:
             begin(first)
             with compilable.explained(self._model):
@@ -276,13 +276,13 @@ class Trainer:
             if waiting is not None:
                 # Read only now that the next step is on its way: the device never runs dry.
                 waiting.require()
-            waiting = Unread(step, executed, dispatch)
+            waiting = Unread(step.require, executed, dispatch)
             first += dispatch.steps
-            logs = LateLogs(executed.logs, waiting.require)
-            end(first - 1, lambda logs=logs: logs)
+            late = LateLogs(executed.logs, waiting.require)
+            end(first - 1, functools.partial(_same, late))
             if self.model.stop_training:
                 break
-        logs = dict(logs)
+        logs = dict(late)
         step.running.stuck_steps.warn(executed.stuck)
         return logs
 
@@ -497,6 +497,10 @@ class Trainer:
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
         self._outputs.match(sample.y, "y")
         return self._step
+
+
+def _same(logs: LateLogs) -> LateLogs:
+    return logs
 
 
 def _row_shapes(sample: Batch) -> Any:

@@ -50,7 +50,7 @@ class StacksByHand:
         """One train step; what it has to say is raised here, or with a GPU, which this does not wait for, next time."""
         dispatch = Dispatch((batch,))
         executed = step.dispatch(dispatch)
-        unread = Unread(step, executed, dispatch)
+        unread = Unread(step.require, executed, dispatch)
         late, self._unread = (unread, None) if not has_gpu() else (self._unread, unread)
         if late is not None:
             try:

@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.models import Model
-from fastaccum.data.stacks import trip_count
+from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.step.guards import NonFiniteError
+from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program
 from fastaccum.step.train_step import TrainStep
 
@@ -45,16 +46,28 @@ class Seen(NamedTuple):
         return any(np.any(flags) for flags in (self.gradients, self.state, ~np.isfinite(self.loss_sum)))
 
 
-def error(cycle: TrainStep, patience: int, stacks: Sequence[Any], place: str = "") -> NonFiniteError:
+class _Failed(NamedTuple):
+    """The step that is looked at, as `error` takes it."""
+
+    cycle: TrainStep
+    objective: ModelObjective
+    stacks: Sequence[Batch]
+    place: str
+
+
+def error(
+    cycle: TrainStep, objective: ModelObjective, patience: int, stacks: Sequence[Any], place: str = ""
+) -> NonFiniteError:
     """The error of a train step that was not finite, and that no lower loss scale can help.
 
     Weights, slots, statistics and seeds are those that the step began with, since it changed nothing: run again, each
     micro-batch gives what it gave then. The second program leaves them as they are too.
 
     Args:
-        cycle: the train step of a `ModelObjective`.
-        patience: how many such steps in a row are the end.
+        cycle: the train step.
+        objective: its objective, a model's.
         stacks: the failing step's.
+        patience: how many such steps in a row are the end.
         place: how the line that names a micro-batch begins.
     """
     updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
@@ -65,34 +78,34 @@ def error(cycle: TrainStep, patience: int, stacks: Sequence[Any], place: str = "
         "Weights, slots and statistics are those of the last good step."
     ]
     try:
-        lines += _findings(cycle, stacks, place)
+        lines += _findings(_Failed(cycle, objective, stacks, place))
     except Exception as failure:  # the error matters more than its explanation
         lines.append(f"Why could not be found out: {type(failure).__name__}: {failure}")
     return NonFiniteError("\n  ".join(lines))
 
 
-def _findings(cycle: TrainStep, stacks: Sequence[Any], place: str) -> list[str]:
+def _findings(step: _Failed) -> list[str]:
     """What is not finite, where it begins, and what to do about it: one line each."""
-    spoilt = [v for v in (*cycle.variables, *cycle.optimizer.variables) if _is_bad(v).numpy()]
+    spoilt = [v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if _is_bad(v).numpy()]
     if spoilt:
         return [
-            f"The variables {_some(_name(cycle, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
+            f"The variables {_some(_name(step, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
             "overflowed, from a gradient that was finite, or they were set so.",
             "What to do: go back to weights that are finite, and lower the learning rate or set clip_norm.",
         ]
-    micro_batches = [(s, i) for s, stack in enumerate(stacks) for i in range(trip_count(stack))]
-    with _kept([*cycle.objective.state, *cycle.objective.running.variables]):
-        look, layers = _looker(cycle, stacks)
+    micro_batches = [(s, i) for s, stack in enumerate(step.stacks) for i in range(trip_count(stack))]
+    with _kept([*step.objective.state, *step.objective.running.variables]):
+        look, layers = _looker(step)
         for at, (s, i) in enumerate(micro_batches):
-            batch = tf.nest.map_structure(lambda t, i=i: t[i], stacks[s])
+            batch = tf.nest.map_structure(lambda t, i=i: t[i], step.stacks[s])
             seen = Seen(*(t.numpy() for t in look(batch)))
             if seen.is_bad:
-                where = f"{place}In micro-batch {at} of the step's {len(micro_batches)} (counted from 0):"
-                return [where, *_of_micro_batch(cycle, batch, seen, layers)]
-        return _of_step(cycle, seen, place)
+                where = f"{step.place}In micro-batch {at} of the step's {len(micro_batches)} (counted from 0):"
+                return [where, *_of_micro_batch(step, batch, seen, layers)]
+        return _of_step(step, seen)
 
 
-def _of_micro_batch(cycle: TrainStep, batch: Any, seen: Seen, layers: list[Any]) -> list[str]:
+def _of_micro_batch(step: _Failed, batch: Any, seen: Seen, layers: list[Any]) -> list[str]:
     inputs = list(_bad_inputs(batch))
     lines = [f"{each}." for each in inputs]
     bad = [layer for layer, flag in zip(layers, seen.outputs, strict=True) if flag]
@@ -101,31 +114,31 @@ def _of_micro_batch(cycle: TrainStep, batch: Any, seen: Seen, layers: list[Any])
         lines.append(f"The first layer whose output is not finite: {layer}.")
     loss = float(seen.loss_sum) / float(seen.weight_sum) if seen.weight_sum else float(seen.loss_sum)
     lines.append(f"The loss: {loss:g}.")
-    variables = list(itertools.compress(cycle.variables, seen.gradients))
+    variables = list(itertools.compress(step.cycle.variables, seen.gradients))
     if variables:
-        owners = dict.fromkeys(name for v in variables if (name := cycle.objective.model.owner(v)))
+        owners = dict.fromkeys(name for v in variables if (name := step.objective.model.owner(v)))
         lines.append(
-            f"Gradients that are not finite: {len(variables)} of {len(cycle.variables)}: "
-            f"{_some(_name(cycle, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
+            f"Gradients that are not finite: {len(variables)} of {len(step.cycle.variables)}: "
+            f"{_some(_name(step, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
         )
-    statistics = list(itertools.compress(_floats(cycle.objective.state), seen.state))
+    statistics = list(itertools.compress(_floats(step.objective.state), seen.state))
     if statistics:
-        lines.append(f"Statistics that became NaN or inf: {_some(_name(cycle, v) for v in statistics)}.")
-    return [*lines, f"What to do: {_remedy(cycle, inputs, layer, bool(variables), bool(statistics))}"]
+        lines.append(f"Statistics that became NaN or inf: {_some(_name(step, v) for v in statistics)}.")
+    return [*lines, f"What to do: {_remedy(step, inputs, layer, bool(variables), bool(statistics))}"]
 
 
-def _remedy(cycle: TrainStep, inputs: list[str], layer: str | None, gradients: bool, statistics: bool) -> str:
+def _remedy(step: _Failed, inputs: list[str], layer: str | None, gradients: bool, statistics: bool) -> str:
     if inputs:
         return "correct these rows, or leave them out (a sample_weight of 0 does not: 0 * NaN is NaN)."
     if statistics and not layer:
         return "scale the inputs of these layers down: the variance of a batch overflows."
-    half = cycle.objective.model.compute_dtype == "float16"
+    half = step.objective.model.compute_dtype == "float16"
     if layer:
         return (
             f"lower the learning rate or set clip_norm; or look in layer {layer} for a division, logarithm or root at "
             "0" + (", or for values above 65504, where float16 ends: bfloat16 does not." if half else ".")
         )
-    if gradients and half and float(cycle.loss_scale.scale()) > 1.0:
+    if gradients and half and float(step.cycle.loss_scale.scale()) > 1.0:
         return "lower the loss scale or its floor, or pass loss_scale='auto'."
     if gradients:
         return (
@@ -135,37 +148,37 @@ def _remedy(cycle: TrainStep, inputs: list[str], layer: str | None, gradients: b
     return "look in the loss for a logarithm of 0, a division by 0 or an overflow: its gradient is finite."
 
 
-def _of_step(cycle: TrainStep, seen: Seen, place: str) -> list[str]:
+def _of_step(step: _Failed, seen: Seen) -> list[str]:
     """Where each micro-batch is finite by itself."""
     with tf.GradientTape() as tape:
-        penalty = cycle.objective.penalty()
+        penalty = step.objective.penalty()
     if penalty is not None:
-        gradients = tape.gradient(penalty, cycle.variables)
-        bad = [v for v, g in zip(cycle.variables, gradients, strict=True) if g is not None and _is_bad(g).numpy()]
+        gradients = tape.gradient(penalty, step.cycle.variables)
+        bad = [v for v, g in zip(step.cycle.variables, gradients, strict=True) if g is not None and _is_bad(g).numpy()]
         if bad or _is_bad(penalty).numpy():
-            largest = max(cycle.variables, key=lambda v: np.abs(v.numpy()).max(initial=0.0))
+            largest = max(step.cycle.variables, key=lambda v: np.abs(v.numpy()).max(initial=0.0))
             return [
                 f"The weight regularisers give {float(penalty):g}"
-                + (f", and gradients that are not finite to {_some(_name(cycle, v) for v in bad)}" if bad else "")
-                + f"; the largest weight stands in {_name(cycle, largest)}.",
+                + (f", and gradients that are not finite to {_some(_name(step, v) for v in bad)}" if bad else "")
+                + f"; the largest weight stands in {_name(step, largest)}.",
                 "What to do: go back to smaller weights, and lower the learning rate or set clip_norm.",
             ]
     i = int(np.argmax(seen.largest))
     return [
-        f"{place}Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient "
-        f"is that of {_name(cycle, cycle.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
+        f"{step.place}Each micro-batch is finite by itself, but their sum, or its norm, is not. The largest gradient "
+        f"is that of {_name(step, step.cycle.variables[i])}: {seen.largest[i]:g} in the last micro-batch.",
         "What to do: scale the loss down (the mean rather than the sum), or lower the learning rate.",
     ]
 
 
-def _looker(cycle: TrainStep, stacks: Sequence[Any]) -> tuple[Callable, list[Any]]:
+def _looker(step: _Failed) -> tuple[Callable, list[Any]]:
     """A function of one micro-batch that gives a `Seen`, as a tuple; and, once traced, the layers of its `outputs`."""
     layers: list[Any] = []
-    objective, jit_compile = cycle.objective, cycle.objective.options.jit_compile
-    scale = cycle.loss_scale.scale() / objective.typical_weight(stacks)
+    cycle, objective, jit_compile = step.cycle, step.objective, step.objective.options.jit_compile
+    scale = cycle.loss_scale.scale() / objective.typical_weight(step.stacks)
     with objective.scope():
-        counts = Program(objective.count, jit_compile)(*stacks) if objective.has_several_terms else None
-        prepared = objective.prepare(stacks, counts)
+        counts = Program(objective.count, jit_compile)(*step.stacks) if objective.has_several_terms else None
+        prepared = objective.prepare(step.stacks, counts)
 
     def look(batch):
         layers.clear()
@@ -255,9 +268,9 @@ def _some(names: Any) -> str:
     return ", ".join(names[:NAMES]) + more
 
 
-def _name(cycle: TrainStep, variable: tf.Variable) -> str:
+def _name(step: _Failed, variable: tf.Variable) -> str:
     """The variable's path in the model, as Keras has it."""
-    for each in (*cycle.objective.model.model.variables, *getattr(cycle.optimizer.optimizer, "variables", ())):
+    for each in (*step.objective.model.model.variables, *getattr(step.cycle.optimizer.optimizer, "variables", ())):
         if isinstance(each, keras.Variable) and each.value is variable:
             return each.path
     return variable.name

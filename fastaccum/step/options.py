@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any, Literal
 
 from fastaccum import checks
@@ -81,7 +80,7 @@ class Schedule:
     steps_per_epoch: int | None = None
     validation_steps: int | None = None
     validation_batch_size: int | None = None
-    validation_freq: int | Collection[int] = 1
+    validation_freq: Any = 1
 
     def __post_init__(self) -> None:
         *numbers, freq = (field.name for field in dataclasses.fields(self))
@@ -91,16 +90,14 @@ class Schedule:
                 object.__setattr__(self, name, checks.whole_number(name, value, minimum))
         if self.validation_freq in ([], (), set()):
             raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")
-        for epoch in self._epochs or [self.validation_freq]:
+        epochs = (
+            self.validation_freq if isinstance(self.validation_freq, (list, tuple, set)) else [self.validation_freq]
+        )
+        for epoch in epochs:
             checks.whole_number(freq, epoch)
-
-    @property
-    def _epochs(self) -> Collection[int] | None:
-        """Those to validate after, or None where it is every so many."""
-        return self.validation_freq if isinstance(self.validation_freq, (list, tuple, set)) else None
 
     def validates(self, epoch: int) -> bool:
         """Whether validation follows this epoch, counted from 0."""
-        if self._epochs is None:
-            return (epoch + 1) % int(self.validation_freq) == 0
-        return epoch + 1 in self._epochs
+        if isinstance(self.validation_freq, (list, tuple, set)):
+            return epoch + 1 in self.validation_freq
+        return (epoch + 1) % int(self.validation_freq) == 0
