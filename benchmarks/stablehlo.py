@@ -11,7 +11,7 @@ import h200
 def of_train_step(trainer, stack):
     """The parsed module, and the variables among its arguments, in order: they follow the stack's tensors."""
     exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
-    batch, step = trainer._by_hand.batch(stack), trainer._step
+    step, batch = trainer._by_hand.prepare(stack)
     signature = step.compiled_execute.function.get_concrete_function(batch)
     by_handle = {id(variable.handle): variable for variable in signature.variables}
     return h200.parse(exported), [by_handle[id(handle)] for handle in signature.captured_inputs]

@@ -28,6 +28,7 @@ from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.by_hand import StacksByHand
 from fastaccum.step.model_step import ModelStep, Unread
 from fastaccum.step.options import OnNonfinite, Options, Schedule
+from fastaccum.step.running_state import RunningState
 from fastaccum.step.train_step import StepResult
 
 Verbose = Literal["auto", 0, 1, 2]
@@ -231,7 +232,7 @@ class Trainer:
             history=True,
         )
         plan = {**stacks.plan, "class_weight": class_weight}
-        training = functools.partial(self._training, stacks, hooks, data.sample, plan)
+        training = functools.partial(self._training, step.running, stacks, hooks, data.sample, plan)
         self.model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, Any] = {}
@@ -306,9 +307,9 @@ class Trainer:
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
         """
-        _, stacks = self._evaluation_data(x, y, sample_weight, batch_size, steps)
+        step, _, stacks = self._evaluation_data(x, y, sample_weight, batch_size, steps)
         hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=stacks.steps_per_epoch, history=False)
-        logs = self._evaluate(stacks, hooks)
+        logs = self._evaluate(step, stacks, hooks)
         if return_dict:
             return logs
         values = [logs[name] for name in self._names_in_order(logs)]
@@ -323,17 +324,16 @@ class Trainer:
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
     def _evaluation_data(self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None) -> Any:
-        """The data, and its stacks for a pass that moves no weight."""
+        """The step, specs of one micro-batch, and the stacks of a pass that moves no weight."""
         if steps is not None:
             checks.whole_number("steps", steps)
         data = self._source(x, y, sample_weight, batch_size=batch_size)
-        self._built(data.sample)
+        step = self._built(data.sample)
         layout = self._layout(exact_rows=bool(self._model.added_reductions) or self._metrics.need_exact_rows)
         # One micro-batch per dispatch where the caller counts them.
-        return data, data.stacks(layout if steps is None else layout._replace(accumulation=1), steps)
+        return step, data.sample, data.stacks(layout if steps is None else layout._replace(accumulation=1), steps)
 
-    def _evaluate(self, stacks: Any, hooks: Callbacks) -> dict[str, float]:
-        step = self._step
+    def _evaluate(self, step: ModelStep | ReplicatedStep, stacks: Any, hooks: Callbacks) -> dict[str, float]:
         self._metrics.reset()
         self.model.stop_evaluating = False
         hooks.list.on_test_begin()
@@ -345,17 +345,13 @@ class Trainer:
             with compilable.explained(self._model):
                 sums, check = step.evaluate(dispatch)
             totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
-            read = functools.partial(self._evaluated, totals, check)
+            read = functools.partial(_evaluated, step, totals, check)
             end(batch, read)
             if self.model.stop_evaluating:
                 break
         logs = read()
         hooks.list.on_test_end(logs)
         return logs
-
-    def _evaluated(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
-        check()
-        return self._step.objective.evaluated([t.numpy().item() for t in totals])
 
     def _validation(
         self, validation_data: Any, schedule: Schedule, like: Batch
@@ -364,20 +360,18 @@ class Trainer:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         # One source for all epochs: it is validated before training starts.
-        data, stacks = self._evaluation_data(
+        step, sample, stacks = self._evaluation_data(
             x, y, sample_weight, schedule.validation_batch_size, schedule.validation_steps
         )
-        if _row_shapes(data.sample) != _row_shapes(like):
+        if _row_shapes(sample) != _row_shapes(like):
             # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
-            one = tf.nest.map_structure(
-                lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), data.sample
-            )
+            one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), sample)
             with compilable.explained(self._model):
-                tf.function(self._step.objective.evaluate, autograph=False).get_concrete_function(one)
+                tf.function(step.objective.evaluate, autograph=False).get_concrete_function(one)
 
         def validate(hooks: Callbacks) -> dict[str, float]:
             own = Callbacks(hooks.list, self.model, verbose=0, epochs=1, steps=None, history=False)
-            return self._evaluate(stacks, own)
+            return self._evaluate(step, stacks, own)
 
         return validate
 
@@ -405,11 +399,11 @@ class Trainer:
                 wait for, at the next call).
             NonFiniteError: raised if training can only skip its steps (likewise; see `on_nonfinite`).
         """
-        batch = self._by_hand.batch(stack)
+        step, batch = self._by_hand.prepare(stack)
         if self._replicas is not None:
             batch = self._training_layout().shard(batch)
         with compilable.explained(self._model):
-            return self._by_hand.run(self._step, batch)
+            return self._by_hand.run(step, batch)
 
     def compiler_ir(self, stack: tuple[Any, ...], stage: program.Stage = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
@@ -425,8 +419,8 @@ class Trainer:
                 f"Under {type(self._replicas.strategy).__name__} a train step is several programs: ask for that of the "
                 "same model made outside the scope, with the batch_size of one replica."
             )
-        batch = self._by_hand.batch(stack)
-        return self._step.compiled_execute, batch
+        step, batch = self._by_hand.prepare(stack)
+        return step.compiled_execute, batch
 
     def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
         sparse = takes_class_indices(self._compile_arguments["loss"])
@@ -452,13 +446,15 @@ class Trainer:
             (seed,) = self._replicas.broadcast([seed])
         return seed if shuffle else None
 
-    def _training(self, stacks: Any, hooks: Callbacks, sample: Batch, plan: Mapping[str, Any]) -> Training:
+    def _training(
+        self, running: RunningState, stacks: Any, hooks: Callbacks, sample: Batch, plan: Mapping[str, Any]
+    ) -> Training:
         """What a checkpoint needs to know of a fit."""
         variables = {
             "model": [*self.model.variables, *self._model.state],
             "optimizer": self._optimizer.variables,
             "loss_scale": self.loss_scale.variables,
-            "step": self._step.running.variables,
+            "step": running.variables,
         }
         description = describe(
             self._model,
@@ -471,8 +467,7 @@ class Trainer:
             sample=sample,
             plan=plan,
         )
-        savable = self._step.running.savable
-        return Training(self.model, variables, description, stacks, hooks, savable, self._replicas)
+        return Training(self.model, variables, description, stacks, hooks, running.savable, self._replicas)
 
     def _built(self, sample: Batch) -> ModelStep | ReplicatedStep:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
@@ -497,6 +492,13 @@ class Trainer:
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
         self._outputs.match(sample.y, "y")
         return self._step
+
+
+def _evaluated(
+    step: ModelStep | ReplicatedStep, totals: list[tf.Tensor], check: Callable[[], None]
+) -> dict[str, float]:
+    check()
+    return step.objective.evaluated([t.numpy().item() for t in totals])
 
 
 def _same(logs: LateLogs) -> LateLogs:

@@ -556,7 +556,7 @@ class TestAStackLikeOneBefore:
 
 
 def test_a_stack_of_four_is_refused_after_a_batch(trainer):
-    batch = trainer._by_hand.batch(STACK)
+    _, batch = trainer._by_hand.prepare(STACK)
     batch = batch._replace(sample_weight=tf.ones([2, 8]), valid=tf.ones([2, 8], tf.bool))
     trainer.train_step(batch)
     with pytest.raises(ValueError, match="tuple of 4 entries"):

@@ -64,10 +64,10 @@ class Saver:
         stopped: whether a callback had ended the fit that is resumed.
     """
 
-    def __init__(self, directory: Path | None, every: int | None, keep: int):
+    def __init__(self, directory: Any, every: int | None, keep: int):
         self.directory, self.every, self.keep = directory, every, keep
         self.stopped = False
-        self._resumed: store.Checkpoint | None = None
+        self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
         self._done = self._saved = 0
         self._is_chief = True
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")

@@ -82,12 +82,12 @@ class DatasetStacks:
         if batches > 0:
             layout = layout._replace(accumulation=min(layout.accumulation, batches))
         self.layout = _own_shards(layout, source.dataset, source.what)
-        self._epochs_are_passes = steps_per_epoch is None
+        self._given_steps = steps_per_epoch or 0  # else epochs are passes
         steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
             raise ValueError(f"{self.what} is infinite: pass steps_per_epoch, counted in train steps.")
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
-        if steps_per_pass is not None and steps_per_pass < self.steps_per_epoch:
+        if steps_per_pass is not None and steps_per_pass < self._given_steps:
             raise self._dry(steps_per_pass)
         self.plan: dict[str, Any] = {"batches": batches, "steps_per_epoch": steps_per_epoch}
         self._batch_size = self._checksum = 0
@@ -125,18 +125,19 @@ class DatasetStacks:
         held, ended = self._passes.take_held()
         endless = itertools.chain(held, self._endless())
         while True:
-            if self._epochs_are_passes:
+            steps: Iterator[Dispatch]
+            if not self._given_steps:
                 steps = itertools.chain(held, () if ended else self._pass())
                 held, ended = [], False
             else:
-                steps = itertools.islice(endless, self.steps_per_epoch - done)
+                steps = itertools.islice(endless, self._given_steps - done)
                 done = 0
             yield self._passes.given_out(group_steps(steps, self.layout))
 
     def _endless(self) -> Iterator[Dispatch]:
         while True:
             yield from self._pass()
-            if self._passes.steps_in_last < self.steps_per_epoch:
+            if self._passes.steps_in_last < self._given_steps:
                 raise self._dry(self._passes.steps_in_last)
 
     def _dry(self, available: int) -> ValueError:

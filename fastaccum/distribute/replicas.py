@@ -198,7 +198,8 @@ class Replicas:
 
         So do Keras variables and loss scales, whose variables are `on` each replica by being copied.
         """
-        for attributes in map(vars, holders):
+        for holder in holders:
+            attributes: Any = vars(holder)
             for name, own in list(attributes.items()):
                 if isinstance(own, values.DistributedVariable):
                     with outside_scope():

@@ -23,25 +23,26 @@ class StacksByHand:
 
     def __init__(self, build: Callable[[Batch], Any], layers: Callable[[], list[Any]]):
         self._build, self._all_layers = build, layers
+        self._step: Any = None
         self._layers: list[Any] = []
         self._known: set[tuple] = set()
         self._unread: Unread | None = None
 
-    def batch(self, stack: Any) -> Batch:
-        """The stack as the model's step takes it; one like a stack before is not checked again.
+    def prepare(self, stack: Any) -> tuple[Any, Batch]:
+        """The model's step, and the stack as it takes it; one like a stack before is not checked again.
 
         Raises:
             ValueError: raised if the axes do not match, or the step cannot take it.
         """
         batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
         if isinstance(batch, Batch) and self._signature(batch) in self._known:
-            return batch
+            return self._step, batch
         batch = as_stack(stack)
         if self._signature(batch) not in self._known:
-            self._build(sample(batch))
+            self._step = self._build(sample(batch))
             self._layers = self._all_layers()
             self._known.add(self._signature(batch))
-        return batch
+        return self._step, batch
 
     def _signature(self, batch: Batch) -> tuple:
         return flat(batch)[1], *[layer.trainable for layer in self._layers]

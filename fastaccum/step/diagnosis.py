@@ -56,7 +56,7 @@ class _Failed(NamedTuple):
 
 
 def error(
-    cycle: TrainStep, objective: ModelObjective, patience: int, stacks: Sequence[Any], place: str = ""
+    cycle: TrainStep, objective: ModelObjective, stacks: Sequence[Batch], patience: int, place: str = ""
 ) -> NonFiniteError:
     """The error of a train step that was not finite, and that no lower loss scale can help.
 

@@ -90,10 +90,8 @@ class Schedule:
                 object.__setattr__(self, name, checks.whole_number(name, value, minimum))
         if self.validation_freq in ([], (), set()):
             raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")
-        epochs = (
-            self.validation_freq if isinstance(self.validation_freq, (list, tuple, set)) else [self.validation_freq]
-        )
-        for epoch in epochs:
+        several = isinstance(self.validation_freq, (list, tuple, set))
+        for epoch in self.validation_freq if several else [self.validation_freq]:
             checks.whole_number(freq, epoch)
 
     def validates(self, epoch: int) -> bool:

@@ -249,7 +249,7 @@ def check_one_all_reduce_a_step():
         shape = (micro_batches, 2 * COUNT)
         stack = np.zeros((*shape, 6), "float32"), np.zeros((*shape, 3), "float32")
         trainer.train_step(stack)
-        batch = trainer._by_hand.batch(stack)
+        _, batch = trainer._by_hand.prepare(stack)
         graph = trainer._step._executor.function.get_concrete_function([None] * COUNT, batch).graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
         counts[micro_batches] = sum("Reduce" in n.op and ("Collective" in n.op or "Nccl" in n.op) for n in nodes)

@@ -146,7 +146,7 @@ def test_memory_adds_up(trainer):
 def test_several_steps_in_one_program():
     """`steps_per_execution` is one loop around the loop, both with known trip counts."""
     trainer = make_trainer("float32", steps_per_execution=3)
-    stack, step = trainer._by_hand.batch(make_stack()), trainer._step
+    step, stack = trainer._by_hand.prepare(make_stack())
     stacks = tf.nest.map_structure(lambda t: tf.stack([t] * 3), stack)
     hlo = compiled.compiler_ir(step.compiled_execute_many, stacks)
     counts = [int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"\}', hlo)]
