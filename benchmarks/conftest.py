@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum
-from benchmarks import models, scores
+from benchmarks import scores
 
 PEERS = ("tf-keras", "tensorflow-addons", "gradient-accumulator", "jax", "optax", "torch")
 QUICK_ROUNDS = 3
@@ -26,18 +26,20 @@ _SCORES = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--quick", action="store_true", help=f"of the workloads only {models.MLP_128.name}, {QUICK_ROUNDS} rounds each"
-    )
+    parser.addoption("--quick", action="store_true", help=f"of the workloads only MLP 128, {QUICK_ROUNDS} rounds each")
 
 
 def pytest_configure(config):
+    if config.getoption("benchmark_disable"):
+        os.environ["FASTACCUM_SMALL_BENCHMARKS"] = "1"  # before a suite imports `benchmarks.models`
     config.stash[_SCORES] = []
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("quick"):
         return
+    from benchmarks import models
+
     left_out = pytest.mark.skip(reason=f"--quick runs {models.MLP_128.name} only")
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

@@ -6,6 +6,7 @@ numbers each time, so contestants that do the same arithmetic must get the same 
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 
 import keras
@@ -14,6 +15,11 @@ import numpy as np
 import fastaccum as fa
 
 SEED = 0
+
+
+def _size(full, small):
+    """`small` under `pytest benchmarks --benchmark-disable` and in its processes: contestants only have to agree."""
+    return small if "FASTACCUM_SMALL_BENCHMARKS" in os.environ else full
 
 
 def _cross_entropy():
@@ -101,7 +107,7 @@ def _mlp(widths):
 def _convnet():
     """Three convolutions, each with BatchNorm, ReLU and pooling."""
     x = inputs = keras.Input((32, 32, 3))
-    for filters in (32, 64, 128):
+    for filters in _size((32, 64, 128), (8, 8, 8)):
         # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no two programs agree.
         x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
         x = keras.layers.BatchNormalization()(x)
@@ -143,9 +149,9 @@ def _momentum(**kwargs):
     return keras.optimizers.SGD(0.05, momentum=0.9, **kwargs)
 
 
-MLP_128 = Workload("MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, fit_updates=100, step_updates=30, rounds=15)
+MLP_128 = Workload("MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, _size(100, 10), step_updates=30, rounds=15)
 MLP_2048 = Workload(
-    "MLP 2048", 8, 64, lambda: _mlp([2048, 2048]), _vectors, _adam, fit_updates=5, step_updates=2, rounds=5
+    "MLP 2048", 8, 64, lambda: _mlp(2 * [_size(2048, 128)]), _vectors, _adam, fit_updates=5, step_updates=2, rounds=5
 )
 CONVNET = Workload(
     "ConvNet",
@@ -163,10 +169,10 @@ GPT = Workload(
     "GPT",
     8,
     4,
-    lambda: fa.gpt(width=256, layers=4, heads=4, context=128),
+    lambda: fa.gpt(width=_size(256, 32), layers=_size(4, 1), heads=4, context=128),
     _tokens(),
     _adamw,
-    fit_updates=3,
+    fit_updates=_size(3, 2),
     step_updates=1,
     rounds=10,
     steps_per_execution=(1, 10),
