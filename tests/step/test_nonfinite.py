@@ -441,3 +441,10 @@ def test_who_was_stuck_may_mend_the_data_and_go_on(tmp_path):
     with pytest.warns(RuntimeWarning, match="other values"):
         trainer.fit(X, Y, epochs=2, **options)
     assert int(trainer.optimizer.iterations.numpy()) == STEPS // 2 + STEPS
+
+
+def test_a_step_with_nothing_valid_leaves_the_stuck_ones_in_a_row():
+    steps = guards.StuckSteps(patience=2)
+    for stuck, valid in ((True, True), (False, False), (True, True)):
+        steps.count(tf.constant(stuck), tf.constant(valid))
+    assert not steps.running() and steps.since_end(steps.seen()) == 0

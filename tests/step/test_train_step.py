@@ -257,3 +257,26 @@ def test_a_loss_with_python_control_flow_over_tensors_is_converted():
 
     fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0))(tf.constant([[1.0, -5.0], [3.0, -7.0]]))
     assert float(w) == 2.0 - (1.0 + 3.0) / 2
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_float16_variables_accumulate_in_float32(sparse):
+    w = tf.Variable([1.0], dtype=tf.float16)
+    x = np.array([2048, 1, 1, -2048], "float16")[:, None]  # 2048 + 1 is 2048 in float16
+
+    def loss(x):
+        return tf.reduce_sum((tf.gather(w, [0]) if sparse else w) * x), tf.constant(1.0)
+
+    fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0))(x)
+    assert w.numpy().tolist() == [0.5]
+
+
+def test_the_norm_is_that_of_the_unscaled_gradient_whose_scaled_squares_would_overflow():
+    w = tf.Variable([3.0, 4.0])
+
+    def loss(x):
+        return tf.reduce_sum(w * w) / 2, tf.constant(1.0)
+
+    result = fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0), loss_scale=2.0**80)(np.zeros((1, 1), "float32"))
+    assert result.grads_finite and float(result.grad_norm) == 5.0
+    assert w.numpy().tolist() == [0.0, 0.0]
