@@ -283,6 +283,8 @@ class Trainer:
             end(first - 1, functools.partial(_same, late))
             if self.model.stop_training:
                 break
+        if waiting is None:
+            raise ValueError("The data ended before the place to go on from: pass what the checkpoint was made with.")
         logs = dict(late)
         step.running.stuck_steps.warn(executed.stuck)
         return logs

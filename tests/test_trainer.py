@@ -550,6 +550,7 @@ class TestAStackLikeOneBefore:
         with pytest.raises(ValueError, match=r"clip_norm=1e-09 cannot be set: the train step was built with"):
             trainer.clip_norm = 1e-9
         assert trainer.clip_norm == clip_norm
+        trainer.loss_scale = "auto"  # what it is
         for now, then in zip(trainer.model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(now, then)
         trainer.train_step(stack)

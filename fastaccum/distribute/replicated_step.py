@@ -104,7 +104,7 @@ class ReplicatedStep:
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
         with self._metrics_from_zero() as reached, self._own_masks(replica):
             sums = self.cycle.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
-        # The stacks of workers may differ in size, and so may their divisors of the scale.
+        # The stacks of workers may differ in size, and so may what the scale was divided by.
         typical = objective.typical_weight(stacks)
         shared = {
             "gradients": [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients],

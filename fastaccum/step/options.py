@@ -17,7 +17,7 @@ class Options:
     """What the step, a checkpoint's description and the refusals read; the meanings are those of `Trainer`.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type or out of its range.
+        TypeError, ValueError: raised if an argument is of the wrong type or out of its range.
 
     >>> Options(loss_scale=128, clip_norm=1)
     Options(gradient_accumulation_steps=1, steps_per_execution=1, loss_scale=StaticLossScale(loss_scale=128.0), \
@@ -52,15 +52,17 @@ clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip'
         """These options with another value, unless a train step was built with the present one.
 
         Raises:
-            ValueError: the step was built, and cannot be told otherwise.
+            ValueError: raised if the step was built, and cannot be told otherwise.
         """
         new = dataclasses.replace(self, **{name: value})
-        if built and name in self.BUILT_IN and getattr(new, name) != getattr(self, name):
+        if not built or name not in self.BUILT_IN:
+            return new
+        if repr(getattr(new, name)) != repr(getattr(self, name)):  # which tells loss scales apart by their arguments
             raise ValueError(
                 f"{name}={value!r} cannot be set: the train step was built with {getattr(self, name)!r}. Make a new "
                 "Trainer, with a new optimizer."
             )
-        return new
+        return self
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,25 +200,26 @@ class TrainStep:
         with objective.scope():
             prepared = objective.prepare(stacks, counts)
             sums = Accumulated(
-                gradients=gradients.zeros(self.variables),
+                gradients=[None] * len(self.variables),
                 loss_sum=tf.constant(0.0),
                 weight_sum=tf.constant(0.0),
-                # A constant divisor keeps float16 cotangents in range whatever the stack's size, and costs nothing.
+                # A constant denominator keeps float16 cotangents in range whatever the stack's size, and costs nothing.
                 scale=self.loss_scale.scale() / objective.typical_weight(stacks),
                 state=[v.read_value() for v in objective.state],
             )
-            reached: set[int] = set()
             for stack in stacks:
-                sums = self._loop(stack, prepared, sums, reached)
-        if not reached:
+                sums = self._loop(stack, prepared, sums)
+        if all(gradient is None for gradient in sums.gradients):
             raise ValueError(
                 f"The loss reaches none of the {len(self.variables)} variables: every gradient is None. Compute it "
                 "with TensorFlow ops from the variables passed."
             )
-        return sums._replace(gradients=[g if i in reached else None for i, g in enumerate(sums.gradients)])
+        return sums
 
-    def _loop(self, stack: Any, prepared: Any, sums: Accumulated, reached: set[int]) -> Accumulated:
+    def _loop(self, stack: Any, prepared: Any, sums: Accumulated) -> Accumulated:
         steps = trip_count(stack)
+        zeros = gradients.zeros(self.variables)
+        start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
@@ -238,7 +239,7 @@ class TrainStep:
             wholes = {part.ref(): whole for part, whole in slices if part is not None}
             for j, gradient in enumerate(grads):
                 if gradient is not None:
-                    summed[j] = accumulator(sums.gradients[j], gradient, steps, lambda t: wholes.get(t.ref()))
+                    summed[j] = accumulator(start[j], gradient, steps, lambda t: wholes.get(t.ref()))
             return loss_i, weight_i, [each.terms for each in summed.values()]
 
         micro_step = micro_step.get_concrete_function(tf.TensorSpec([], tf.int32))
@@ -251,13 +252,12 @@ class TrainStep:
                 carried = [each.add(i, *pair) for each, *pair in zip(summed.values(), carried, terms, strict=True)]
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
-        start = [sums.loss_sum, sums.weight_sum, [each.start() for each in summed.values()]]
-        loss_sum, weight_sum, carried = loop(steps, body, start)
+        carried = [each.start() for each in summed.values()]
+        loss_sum, weight_sum, carried = loop(steps, body, [sums.loss_sum, sums.weight_sum, carried])
         totals = list(sums.gradients)
         with tf.name_scope("accumulate"):
             for (j, each), of_loop in zip(summed.items(), carried, strict=True):
                 totals[j] = each.total(of_loop)
-        reached.update(summed)
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum)
 
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:

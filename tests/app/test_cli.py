@@ -18,7 +18,7 @@ from fastaccum import cli
 from fastaccum.app import options, progress, text, train
 from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
-from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint import store
 from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.transformer import PRESETS
 
@@ -135,7 +135,7 @@ def what_was_learned(folder):
     """Every tensor of the last checkpoint, and what metrics.csv says of training but for times."""
     left_out = "seconds", "tokens_per_second", "held_out_bits_per_byte"  # Ctrl-C evaluates once more
     tensors = {
-        name: tensor.numpy().tobytes() for name, tensor in checkpoint.latest(folder / "checkpoints").tensors().items()
+        name: tensor.numpy().tobytes() for name, tensor in store.latest(folder / "checkpoints").tensors().items()
     }
     rows = [{k: v for k, v in row.items() if k not in left_out} for row in rows_of(folder)]
     return {"tensors": tensors, "rows": rows}

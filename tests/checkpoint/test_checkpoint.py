@@ -22,7 +22,7 @@ import pytest
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint import store
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -50,7 +50,7 @@ class Run:
         self.trainer = make()
         with pytest.raises(Interruption):
             fit(self.trainer, folder / "stopped", callbacks=[StopAfter(7)])
-        self.steps = [path.name for path in checkpoint.paths(folder / "stopped")]
+        self.steps = [path.name for path in store.paths(folder / "stopped")]
         self.folder = folder
         shutil.copytree(folder / "stopped", folder / "whole")
         scramble(self.trainer)
@@ -85,7 +85,7 @@ def test_the_trainings_agree_with_one_without_checkpoints(run):
     # The seed of the shuffle is the only thing that a fit without checkpoints would draw anew.
     keras.utils.set_random_seed(0)
     np.random.seed(0)
-    seed = checkpoint.latest(run.folder / "whole").manifest["data"]["seed"]
+    seed = store.latest(run.folder / "whole").manifest["data"]["seed"]
     original, np.random.randint = np.random.randint, lambda *_: seed
     try:
         trainer.fit(X, Y, batch_size=8, epochs=EPOCHS, verbose=0)
@@ -124,7 +124,7 @@ def test_the_folder(run):
     assert run.steps == ["step-00000006", "step-00000004", "step-00000002"]
     path = run.folder / "stopped" / run.steps[0]
     assert sorted(f.name for f in path.iterdir()) == ["manifest.json", "state.data-00000-of-00001", "state.index"]
-    latest = checkpoint.latest(path.parent)
+    latest = store.latest(path.parent)
     assert (latest.path, latest.step, latest.epoch) == (path, 6, 1)
     assert list(latest.history) == ["grad_norm", "loss", "loss_scale", "skipped_steps"]
     assert "model/sequential/dense/kernel" in latest.tensors()
@@ -215,15 +215,15 @@ def test_damaged_checkpoint_is_passed_over(run, tmp_path, damage):
     harm, reason = DAMAGE[damage]
     harm(newest)
     with pytest.warns(RuntimeWarning, match=f"checkpoint {newest} is passed over: .*{reason}"):
-        assert checkpoint.latest(tmp_path).step == 4
+        assert store.latest(tmp_path).step == 4
     with pytest.warns(RuntimeWarning, match="is passed over"):
         run.goes_on(tmp_path)
-    assert checkpoint.latest(tmp_path).step == STEPS
+    assert store.latest(tmp_path).step == STEPS
 
 
 def test_no_good_checkpoint_is_no_fresh_start(run, tmp_path):
     run.begin(tmp_path)
-    for path in checkpoint.paths(tmp_path):
+    for path in store.paths(tmp_path):
         truncate(path / DATA)
     before = bits(run.trainer)
     with (
@@ -365,9 +365,9 @@ def test_full_disk(run, small_disk):
     run.begin_at(disk)
     with pytest.raises(RuntimeError, match=r"The checkpoint of step \d+ could not be written .*No space left"):
         fit(run.trainer, disk, every=1, keep=9)
-    assert all(map(checkpoint.inspect, checkpoint.paths(disk)))
+    assert all(map(store.inspect, store.paths(disk)))
     assert not list(disk.glob(".step*"))
-    for path in checkpoint.paths(disk)[1:]:
+    for path in store.paths(disk)[1:]:
         shutil.rmtree(path)
     run.goes_on(disk, keep=1)
 
@@ -378,7 +378,7 @@ def test_folder_that_becomes_read_only(run, small_disk):
     with pytest.raises(RuntimeError, match=r"could not be written .*[Rr]ead-only"):
         fit(run.trainer, disk, every=1, callbacks=[At(3, lambda: small_disk("-o", "remount,ro"))])
     small_disk("-o", "remount,rw")
-    assert checkpoint.latest(disk).step >= 4
+    assert store.latest(disk).step >= 4
     run.goes_on(disk)
 
 
@@ -392,7 +392,7 @@ def test_folder_that_is_removed(run, tmp_path):
         shutil.rmtree(folder)
 
     run.goes_on(folder, every=1, callbacks=[At(3, remove)])
-    assert checkpoint.latest(folder).step == STEPS
+    assert store.latest(folder).step == STEPS
 
 
 def test_file_in_place_of_the_folder(run, tmp_path):
@@ -425,7 +425,7 @@ def fit_with_small_files(folder):
 def test_files_over_the_limit(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(fit_with_small_files, tmp_path) == 7
-    assert [path.name for path in checkpoint.paths(tmp_path)] == run.steps
+    assert [path.name for path in store.paths(tmp_path)] == run.steps
     run.goes_on(tmp_path)
 
 
@@ -439,7 +439,7 @@ def test_sigterm(run, tmp_path):
     with pytest.raises(fa.Preempted) as raised:
         fit(run.trainer, tmp_path, every=None, callbacks=[At(2, send(signal.SIGTERM))])
     assert raised.value.code == 143
-    assert raised.value.checkpoint == checkpoint.latest(tmp_path).path == tmp_path / "step-00000005"
+    assert raised.value.checkpoint == store.latest(tmp_path).path == tmp_path / "step-00000005"
     assert signal.getsignal(signal.SIGTERM) is previous
     run.goes_on(tmp_path, every=None)
 
@@ -448,7 +448,7 @@ def test_sigterm_at_an_epochs_last_step(run, tmp_path):
     run.begin_at(tmp_path)
     with pytest.raises(fa.Preempted):
         fit(run.trainer, tmp_path, callbacks=[At(1, send(signal.SIGTERM))])
-    assert checkpoint.latest(tmp_path).manifest["history"]["epoch"] == [0]
+    assert store.latest(tmp_path).manifest["history"]["epoch"] == [0]
     run.goes_on(tmp_path)
 
 
@@ -527,7 +527,7 @@ def test_iterator_that_raises(run, tmp_path):
     broken.broken = True
     with pytest.raises(Exception, match="the disk is gone"):
         fit(run.trainer, tmp_path / "broken", broken, None, every=1, **options)
-    assert checkpoint.latest(tmp_path / "broken").step >= 1
+    assert store.latest(tmp_path / "broken").step >= 1
     scramble(run.trainer)
     fit(run.trainer, tmp_path / "broken", Rows(), None, every=1, **options)
     assert bits(run.trainer) == end
@@ -548,7 +548,7 @@ def test_labels_out_of_range_are_not_saved(tmp_path):
     start = [np.array(v) for v in model.variables]
     with pytest.raises(ValueError, match="values from 0 to 9"):
         fit(trainer, tmp_path, X, wrong, every=1, shuffle=False, epochs=1)
-    assert checkpoint.latest(tmp_path).step == 8
+    assert store.latest(tmp_path).step == 8
     mended = fit(trainer, tmp_path, X, labels, every=1, shuffle=False, epochs=1).history
     after = [np.array(v) for v in model.variables]
     for variable, value in zip(model.variables, start, strict=True):

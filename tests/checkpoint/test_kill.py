@@ -8,7 +8,7 @@ import signal
 import killed
 import pytest
 
-from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint import store
 
 pytestmark = pytest.mark.long
 
@@ -63,7 +63,7 @@ def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
             child.kill()
         child.join()
         assert child.exitcode == -signal.SIGKILL
-        last = checkpoint.latest(folder)  # with no warning: a kill damages nothing
+        last = store.latest(folder)  # with no warning: a kill damages nothing
         steps.append(last.step if last else 0)
     child, _ = process(context, folder, kind, result=tmp_path / "result")
     child.join()

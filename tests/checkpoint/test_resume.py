@@ -9,8 +9,7 @@ import tensorflow as tf
 from resuming import Interruption, StopAfter, assert_same, bits, edit_manifest, interrupted, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import state as training_state
-from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint import state, store
 
 pytestmark = pytest.mark.long
 
@@ -337,7 +336,7 @@ def test_a_lost_place_in_the_data_shows(tmp_path, lose):
         keras.utils.set_random_seed(0)
         options = {"checkpoint_dir": tmp_path / "b", "checkpoint_every": 1, "verbose": 0, "epochs": 2}
         trained.fit(**arrays(), callbacks=[StopAfter(2)], **options)
-    edit_manifest(checkpoint.latest(tmp_path / "b").path, lose)
+    edit_manifest(store.latest(tmp_path / "b").path, lose)
     history = trained.fit(**arrays(), **options)
     assert bits(trained) != whole
     assert history.history != expected.history
@@ -345,7 +344,7 @@ def test_a_lost_place_in_the_data_shows(tmp_path, lose):
 
 @pytest.mark.parametrize("lost", ["good_steps", "loss_scale", "iteration", "velocity", "seed_generator", "skipped"])
 def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
-    original = training_state.name_variables
+    original = state.name_variables
 
     def without(variables):
         groups = original(variables)
@@ -357,6 +356,17 @@ def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
             raise LookupError(lost)  # no such variable
         return kept
 
-    monkeypatch.setattr(training_state, "name_variables", without)
+    monkeypatch.setattr(state, "name_variables", without)
     with pytest.raises(AssertionError):
         assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
+
+
+def test_data_that_end_before_the_place_to_go_on_from(tmp_path):
+    def batches(count):
+        return (batch for batch in [(X[:8], Y[:8])] * count)
+
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "verbose": 0}
+    with pytest.raises(Interruption):
+        trainer().fit(batches(12), callbacks=[StopAfter(3)], **options)
+    with pytest.raises(ValueError, match="ended before the place to go on from"):
+        trainer().fit(batches(3), **options)

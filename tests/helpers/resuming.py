@@ -6,7 +6,7 @@ import json
 import keras
 import numpy as np
 
-from fastaccum.checkpoint import store as checkpoint
+from fastaccum.checkpoint import store
 
 
 class Interruption(Exception):
@@ -75,7 +75,7 @@ def interrupted(trainer, data, stops, folder, every=1, callbacks=list, **options
                 verbose=0,
             )
             raise AssertionError(f"the training ended before its dispatch {stop}")
-        assert checkpoint.latest(folder) is not None
+        assert store.latest(folder) is not None
         scramble(trainer)
     return trainer.fit(
         **data(), **options, checkpoint_dir=folder, checkpoint_every=every, callbacks=callbacks(), verbose=0
@@ -95,9 +95,9 @@ def assert_same(make, data, stops, folder, every=1, callbacks=list, **options):
 
 def edit_manifest(path, change):
     """Changes a manifest and seals it again: what a mistake in what is saved would look like."""
-    file = path / checkpoint.MANIFEST
+    file = path / store.MANIFEST
     manifest = json.loads(file.read_text())
     change(manifest)
     del manifest["sha256"]
-    manifest["sha256"] = checkpoint._digest(manifest)
+    manifest["sha256"] = store._digest(manifest)
     file.write_text(json.dumps(manifest))
