@@ -130,7 +130,7 @@ class Trainer:
             compilable.require(self._model)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in Options.NAMES:
+        if name in Options.NAMES and "_options" in vars(self):
             value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
             self._options = self._options.replace(name, value, built=self._step is not None)
             value = getattr(self._options, name)
@@ -207,7 +207,7 @@ class Trainer:
             initial_epoch,
             steps_per_epoch,
             validation_steps,
-            batch_size if validation_batch_size is None else validation_batch_size,
+            validation_batch_size,
             validation_freq,
         )
         saver = savers.get(checkpoint_dir, checkpoint_every, keep)
@@ -222,7 +222,7 @@ class Trainer:
         self._losses.require_classes(class_weight)
         epochs_left = schedule.epochs - schedule.initial_epoch
         stacks = data.stacks(self._training_layout(), schedule.steps_per_epoch, epochs_left)
-        validate = self._validation(validation_data, schedule, like=data.sample)
+        validate = self._validation(validation_data, schedule, batch_size, like=data.sample)
         hooks = Callbacks(
             callbacks,
             self.model,
@@ -356,14 +356,14 @@ class Trainer:
         return logs
 
     def _validation(
-        self, validation_data: Any, schedule: Schedule, like: Batch
+        self, validation_data: Any, schedule: Schedule, batch_size: int | None, like: Batch
     ) -> Callable[[Callbacks], dict[str, float]] | None:
         if validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         # One source for all epochs: it is validated before training starts.
         step, sample, stacks = self._evaluation_data(
-            x, y, sample_weight, schedule.validation_batch_size, schedule.validation_steps
+            x, y, sample_weight, schedule.validation_batch_size or batch_size, schedule.validation_steps
         )
         if _row_shapes(sample) != _row_shapes(like):
             # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
@@ -484,7 +484,9 @@ class Trainer:
             self._losses.build(self._outputs, y_true)
             self._metrics.build(self._outputs, y_true)
             step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
-            self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, self._options)
+            # As the attributes are, which a subclass may define.
+            options = Options(**{name: getattr(self, name) for name in Options.NAMES})
+            self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, options)
             self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
         if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.cycle.trained]:
             raise ValueError(

@@ -573,3 +573,23 @@ def test_changed_trainable_variables_are_refused(trainer):
     finally:
         layer.trainable = True
     fit(trainer)
+
+
+def test_an_option_that_a_subclass_defines_counts():
+    class Clipped(fa.Trainer):
+        clip_norm = property(lambda self: 1e-6, lambda self, value: None)
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    before = model.get_weights()
+    Clipped(model, keras.optimizers.SGD(1.0), "mse", jit_compile=False).train_step(
+        (np.ones((2, 4, 8), "float32"), np.ones((2, 4, 1), "float32"))
+    )
+    moved = [np.abs(now - then).max() for now, then in zip(model.get_weights(), before, strict=True)]
+    assert 0 < max(moved) <= 2e-6
+
+
+def test_the_batch_size_that_is_wrong_is_named(trainer):
+    with pytest.raises(ValueError, match=r"^batch_size=0 must"):
+        trainer.fit(X, Y, batch_size=0)
+    with pytest.raises(TypeError, match=r"^validation_freq=array"):
+        trainer.fit(X, Y, validation_freq=np.array([1, 2]))

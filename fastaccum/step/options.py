@@ -90,9 +90,9 @@ class Schedule:
             value, minimum = getattr(self, name), 0 if name == "initial_epoch" else 1
             if value is not None or name in ("epochs", "initial_epoch"):
                 object.__setattr__(self, name, checks.whole_number(name, value, minimum))
-        if self.validation_freq in ([], (), set()):
-            raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")
         several = isinstance(self.validation_freq, (list, tuple, set))
+        if several and not self.validation_freq:
+            raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")
         for epoch in self.validation_freq if several else [self.validation_freq]:
             checks.whole_number(freq, epoch)
 

@@ -168,6 +168,8 @@ class TrainStep:
         jit_compile: bool = True,
         state: Sequence[Any] = (),
     ):
+        if isinstance(loss_fn, Objective) and state:
+            raise ValueError("state belongs to the Objective passed: leave it out here.")
         self.objective = loss_fn if isinstance(loss_fn, Objective) else LossFunction(loss_fn, state)
         if not variables:
             raise ValueError("variables is empty: there is nothing to train.")
