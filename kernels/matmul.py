@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import tensorflow as tf
 
-from fastaccum.kernels.checks import one_of
 from fastaccum.kernels.xla_ops import HALF, dot, sizes
 
 
-def matmul_fp32_wgrad(
-    x: tf.Tensor, kernel: tf.Tensor, *, implementation: Literal["auto", "reference"] = "auto"
-) -> tf.Tensor:
+def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     """`x @ tf.cast(kernel, x.dtype)`, with the kernel's gradient computed as one dot with a float32 result.
 
     Plain autodiff under mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) gives
@@ -33,14 +29,13 @@ def matmul_fp32_wgrad(
     Args:
         x: [..., in], float16, bfloat16, float32 or float64.
         kernel: [in, out], float32 (float64 for x in float64): the variable itself, before any autocast.
-        implementation: "auto"; or "reference", autodiff on float32 copies of x and of the rounded kernel.
 
     Returns:
         [..., out], x's dtype.
 
     Raises:
         TypeError: raised if a dtype is not one of these, or the kernel is not float32.
-        ValueError: raised if shapes do not fit, or `implementation` is unknown.
+        ValueError: raised if shapes do not fit.
 
     >>> x, kernel = tf.fill([300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1])
     >>> with tf.GradientTape() as tape:
@@ -56,21 +51,15 @@ def matmul_fp32_wgrad(
             f"x of shape {tuple(x.shape)} does not fit kernel of shape {tuple(kernel.shape)}: "
             "they must be [..., in] and [in, out]."
         )
-    one_of("implementation", implementation, ("auto", "reference"))
-    product = _product if implementation == "auto" else _reference
-    y_TO = product(tf.reshape(x, [-1, kernel.shape[0]]), kernel)
+    y_TO = _product(tf.reshape(x, [-1, kernel.shape[0]]), kernel)
     return tf.reshape(y_TO, [*sizes(x)[:-1], kernel.shape[1]])
 
 
 def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     """`tf.einsum(equation, x, tf.cast(kernel, x.dtype))`, with gradients as in `matmul_fp32_wgrad`.
 
-    Both operands are turned and flattened to one matmul, batched over the axes that all three terms share.
-
-    Args:
-        equation: two operands and the output, such as "abc,cde->abde"; "..." may stand for axes of x and the output.
-            Each axis of an operand must be in another term too.
-        x, kernel: as in `matmul_fp32_wgrad`, with shapes that fit the equation; the kernel's is known.
+    Both operands are turned and flattened to one matmul, batched over the axes that all three terms share; "..." may
+    stand for axes of x and the output.
 
     >>> einsum_fp32_wgrad("abc,cde->abde", tf.ones([2, 3, 4], tf.float16), tf.ones([4, 5, 6])).shape
     TensorShape([2, 3, 5, 6])
@@ -97,11 +86,8 @@ def convolution_fp32_wgrad(
 ) -> tf.Tensor:
     """`convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient computed in float32.
 
-    `dx` is that of autodiff; `dkernel` is that of `convolution` on float32 copies of x and dy.
-
-    Args:
-        convolution: of x and a kernel, linear in each, for x's dtype and for float32.
-        x, kernel: of dtypes as in `matmul_fp32_wgrad`.
+    `dx` is that of autodiff; `dkernel` is that of `convolution`, which is linear in each argument, on float32 copies
+    of x and dy.
 
     >>> x, kernel = tf.fill([1, 300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1, 1])
     >>> with tf.GradientTape() as tape:
@@ -114,7 +100,7 @@ def convolution_fp32_wgrad(
     _require_dtypes(x, kernel)
 
     def gradients(x, kernel, dy):
-        # What a tape computes on the way forward is used by no gradient of a linear map: XLA drops it.
+        # A linear map's gradient uses nothing of the way forward: XLA drops it.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch((x, kernel))
             y = convolution(x, kernel)
@@ -165,11 +151,6 @@ def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor) -> tf.Tensor:
     return multiply(x_TI, kernel_IO)
 
 
-def _reference(x_TI: tf.Tensor, kernel_IO: tf.Tensor) -> tf.Tensor:
-    rounded_IO = tf.grad_pass_through(lambda kernel: tf.cast(tf.cast(kernel, x_TI.dtype), kernel.dtype))(kernel_IO)
-    return tf.cast(tf.matmul(tf.cast(x_TI, kernel_IO.dtype), rounded_IO), x_TI.dtype)
-
-
 def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:
     if x.dtype not in (*HALF, tf.float32, tf.float64):
         raise TypeError(f"x has dtype {x.dtype.name}: it must be float16, bfloat16, float32 or float64.")
@@ -188,19 +169,14 @@ def _axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str
     elided = "".join(chr(ord("0") + i) for i in range(x.shape.rank - len(of_x.replace("...", ""))))
     of_x, of_y = (axes.replace("...", elided) for axes in (of_x, of_y))
     terms = (of_x, of_kernel, of_y)
-    if any(len(set(axes)) < len(axes) for axes in terms) or any(
-        sum(axis in axes for axes in terms) < 2 for axis in "".join(terms)
-    ):
-        raise ValueError(
-            f"equation={equation!r} must have two operands and an output, such as 'abc,cd->abd', each axis at most "
-            "once in a term and in at least two of them."
-        )
     size = dict(zip(of_x, x.shape, strict=False))
-    if (len(of_x), len(of_kernel)) != (x.shape.rank, kernel.shape.rank) or any(
-        size.get(axis) not in (None, other) for axis, other in zip(of_kernel, kernel.shape, strict=True)
-    ):
+    fits = (len(of_x), len(of_kernel)) == (x.shape.rank, kernel.shape.rank)
+    fits = fits and all(size.get(a) in (None, n) for a, n in zip(of_kernel, kernel.shape, strict=True))
+    fits = fits and all(axes.count(a) < 2 and sum(a in t for t in terms) > 1 for axes in terms for a in axes)
+    if not fits:
         raise ValueError(
-            f"x of shape {tuple(x.shape)} and kernel of shape {tuple(kernel.shape)} do not fit equation={equation!r}."
+            f"x {x.shape} and kernel {kernel.shape} do not fit equation={equation!r}, which must have two operands and "
+            "an output, such as 'abc,cd->abd', each axis at most once in a term and in at least two of them."
         )
     return terms
 
