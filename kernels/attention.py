@@ -26,6 +26,7 @@ from fastaccum.kernels.xla_ops import (
     dynamic_update_slice,
     first_order,
     loop,
+    product,
     sizes,
 )
 
@@ -56,13 +57,11 @@ def attention(
         weights = where(seen, softmax(where(seen, scores, -inf)), 0)      # 0 for a query that sees nothing
         output = einsum("bhts,bshk->bthk", cast(weights, query.dtype), value)
 
-    The blocks run in one loop each way with an online softmax, and the backward one computes their scores again from
-    the output and each row's log-sum-exp (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691). Blocks of
-    which `causal` hides every pair are not computed. Several heads of queries may share one of keys and values
-    (grouped-query attention, Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
-
-    Memory beyond arguments, output and gradients: float32 sums of their sizes, and a few blocks of scores
-    `[B, H, block_size, block_size]`. The reference holds `[B, H, T, S]` several times.
+    The blocks run in one loop each way with an online softmax, and the backward one computes their scores again
+    (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691), in memory of a few blocks of scores
+    `[B, H, block_size, block_size]` beside float32 sums of the arguments' sizes. Blocks that `causal` hides are not
+    computed. Several heads of queries may share one of keys and values (grouped-query attention, Ainslie et al. 2023,
+    https://arxiv.org/abs/2305.13245).
 
     Args:
         query: [B, T, H, K], float32, float16 or bfloat16.
@@ -91,27 +90,27 @@ def attention(
     True
     """
     query, key, value = (tf.convert_to_tensor(t) for t in (query, key, value))
-    _require_tensors(query=query, key=key, value=value)
+    _require_tensors(query, key, value)
     one_of("implementation", implementation, ("auto", "blockwise", "cudnn", "reference"))
     if implementation == "auto":
         implementation = attention_implementation(query.shape, key.shape, block_size=block_size)
-    masking = _Masking(true_or_false("causal", causal), _segments(segment_ids, query, key))
+    causal, segments = true_or_false("causal", causal), _segments(segment_ids, query, key)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
     with tf.name_scope("attention"):
         if implementation == "reference":
-            return _reference(query, key, value, scale, masking)
+            return _reference(query, key, value, scale, causal, segments)
         if implementation == "cudnn":
-            if segment_ids is not None:
+            if segments is not None:
                 raise ValueError('implementation="cudnn" takes no segment_ids: pass implementation="blockwise".')
-            return cudnn_attention(query, key, value, scale=scale, causal=masking.causal)
+            return cudnn_attention(query, key, value, scale=scale, causal=causal)
         if None in (query.shape[1], key.shape[1]):
             raise ValueError(
                 f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
                 'an input signature, or pass implementation="reference".'
             )
-        return _blockwise(query, key, value, scale, masking, _block_size(block_size))
+        return _blockwise(query, key, value, scale, causal, segments, _block_size(block_size))
 
 
 def attention_implementation(
@@ -119,11 +118,10 @@ def attention_implementation(
 ) -> Literal["blockwise", "reference"]:
     """What `implementation="auto"` stands for: "reference" up to one block of scores, "blockwise" beyond.
 
-    Never "cudnn", which has not run on a GPU yet.
+    Never "cudnn", which has not run on a GPU yet. Where T or S is not known, as in a symbolic call, "reference".
 
     Args:
-        query_shape: [B, T, H, K].
-        key_shape: [B, S, G, K]. Where T or S is not known, as in a symbolic call, it is "reference".
+        query_shape, key_shape: [B, T, H, K] and [B, S, G, K].
         block_size: as in `attention`.
 
     >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])
@@ -165,45 +163,38 @@ def _cut(size: int, block_size: int) -> _Blocks:
     return _Blocks(size, math.ceil(size / length), length)
 
 
-class _Masking(NamedTuple):
-    """Which keys a query sees: see `attention`; segments are integers [B, T] and [B, S]."""
+def _pairs(queries: _Blocks, keys: _Blocks, causal: bool) -> np.ndarray:
+    """Numbers of the blocks of queries and of keys that see each other, row by row: int32 [2, pairs]."""
+    last = (np.arange(queries.pieces) + 1) * queries.length - 1
+    first = np.arange(keys.pieces) * keys.length
+    seen = first[None, :] <= np.minimum(last, queries.size - 1)[:, None] + keys.size - queries.size
+    return np.stack(np.nonzero(seen | (not causal))).astype("int32")
 
-    causal: bool
-    segments: tuple[tf.Tensor, tf.Tensor] | None
 
-    def pairs(self, queries: _Blocks, keys: _Blocks) -> np.ndarray:
-        """Numbers of the blocks of queries and of keys that see each other, row by row: int32 [2, pairs]."""
-        last = (np.arange(queries.pieces) + 1) * queries.length - 1
-        first = np.arange(keys.pieces) * keys.length
-        seen = first[None, :] <= np.minimum(last, queries.size - 1)[:, None] + keys.size - queries.size
-        return np.stack(np.nonzero(seen | (not self.causal))).astype("int32")
+def _seen(
+    queries: _Blocks, keys: _Blocks, causal: bool, segments: Any, groups: int, per_group: int
+) -> Callable[[Any, Any], tf.Tensor | None]:
+    """A function of the numbers of two blocks: which of the keys each query sees, bool, to be broadcast to [N, q, k];
+    or None for all.
+    """
+    if segments is not None:
+        query_BTH1 = tf.repeat(segments[0][:, :, None, None], groups * per_group, 2)
+        key_BSG1 = tf.repeat(segments[1][:, :, None, None], groups, 2)
+        query_nNq, key_sNk = _split(query_BTH1, groups, queries)[..., 0], _split(key_BSG1, groups, keys)[..., 0]
 
-    def of_blocks(
-        self, queries: _Blocks, keys: _Blocks, groups: int, per_group: int
-    ) -> Callable[[Any, Any], tf.Tensor | None]:
-        """A function of the numbers of two blocks: what they see of each other, bool, to be broadcast to [N, q, k]; or
-        None where that is all.
-        """
-        segments = None
-        if self.segments is not None:
-            query_BTH1 = tf.repeat(self.segments[0][:, :, None, None], groups * per_group, 2)
-            key_BSG1 = tf.repeat(self.segments[1][:, :, None, None], groups, 2)
-            segments = _split(query_BTH1, groups, queries)[..., 0], _split(key_BSG1, groups, keys)[..., 0]
+    def seen(i, j):
+        t_q1 = (i * queries.length + tf.tile(tf.range(queries.length), [per_group]))[:, None]
+        s_1k = (j * keys.length + tf.range(keys.length))[None, :]
+        conditions = []
+        if keys.padding:
+            conditions.append(s_1k < keys.size)
+        if causal:
+            conditions.append(s_1k <= t_q1 + (keys.size - queries.size))
+        if segments is not None:
+            conditions.append(tf.gather(query_nNq, i)[:, :, None] == tf.gather(key_sNk, j)[:, None, :])
+        return functools.reduce(tf.logical_and, conditions) if conditions else None
 
-        def seen(i, j):
-            t_q1 = (i * queries.length + tf.tile(tf.range(queries.length), [per_group]))[:, None]
-            s_1k = (j * keys.length + tf.range(keys.length))[None, :]
-            conditions = []
-            if keys.padding:
-                conditions.append(s_1k < keys.size)
-            if self.causal:
-                conditions.append(s_1k <= t_q1 + (keys.size - queries.size))
-            if segments is not None:
-                query_Nq, key_Nk = tf.gather(segments[0], i), tf.gather(segments[1], j)
-                conditions.append(query_Nq[:, :, None] == key_Nk[:, None, :])
-            return functools.reduce(tf.logical_and, conditions) if conditions else None
-
-        return seen
+    return seen
 
 
 def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
@@ -224,27 +215,27 @@ def _joined(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.T
     return tf.cast(t[:, : blocks.size], like.dtype)
 
 
-def _reference(query, key, value, scale, masking):
+def _reference(query, key, value, scale, causal, segments):
     groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
     queries, keys = (_Blocks(size, 1, size) for size in (sizes(query)[1], sizes(key)[1]))
     query_NqK, key_NkK, value_NkK = (
         _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
     )
-    scores_Nqk = scale * _product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
-    seen = masking.of_blocks(queries, keys, groups, per_group)(0, 0)
+    scores_Nqk = scale * product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
+    seen = _seen(queries, keys, causal, segments, groups, per_group)(0, 0)
     weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
-    if seen is not None and not (masking.segments is None and query.shape[1] == key.shape[1]):
+    if seen is not None and not (segments is None and query.shape[1] == key.shape[1]):
         # Some query may see nothing.
         weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
-    return _joined(_product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
+    return _joined(product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
 
 
-def _blockwise(query, key, value, scale, masking, block_size):
+def _blockwise(query, key, value, scale, causal, segments, block_size):
     groups = key.shape[2]
     queries, keys = _cut(query.shape[1], block_size), _cut(key.shape[1], block_size)
-    pairs = masking.pairs(queries, keys)
-    steps, pairs = pairs.shape[1], tf.constant(pairs)
-    seen = masking.of_blocks(queries, keys, groups, query.shape[2] // groups)
+    pairs = tf.constant(_pairs(queries, keys, causal))
+    steps = pairs.shape[1]
+    seen = _seen(queries, keys, causal, segments, groups, query.shape[2] // groups)
 
     @tf.custom_gradient
     def run(query, key, value):
@@ -326,23 +317,6 @@ def _online_softmax(steps, block, value_sNkK, shape):
     return tf.math.divide_no_nan(acc_nNqK, row_sum_nNq[..., None]), lse_nNq
 
 
-def _product(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """`dot`, with gradients of the inputs' dtype, themselves summed in float32."""
-    if a.dtype not in HALF:
-        return tf.matmul(a, b)
-
-    @tf.custom_gradient
-    def multiply(a, b):
-        def gradient(dy):
-            dy = tf.cast(dy, a.dtype)
-            da, db = dot(dy, b, transpose_b=True), dot(a, dy, transpose_a=True)
-            return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
-
-        return dot(a, b), gradient
-
-    return multiply(a, b)
-
-
 def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     if segment_ids is None:
         return None
@@ -359,17 +333,15 @@ def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[tf.Te
     return query_ids, key_ids
 
 
-def _require_tensors(**tensors: tf.Tensor) -> None:
-    query, key, value = tensors.values()
+def _require_tensors(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> None:
     if query.dtype not in (*HALF, tf.float32) or not query.dtype == key.dtype == value.dtype:
-        dtypes = ", ".join(f"{name} {t.dtype.name}" for name, t in tensors.items())
+        dtypes = f"query {query.dtype.name}, key {key.dtype.name}, value {value.dtype.name}"
         raise TypeError(f"The dtypes are {dtypes}: all must be float32, or all float16, or all bfloat16.")
     fits = all(t.shape.rank == 4 and None not in t.shape[2:] and 0 not in t.shape for t in (query, key, value))
     fits = fits and key.shape.is_compatible_with(value.shape) and query.shape[:1].is_compatible_with(key.shape[:1])
     if not fits or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
-        shapes = ", ".join(f"{name} {t.shape}" for name, t in tensors.items())
         raise ValueError(
-            f"The shapes do not fit: {shapes}. They must be query [batch, time, heads, width] and key and value "
-            "[batch, keys, groups, width], of known heads, groups and width, with heads a multiple of groups. "
-            "No axis may be empty."
+            f"The shapes do not fit: query {query.shape}, key {key.shape}, value {value.shape}. They must be [batch, "
+            "time, heads, width] and twice [batch, keys, groups, width], of known heads, groups and width, heads a "
+            "multiple of groups. No axis may be empty."
         )

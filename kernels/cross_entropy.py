@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from fastaccum.kernels.checks import fraction, number, one_of, whole_number
 from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, loop
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, loop, product
 
 
 def linear_cross_entropy(
@@ -38,13 +38,10 @@ def linear_cross_entropy(
         loss = (1 - label_smoothing) * (lse - logits[label]) + label_smoothing * (lse - mean(logits))
         loss = where(label == ignore_index, 0, loss + z_loss * lse**2)
 
-    Tokens and vocabulary are both cut into chunks. One loop over the chunks computes `lse` with a running maximum
-    and keeps nothing else; the backward pass computes each chunk's logits once more, and from them its share of
-    every gradient (Cut Cross-Entropy, Wijmans et al. 2024, https://arxiv.org/abs/2411.09009). The z-loss is that of
-    PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311).
-
-    Memory beyond arguments and gradients: two chunks of logits, `chunk_size**2` each, with their operands. The sums
-    that become the gradients are float32, and so is the kernel's gradient for a float32 kernel.
+    Tokens and vocabulary are both cut into chunks. One loop over the chunks computes `lse` and keeps nothing else; the
+    backward pass computes each chunk's logits once more (Cut Cross-Entropy, Wijmans et al. 2024,
+    https://arxiv.org/abs/2411.09009). So two chunks of logits, `chunk_size**2` each, exist at once. Gradients are
+    summed in float32. The z-loss is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311).
 
     Args:
         hidden: [..., D], float32, float16 or bfloat16.
@@ -75,27 +72,30 @@ def linear_cross_entropy(
     biases = [] if bias is None else [tf.convert_to_tensor(bias)]
     _require_tensors(hidden, kernel, labels, *biases)
     ignore_index, label_smoothing, z_loss = require_options(ignore_index, label_smoothing, z_loss)
-    chunk = _default_chunk() if chunk_size is None else whole_number("chunk_size", chunk_size)
+    if chunk_size is None:
+        # On a CPU, 16 MiB of logits stay in the last cache; a GPU wants larger matmuls.
+        chunk_size = 4096 if has_gpu() else 2048
+    chunk = whole_number("chunk_size", chunk_size)
     width, vocabulary = kernel.shape
     count = math.prod(labels.shape)
-    one_of("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
+    one_of("implementation", implementation, ("auto", "chunked", "reference"))
     if implementation == "auto" or not count:
         implementation = "reference" if count * vocabulary <= max(chunk**2, count * width) else "chunked"
-    inputs = [tf.reshape(hidden, [count, width]), kernel, *biases]
+    hidden_ND = tf.reshape(hidden, [count, width])
 
     def lse_and_target(column_N):
-        return _IMPLEMENTATIONS[implementation](inputs, column_N, label_smoothing, chunk)
+        if implementation == "chunked":
+            return _chunked([hidden_ND, kernel, *biases], column_N, label_smoothing, chunk)
+        logits_NV = product(hidden_ND, kernel, lambda dlogits_NV: _factor(dlogits_NV, hidden.dtype))
+        for b_V in biases:
+            logits_NV += tf.cast(b_V, tf.float32)
+        return _of_logits(logits_NV, column_N, label_smoothing)
 
     return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)
 
 
 def cross_entropy_from_logits(
-    logits: tf.Tensor,
-    labels: tf.Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    logits: tf.Tensor, labels: tf.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tf.Tensor:
     """The losses of `linear_cross_entropy` where the logits are there anyway: [..., V] and [...] -> float32 [...].
 
@@ -126,18 +126,6 @@ def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore
     return tf.reshape(losses_N, tf.shape(labels))
 
 
-# Each implementation maps hidden [N, D], kernel [D, V] and perhaps a bias [V] to lse and target: the cross-entropy is
-# lse - target, and its gradient with respect to the logits softmax(logits) - smoothed labels.
-
-
-def _reference(inputs, column_N, smoothing, chunk):
-    hidden_ND, kernel_DV, *bias = inputs
-    logits_NV = _project(hidden_ND, kernel_DV)
-    for b_V in bias:
-        logits_NV += tf.cast(b_V, tf.float32)
-    return _of_logits(logits_NV, column_N, smoothing)
-
-
 def _of_logits(logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float) -> tuple[tf.Tensor, tf.Tensor]:
     # A select rather than a gather, whose gradient is a scatter into one more array of this size.
     at_label_NV = tf.where(tf.range(logits_NV.shape[1]) == column_N[:, tf.newaxis], logits_NV, 0.0)
@@ -145,20 +133,6 @@ def _of_logits(logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float) -> t
     if smoothing:
         target_N = (1 - smoothing) * target_N + smoothing * tf.reduce_mean(logits_NV, -1)
     return tf.reduce_logsumexp(logits_NV, -1), target_N
-
-
-@tf.custom_gradient
-def _project(hidden_ND, kernel_DV):
-    compute_DV = tf.cast(kernel_DV, hidden_ND.dtype)
-
-    def gradient(dlogits_NV):
-        factor = _factor(dlogits_NV, hidden_ND.dtype)
-        dlogits_NV = tf.cast(factor * dlogits_NV, hidden_ND.dtype)
-        dhidden_ND = dot(dlogits_NV, compute_DV, transpose_b=True) / factor
-        dkernel_DV = dot(hidden_ND, dlogits_NV, transpose_a=True) / factor
-        return tf.cast(dhidden_ND, hidden_ND.dtype), tf.cast(dkernel_DV, kernel_DV.dtype)
-
-    return dot(hidden_ND, compute_DV), gradient
 
 
 def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
@@ -180,7 +154,7 @@ def _chunked(inputs, column_N, smoothing, chunk):
         tokens, columns = _cut(count, chunk), _cut(vocabulary, chunk)
 
         def chunk_of(i):
-            """Where chunk i lies, its operands, its logits, and its labels as columns of its own."""
+            """Where chunk i begins, its place among the pieces, its operands, its logits, its labels as its columns."""
             row, column = i // columns.pieces, i % columns.pieces
             n, v = tokens.start(row), columns.start(column)
             hidden_nD = tf.slice(hidden_ND, [n, 0], [tokens.length, width])
@@ -192,7 +166,7 @@ def _chunked(inputs, column_N, smoothing, chunk):
             if columns.overlap:
                 logits_nv = tf.where(columns.fresh(column), logits_nv, -math.inf)
                 label_n = tf.where(label_n >= column * columns.length, label_n, -1)
-            return _Chunk(n, v, row, column, hidden_nD, kernel_Dv, logits_nv, label_n - v)
+            return (n, v), (row, column), hidden_nD, kernel_Dv, logits_nv, label_n - v
 
         lse_N, target_N = _online_lse(chunk_of, tokens, columns, count)
         if smoothing:
@@ -208,23 +182,21 @@ def _chunked(inputs, column_N, smoothing, chunk):
             dlse_N, dtarget_N = factor * dlse_N, factor * dtarget_N
 
             def backward(i, dhidden_ND, dkernel_DV, *dbias):
-                c = chunk_of(i)
-                lse_n, dlse_n, dtarget_n = (tf.slice(t, [c.n], [tokens.length]) for t in (lse_N, dlse_N, dtarget_N))
+                (n, v), (row, column), hidden_nD, kernel_Dv, logits_nv, label_n = chunk_of(i)
+                lse_n, dlse_n, dtarget_n = (tf.slice(t, [n], [tokens.length]) for t in (lse_N, dlse_N, dtarget_N))
                 if tokens.overlap:
-                    fresh_n = tokens.fresh(c.row)
+                    fresh_n = tokens.fresh(row)
                     dlse_n, dtarget_n = tf.where(fresh_n, dlse_n, 0.0), tf.where(fresh_n, dtarget_n, 0.0)
-                softmax_nv = tf.exp(c.logits_nv - lse_n[:, tf.newaxis])
-                smoothed_nv = tf.where(tf.range(columns.length) == c.label_n[:, tf.newaxis], 1 - smoothing, 0.0)
+                softmax_nv = tf.exp(logits_nv - lse_n[:, tf.newaxis])
+                smoothed_nv = tf.where(tf.range(columns.length) == label_n[:, tf.newaxis], 1 - smoothing, 0.0)
                 if smoothing:
-                    smoothed_nv += smoothing / vocabulary * tf.cast(columns.fresh(c.column), tf.float32)
+                    smoothed_nv += smoothing / vocabulary * tf.cast(columns.fresh(column), tf.float32)
                 dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
-                dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [c.v]) for db_V in dbias]
+                dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [v]) for db_V in dbias]
                 dlogits_nv = tf.cast(dlogits_nv, hidden_ND.dtype)
-                dhidden_nD = dot(dlogits_nv, c.kernel_Dv, transpose_b=True)
-                dkernel_Dv = dot(c.hidden_nD, dlogits_nv, transpose_a=True)
                 return [
-                    dynamic_add_slice(dhidden_ND, dhidden_nD, [c.n, 0]),
-                    dynamic_add_slice(dkernel_DV, dkernel_Dv, [0, c.v]),
+                    dynamic_add_slice(dhidden_ND, dot(dlogits_nv, kernel_Dv, transpose_b=True), [n, 0]),
+                    dynamic_add_slice(dkernel_DV, dot(hidden_nD, dlogits_nv, transpose_a=True), [0, v]),
                     *dbias,
                 ]
 
@@ -241,41 +213,24 @@ def _online_lse(chunk_of, tokens, columns, count):
     """Each token's log-sum-exp and the logit of its label, from one loop over the chunks."""
 
     def forward(i, *carried):
-        c = chunk_of(i)
-        before = [tf.slice(t, [c.n], [tokens.length]) for t in carried]
+        (n, _), (row, _), *_, logits_nv, label_n = chunk_of(i)
+        before = [tf.slice(t, [n], [tokens.length]) for t in carried]
         row_max_n, row_sum_n, label_logit_n = before
-        new_row_max_n = tf.maximum(row_max_n, tf.reduce_max(c.logits_nv, -1))
-        correction_n = tf.exp(row_max_n - new_row_max_n)
-        new_row_sum_n = row_sum_n * correction_n
-        new_row_sum_n += tf.reduce_sum(tf.exp(c.logits_nv - new_row_max_n[:, tf.newaxis]), -1)
-        here_n = (c.label_n >= 0) & (c.label_n < columns.length)
-        picked_n = tf.gather(c.logits_nv, tf.clip_by_value(c.label_n, 0, columns.length - 1), batch_dims=1)
+        new_row_max_n = tf.maximum(row_max_n, tf.reduce_max(logits_nv, -1))
+        new_row_sum_n = row_sum_n * tf.exp(row_max_n - new_row_max_n)
+        new_row_sum_n += tf.reduce_sum(tf.exp(logits_nv - new_row_max_n[:, tf.newaxis]), -1)
+        here_n = (label_n >= 0) & (label_n < columns.length)
+        picked_n = tf.gather(logits_nv, tf.clip_by_value(label_n, 0, columns.length - 1), batch_dims=1)
         after = [new_row_max_n, new_row_sum_n, tf.where(here_n, picked_n, label_logit_n)]
         if tokens.overlap:
-            fresh_n = tokens.fresh(c.row)
+            fresh_n = tokens.fresh(row)
             after = [tf.where(fresh_n, new, old) for new, old in zip(after, before, strict=True)]
-        return [dynamic_update_slice(t, new, [c.n]) for t, new in zip(carried, after, strict=True)]
+        return [dynamic_update_slice(t, new, [n]) for t, new in zip(carried, after, strict=True)]
 
     # A finite start: the exponential of -inf - -inf, in a chunk without a possible class, would be NaN.
     start = [tf.fill([count], tf.float32.min), tf.zeros([count]), tf.zeros([count])]
     row_max_N, row_sum_N, label_logit_N = loop(tokens.pieces * columns.pieces, forward, start)
     return row_max_N + tf.math.log(row_sum_N), label_logit_N
-
-
-_IMPLEMENTATIONS = {"chunked": _chunked, "reference": _reference}
-
-
-class _Chunk(NamedTuple):
-    """One step of a loop: `n` and `v` are where it begins, `row` and `column` which piece of either axis it is."""
-
-    n: tf.Tensor
-    v: tf.Tensor
-    row: tf.Tensor
-    column: tf.Tensor
-    hidden_nD: tf.Tensor
-    kernel_Dv: tf.Tensor
-    logits_nv: tf.Tensor
-    label_n: tf.Tensor
 
 
 class _Cut(NamedTuple):
@@ -300,11 +255,6 @@ def _cut(size: int, chunk: int) -> _Cut:
     return _Cut(pieces, length, pieces * length - size)
 
 
-def _default_chunk() -> int:
-    # On a CPU, 16 MiB of logits stay in the last cache; a GPU wants larger matmuls.
-    return 4096 if has_gpu() else 2048
-
-
 def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, *bias: tf.Tensor) -> None:
     named = dict(zip(("hidden", "kernel", "labels", "bias"), (hidden, kernel, labels, *bias), strict=False))
     if hidden.dtype not in (*HALF, tf.float32):
@@ -317,15 +267,13 @@ def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, *b
     if not labels.dtype.is_integer:
         raise TypeError(f"labels have dtype {labels.dtype.name}: they must be integers, the indices of classes.")
     shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in named.items())
-    if not all(tensor.shape.is_fully_defined() for tensor in named.values()):
-        raise ValueError(
-            f"Every size must be known when this is traced: {shapes}. Give the function an input signature."
-        )
-    fits = hidden.shape.rank >= 1 and kernel.shape.rank == 2 and kernel.shape[1] > 0
+    fits = all(tensor.shape.is_fully_defined() for tensor in named.values())
+    fits = fits and hidden.shape.rank >= 1 and kernel.shape.rank == 2 and kernel.shape[1] > 0
     fits = fits and hidden.shape[-1] == kernel.shape[0] and labels.shape == hidden.shape[:-1]
     if not fits or any(b.shape != kernel.shape[1:] for b in bias):
         raise ValueError(
-            f"The shapes do not fit: {shapes}. They must be hidden [..., D], kernel [D, V], labels [...] and bias [V]."
+            f"The shapes do not fit: {shapes}. They must be hidden [..., D], kernel [D, V], labels [...] and bias [V], "
+            "every size known when this is traced."
         )
 
 

@@ -1,7 +1,4 @@
-"""Attention as cuDNN computes it, through the custom calls that XLA itself keeps for it.
-
-Shape suffixes: B batch, T queries, S keys, H heads, G heads of keys and values, K width of a head.
-"""
+"""Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of `attention`."""
 
 from __future__ import annotations
 
@@ -22,13 +19,10 @@ _WORKSPACE = tf.TensorSpec([0], tf.uint8)
 
 
 def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale: float, causal: bool) -> tf.Tensor:
-    """`attention` as one fused kernel forward and one backward, which keep the output and each row's log-sum-exp.
+    """`attention` as one fused kernel forward and one backward.
 
     Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200,
     but without a device it leaves cuDNN's part undone.
-
-    Raises:
-        ValueError: raised if XLA does not compile this for a GPU, or the inputs are not as `attention` says.
     """
     _require(query, key, causal)
 
@@ -39,7 +33,7 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale
         output_BHTK, lse_BHT, _ = xla.custom_call_v2(
             "__cudnn$fmhaSoftmax",
             inputs_BHTK,
-            [_spec(query_BHTK), lse_spec, _WORKSPACE],
+            [tf.TensorSpec.from_tensor(query_BHTK), lse_spec, _WORKSPACE],
             _config(query_BHTK, key_BGSK, scale, causal, _FORWARD),
         )
 
@@ -47,7 +41,7 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale
             *gradients_BHTK, _ = xla.custom_call_v2(
                 "__cudnn$fmhaSoftmaxBackward",
                 [*inputs_BHTK, lse_BHT, doutput_BHTK, output_BHTK],
-                [*map(_spec, inputs_BHTK), _WORKSPACE],
+                [*map(tf.TensorSpec.from_tensor, inputs_BHTK), _WORKSPACE],
                 _config(query_BHTK, key_BGSK, scale, causal, _BACKWARD),
             )
             return gradients_BHTK
@@ -59,10 +53,6 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale
 
 def _heads_and_time_swapped(t: tf.Tensor) -> tf.Tensor:
     return tf.transpose(t, [0, 2, 1, 3])
-
-
-def _spec(t: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec(t.shape, t.dtype)
 
 
 def _config(

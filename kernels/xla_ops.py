@@ -48,6 +48,27 @@ def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool
     return tf.matmul(tf.cast(a, tf.float32), tf.cast(b, tf.float32), transpose_a, transpose_b)
 
 
+def product(a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], Any] = lambda dy: 1.0) -> tf.Tensor:
+    """`dot(a, cast(b, a.dtype))`, with gradients summed in float32, of dtypes of the inputs.
+
+    `factor(dy)` multiplies dy before it is rounded to a's dtype, and divides the gradients.
+    """
+
+    @tf.custom_gradient
+    def multiply(a, b):
+        rounded = tf.cast(b, a.dtype)
+
+        def gradient(dy):
+            by = factor(dy)
+            dy = tf.cast(by * dy, a.dtype)
+            da, db = dot(dy, rounded, transpose_b=True) / by, dot(a, dy, transpose_a=True) / by
+            return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
+
+        return dot(a, rounded), gradient
+
+    return multiply(a, b)
+
+
 def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     """`whole` with `part` written at `start`: in place, once compiled.
 
