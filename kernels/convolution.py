@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import tensorflow as tf
@@ -32,22 +33,18 @@ def conv2d(
     @tf.custom_gradient
     def convolve(x, kernel):
         y = tf.nn.conv2d(x, kernel, list(strides), padding.upper())
-        axes = [
-            _Axis(size, filter_size, out, stride, padding)
-            for size, filter_size, out, stride in zip(
-                x.shape[1:3], kernel.shape[:2], y.shape[1:3], strides, strict=True
-            )
-        ]
+        pads = []  # before and after each spatial axis; less than none where no output has seen the last rows
+        for size, taps, out, stride in zip(x.shape[1:3], kernel.shape[:2], y.shape[1:3], strides, strict=True):
+            total = (out - 1) * stride + taps - size
+            before = max(total, 0) // 2 if padding == "same" else 0
+            pads.append((before, total - before))
 
         def gradient(dy):
-            spread = _spread(dy, strides)
+            dy = _spread(dy, strides)
             swapped = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
-            dx = _unit_stride(
-                spread, swapped, [(a.filter_size - 1 - a.before, a.size - a.spread + a.before) for a in axes]
-            )
-            by_channel = tf.transpose(x, [3, 1, 2, 0])
-            pads = [(a.before, a.filter_size + a.spread - 1 - a.size - a.before) for a in axes]
-            dkernel = _unit_stride(by_channel, tf.transpose(spread, [1, 2, 0, 3]), pads)
+            rest = [[taps - 1 - pad for pad in pair] for taps, pair in zip(kernel.shape[:2], pads, strict=True)]
+            dx = _unit_stride(dy, swapped, rest)
+            dkernel = _unit_stride(tf.transpose(x, [3, 1, 2, 0]), tf.transpose(dy, [1, 2, 0, 3]), pads)
             return dx, tf.transpose(dkernel, [1, 2, 0, 3])
 
         return y, gradient
@@ -55,31 +52,16 @@ def conv2d(
     return convolve(x, kernel)
 
 
-class _Axis:
-    """The sizes along one spatial axis: `before` rows of padding, and the output's extent once spread."""
-
-    def __init__(self, size: int, filter_size: int, out: int, stride: int, padding: str):
-        self.size, self.filter_size = size, filter_size
-        self.spread = (out - 1) * stride + 1
-        total = max(self.spread + filter_size - 1 - size, 0) if padding == "same" else 0
-        self.before = total // 2
-
-
 def _spread(dy: tf.Tensor, strides: tuple[int, int]) -> tf.Tensor:
     """`dy` with stride - 1 zeros between neighbours."""
-    for axis, stride in zip((1, 2), strides, strict=True):
-        if stride > 1:
-            extent = (dy.shape[axis] - 1) * stride + 1
-            dy = tf.expand_dims(dy, axis + 1)
-            dy = tf.pad(dy, [[0, stride - 1 if i == axis + 1 else 0] for i in range(5)])
-            shape = [*dy.shape[:axis], dy.shape[axis] * stride, *dy.shape[axis + 2 :]]
-            dy = tf.gather(tf.reshape(dy, [-1 if s is None else s for s in shape]), tf.range(extent), axis=axis)
-    return dy
+    (rows, columns), (_, height, width, channels) = strides, dy.shape
+    dy = tf.pad(dy[:, :, None, :, None], [[0, 0], [0, 0], [0, rows - 1], [0, 0], [0, columns - 1], [0, 0]])
+    dy = tf.reshape(dy, [-1, height * rows, width * columns, channels])
+    return dy[:, : height * rows - rows + 1, : width * columns - columns + 1]
 
 
-def _unit_stride(x: tf.Tensor, kernel: tf.Tensor, pads: list[tuple[int, int]]) -> tf.Tensor:
-    """A convolution with stride 1; a negative pad at the end leaves rows out that no output has seen."""
-    for axis, (_, after) in zip((1, 2), pads, strict=True):
-        if after < 0:
-            x = x[:, :after] if axis == 1 else x[:, :, :after]
-    return tf.nn.conv2d(x, kernel, 1, [[0, 0], *([b, max(a, 0)] for b, a in pads), [0, 0]])
+def _unit_stride(x: tf.Tensor, kernel: tf.Tensor, pads: Sequence[Sequence[int]]) -> tf.Tensor:
+    """A convolution with stride 1; a negative pad at the end leaves rows out."""
+    height, width = (size + min(after, 0) for size, (_, after) in zip(x.shape[1:3], pads, strict=True))
+    inside = [[before, max(after, 0)] for before, after in pads]
+    return tf.nn.conv2d(x[:, :height, :width], kernel, 1, [[0, 0], *inside, [0, 0]])
