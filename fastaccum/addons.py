@@ -5,11 +5,9 @@
 >>> type(optimizer).__module__
 'tensorflow_addons.optimizers.lamb'
 
-Nothing is imported before the first attribute is asked for. From then on `tf.keras` is tf_keras (Keras 2) in this
-process, as tensorflow-addons expects; `import keras` gives Keras 3, before and after.
-
-tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and later for two reasons: it finds
-Keras 3 behind `tf.keras`, and it imports `keras.src.engine`, which is now tf_keras's. Here both lead to tf_keras.
+Nothing is imported before the first attribute is asked for. tensorflow-addons 0.23, its last release, fails to import
+on TensorFlow 2.16 and later for two reasons: it finds Keras 3 behind `tf.keras`, and it imports `keras.src.engine`.
+Here both lead to tf_keras (Keras 2): `tf.keras` for the rest of the process. `import keras` gives Keras 3 as before.
 """
 
 from __future__ import annotations
@@ -47,18 +45,13 @@ def __dir__() -> list[str]:
 
 
 def _tensorflow_addons() -> ModuleType:
-    """Imports tensorflow_addons, or returns it where it is imported already.
-
-    Raises:
-        ImportError: raised if tensorflow-addons or tf-keras is not installed.
-        RuntimeError: raised if `tf.keras` is Keras 3 already.
-    """
     for package in ("tensorflow_addons", "tf_keras"):
         if package not in sys.modules and importlib.util.find_spec(package) is None:
             raise ImportError(_not_installed(package, sys.version_info[:2]))
     import tensorflow as tf
 
-    with _tf_keras_behind_tf(tf), _keras_src_engine(), warnings.catch_warnings():
+    _bind_tf_keras(tf)
+    with _keras_src_engine(), warnings.catch_warnings():
         # It announces its end of life and the TensorFlow versions it was tested with, three times over.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"tensorflow_addons\.")
         addons = importlib.import_module("tensorflow_addons")
@@ -77,8 +70,7 @@ def _not_installed(package: str, python: tuple[int, int]) -> str:
     return text
 
 
-@contextlib.contextmanager
-def _tf_keras_behind_tf(tf: ModuleType) -> Iterator[None]:
+def _bind_tf_keras(tf: ModuleType) -> None:
     """Binds `tf.keras` to tf_keras for good, or leaves everything as it was and raises."""
     import tf_keras
     import tf_keras.api._v2.keras as tf_keras_api
@@ -90,16 +82,12 @@ def _tf_keras_behind_tf(tf: ModuleType) -> Iterator[None]:
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
     if path not in paths:
         tf.__path__.insert(0, path)
-    try:
-        if tf.keras.Model is not tf_keras.Model:
-            raise RuntimeError(_KERAS_3_BOUND)
-        yield
-    except BaseException:
+    if tf.keras.Model is not tf_keras.Model:
         tf.__path__[:] = paths
         del os.environ["TF_USE_LEGACY_KERAS"]
         if previous is not None:
             os.environ["TF_USE_LEGACY_KERAS"] = previous
-        raise
+        raise RuntimeError(_KERAS_3_BOUND)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from fastaccum.checks import one_of, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.layer_stack import LayerStack
 
-_GPT2_VOCABULARY = 50257
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
 _DEFAULTS |= {"tied": False, "stacked": False}
+_GPT2 = {"vocabulary_size": 50257, "tied": True, "stacked": True}
 
 # What `gpt` is called with, by name; what is not named keeps its default.
 PRESETS = {
@@ -30,12 +30,10 @@ PRESETS = {
     # What the benchmarks time.
     "micro": {"width": 256, "layers": 4, "heads": 4, "context": 128},
     # The sizes of GPT-2 small and medium, and of GPT-3 XL; 16 heads of 128, as kernels like them.
-    "124m": {"width": 768, "layers": 12, "heads": 12, "context": 1024},
-    "350m": {"width": 1024, "layers": 24, "heads": 16, "context": 1024},
-    "1.3b": {"width": 2048, "layers": 24, "heads": 16, "context": 2048},
+    "124m": {"width": 768, "layers": 12, "heads": 12, "context": 1024, **_GPT2},
+    "350m": {"width": 1024, "layers": 24, "heads": 16, "context": 1024, **_GPT2},
+    "1.3b": {"width": 2048, "layers": 24, "heads": 16, "context": 2048, **_GPT2},
 }
-for _name in ("124m", "350m", "1.3b"):
-    PRESETS[_name] |= {"vocabulary_size": _GPT2_VOCABULARY, "tied": True, "stacked": True}
 
 _register = keras.saving.register_keras_serializable("fastaccum")
 Shape = Sequence[Any]  # None where a size is not known
@@ -43,11 +41,7 @@ Shape = Sequence[Any]  # None where a size is not known
 
 @_register
 class ContextLimit(keras.layers.Layer):
-    """Passes on ids `[B, T]` that have at most `context` positions.
-
-    Raises:
-        ValueError: raised if ids have more.
-    """
+    """Passes on ids `[B, T]`; a ValueError is raised if they have more than `context` positions."""
 
     def __init__(self, context: int, **kwargs: Any):
         super().__init__(**kwargs)
@@ -57,8 +51,7 @@ class ContextLimit(keras.layers.Layer):
         time = ids_BT.shape[1]
         if time is not None and time > self.context:
             raise ValueError(
-                f"ids with {time} positions do not fit context={self.context}: "
-                "cut them, or build the model with a larger context."
+                f"ids with {time} positions do not fit context={self.context}: cut them, or use a larger one."
             )
         return ids_BT
 
@@ -113,9 +106,8 @@ class CausalSelfAttention(_AttentionLayer):
     `fastaccum.kernels.attention`. Queries, keys and values come from one fused projection.
 
     Args:
-        heads: how many heads of queries; must divide the width.
-        key_value_heads: heads of keys and values, each shared by `heads / key_value_heads` heads of queries
-            (grouped-query attention, Ainslie et al. 2023); by default `heads`.
+        heads: heads of queries; must divide the width.
+        key_value_heads: heads of keys and values, fewer for grouped-query attention; by default `heads`.
         rotary: turn queries and keys by their position (RoPE, Su et al. 2021; halves paired).
         residual_scale: factor on the spread of the output projection's initial values.
     """
@@ -187,16 +179,12 @@ def gpt(
 ) -> keras.Model:
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
 
-    Embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in float32.
-    Any `time` up to `context` works. Logits at t depend on ids up to t only. No biases; by default
-
-        parameters = 2 * vocabulary_size * width + layers * (12 * width**2 + 2 * width) + width
-
-    Trained with `fastaccum.LinearCrossEntropy`, the head's logits are never held as a whole.
+    Embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in float32, without
+    biases. Trained with `fastaccum.LinearCrossEntropy`, the head's logits are never held as a whole.
 
     Args:
         vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says otherwise.
-        context: the most positions that the model takes (128).
+        context: the most positions that the model takes (128); fewer work too.
         width: size of a token's vector (256).
         layers: number of blocks (4).
         heads: attention heads (4).
@@ -208,15 +196,12 @@ def gpt(
         preset: a name in `PRESETS`; sizes given as arguments override it.
         dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
             global one (`keras.config.dtype_policy()`).
-        name: the model's name.
 
     Returns:
         A `keras.Model`, int32 `[batch, time]` -> float32 `[batch, time, vocabulary_size]`.
 
     Raises:
-        ValueError: raised if a size is not a positive whole number, heads do not fit each other or the width, or the
-            preset or the kind of positions is unknown.
-        TypeError: raised if a size is not a number.
+        ValueError: raised if a size is not a positive whole number, or heads do not fit each other or the width.
 
     >>> model = gpt(width=32, layers=1, heads=2, context=16)
     >>> model.output_shape

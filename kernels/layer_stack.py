@@ -32,11 +32,10 @@ class LayerStack(keras.layers.Layer):
             x = layer(x, training=training, **kwargs)
 
     from the same initial values, with each weight stacked over the layers: `[depth, ...]`, in its own dtype. Forward
-    and backward are one loop each. The forward one saves every layer's input, `[depth, *x.shape]` in x's dtype, and
-    nothing else; the backward one computes each layer again from it (Chen et al., 2016, "Training Deep Nets with
-    Sublinear Memory Cost", arXiv:1604.06174), so a layer's activations exist once, not `depth` times, for about a
-    third more arithmetic. A weight's gradient is written in place into one buffer `[depth, ...]`. Random layers draw
-    from seeds of their own, advanced as the plain layers' would be and set back for the recomputation.
+    and backward are one loop each. The forward one saves every layer's input and nothing else; the backward one
+    computes each layer again from it (Chen et al., 2016, arXiv:1604.06174), so a layer's activations exist once, not
+    `depth` times, for about a third more arithmetic. Random layers draw from seeds of their own, advanced as the plain
+    layers' would be.
 
     Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken over all layers.
 
@@ -47,21 +46,19 @@ class LayerStack(keras.layers.Layer):
         depth: how many layers.
         implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
             weights, with plain autodiff.
-        name, trainable: as of any Keras layer.
 
     Attributes:
         template: the first of the layers, whose `call` is the body for all; its own weights are not used.
 
     Call arguments:
         x: one tensor; a Keras mask on it reaches every layer, where the layers support masking.
-        training: as of any Keras layer.
         **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients flow into them.
 
     Raises:
-        TypeError: raised if `depth` is not a number, `make_layer` does not make a layer, or x is not one tensor.
-        ValueError: raised if `depth` is below 1 or fractional, or `implementation` is unknown; when built, if layers
-            differ, share state, or have constraints, other regularizers or metrics; when traced, if a layer changes
-            its input's shape, dtype or mask, adds losses, or uses variables that are not its own.
+        TypeError: raised if `make_layer` does not make a layer, or x is not one tensor.
+        ValueError: raised when built, if layers differ, share state, or have constraints, other regularizers or
+            metrics; when traced, if a layer changes its input's shape, dtype or mask, adds losses, or uses variables
+            that are not its own.
 
     >>> keras.utils.set_random_seed(0)
     >>> stack = LayerStack(lambda: keras.layers.Dense(4, "tanh"), depth=3)
@@ -142,7 +139,9 @@ class LayerStack(keras.layers.Layer):
 
     @property
     def _stacked_variables(self) -> list[keras.Variable]:
-        """In the order of the template's `_variables`."""
+        """In the order of `stackable.variables(self.template)`."""
+        if not self.built:
+            raise ValueError(f"{self.name!r} has no weights yet: call it, or `build(x_shape)`, first.")
         return [*self._stacked_weights, *(seeds.state for seeds in self._seeds)]
 
     def _built(self, layer: keras.layers.Layer) -> keras.layers.Layer:
@@ -182,9 +181,9 @@ class LayerStack(keras.layers.Layer):
 
         Where `fp32_weight_gradients` has switched the stack, they are not switched.
         """
-        self._require_built()
+        weights = self._stacked_variables
         layers = [self._built(stackable.made(self.make_layer)) for _ in range(self.depth)]
-        for stacked, *copies in zip(self._stacked_variables, *map(stackable.variables, layers), strict=True):
+        for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
             for i, variable in enumerate(copies):
                 variable.assign(stacked.value[i])
         return layers
@@ -195,17 +194,12 @@ class LayerStack(keras.layers.Layer):
         Raises:
             ValueError: raised if they are not `depth` built layers with weights of the stack's shapes.
         """
-        self._require_built()
-        layers = list(layers)
+        weights = self._stacked_variables
         if len(layers) != self.depth:
             raise ValueError(f"layers has {len(layers)} layers, but depth={self.depth}: pass one for each.")
         stackable.require_same_variables([self.template, *layers])
-        for stacked, *copies in zip(self._stacked_variables, *map(stackable.variables, layers), strict=True):
+        for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
             stacked.assign(_stacked(copies))
-
-    def _require_built(self) -> None:
-        if not self.built:
-            raise ValueError(f"{self.name!r} has no weights yet: call it, or `build(x_shape)`, first.")
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()

@@ -86,21 +86,14 @@ def require_supported(layer: keras.layers.Layer) -> None:
     """Raises ValueError for what a LayerStack would silently drop."""
     for part in layer._flatten_layers():
         if part._metrics:
-            raise ValueError(
-                f"{called(layer)} holds metrics, which a LayerStack would not update: move them out of it."
-            )
+            raise ValueError(f"{called(layer)} holds metrics, which a LayerStack would not update: move them out.")
         if isinstance(part, keras.layers.Embedding):
             raise ValueError(
                 f"{called(layer)} holds {called(part)}, whose ids a LayerStack cannot check: embed outside."
             )
     for variable in layer.weights:
-        if variable.constraint is not None:
+        if variable.constraint is not None or not isinstance(variable.regularizer, SUMMED_REGULARIZERS):
             raise ValueError(
-                f"{variable.path!r} has constraint={variable.constraint!r}, which would see the stacked weights. "
-                "Use plain layers, or no constraint."
-            )
-        if not isinstance(variable.regularizer, SUMMED_REGULARIZERS):
-            raise ValueError(
-                f"{variable.path!r} has regularizer={variable.regularizer!r}: of stacked weights, only L1, L2 "
-                "and L1L2 are the sum of the layers' own."
+                f"{variable.path!r} has constraint={variable.constraint!r} and regularizer={variable.regularizer!r}: "
+                "stacked weights can have no constraint, and of regularizers only the sums L1, L2 and L1L2."
             )
