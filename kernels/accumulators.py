@@ -44,11 +44,9 @@ class FactoredAccumulator:
     pass over it for each micro-batch, and the one product has more rows to run fast on.
 
     Args:
-        total: what to start from.
+        total, steps: as in `accumulator`.
         factors: a and b of one micro-batch, [rows, in] and [rows, out].
-        wholes: a and b of all micro-batches, [steps, rows, ...], where they exist already; None where the loop is to
-            write them down.
-        steps: the number of micro-batches.
+        wholes: those of all micro-batches, [steps, rows, ...]; None for one that the loop is to write down.
     """
 
     def __init__(self, total: tf.Tensor, factors: tuple, wholes: tuple, steps: int):
@@ -59,9 +57,8 @@ class FactoredAccumulator:
         return [tf.zeros([self._steps, *term.shape], term.dtype) for term in self.terms]
 
     def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [
-            dynamic_update_slice(whole, term[tf.newaxis], [i, 0, 0]) for whole, term in zip(carried, terms, strict=True)
-        ]
+        pairs = zip(carried, terms, strict=True)
+        return [dynamic_update_slice(whole, term[tf.newaxis], [i, 0, 0]) for whole, term in pairs]
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
         written = iter(carried)

@@ -23,7 +23,8 @@ def batch_norm(
         doffset, dscale = sum(dy), sum(dy * normal)
         dx = scale * rsqrt(variance + epsilon) * (dy - doffset / m - normal * dscale / m)
 
-    x is [..., channels], float32 or float64; mean and variance, [channels], are constants to autodiff.
+    x is [..., channels], float32 or float64; mean and variance, [channels], are constants to autodiff. Shape suffixes:
+    M rows, C channels.
 
     >>> y, mean, variance = batch_norm(tf.constant([[1.0], [3.0]]), tf.constant([2.0]), tf.constant([5.0]), 0.0)
     >>> y.numpy().ravel().tolist(), mean.numpy().item(), variance.numpy().item()
@@ -32,34 +33,27 @@ def batch_norm(
 
     @tf.custom_gradient
     def normalise(x_MC, scale_C, offset_C):
-        mean_C, variance_C = _moments(x_MC)
+        rows = tf.cast(tf.shape(x_MC)[0], x_MC.dtype)
+
+        def moments():
+            mean_C = _sum_of_rows(x_MC) / rows
+            return mean_C, _sum_of_rows(tf.square(x_MC - mean_C)) / rows
 
         def gradient(dy_MC, *_):
             # Once more, from x, for whoever differentiates this gradient; XLA merges the two.
-            mean_C, variance_C = _moments(x_MC)
+            mean_C, variance_C = moments()
             inverse_C = tf.math.rsqrt(variance_C + epsilon)
             normal_MC = (x_MC - mean_C) * inverse_C
             doffset_C, dscale_C = _sum_of_rows(dy_MC), _sum_of_rows(dy_MC * normal_MC)
-            dx_MC = scale_C * inverse_C * (dy_MC - (doffset_C + normal_MC * dscale_C) / _rows(x_MC))
+            dx_MC = scale_C * inverse_C * (dy_MC - (doffset_C + normal_MC * dscale_C) / rows)
             return dx_MC, dscale_C, doffset_C
 
+        mean_C, variance_C = moments()
         inverse_C = tf.math.rsqrt(variance_C + epsilon)
         return ((x_MC - mean_C) * (inverse_C * scale_C) + offset_C, mean_C, variance_C), gradient
 
     y, mean, variance = normalise(tf.reshape(x, [-1, x.shape[-1]]), scale, offset)
     return tf.ensure_shape(tf.reshape(y, tf.shape(x)), x.shape), mean, variance
-
-
-# Shape suffixes: M rows, C channels.
-
-
-def _moments(x_MC: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    mean_C = _sum_of_rows(x_MC) / _rows(x_MC)
-    return mean_C, _sum_of_rows(tf.square(x_MC - mean_C)) / _rows(x_MC)
-
-
-def _rows(x_MC: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.shape(x_MC)[0], x_MC.dtype)
 
 
 def _sum_of_rows(t_MC: tf.Tensor) -> tf.Tensor:

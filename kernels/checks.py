@@ -15,11 +15,7 @@ Choice = TypeVar("Choice")
 
 
 def number(name: str, value: Any, rule: str, accepts: Callable[[Any], bool]) -> float:
-    """`value` as a float.
-
-    Raises:
-        TypeError: raised if it is not a real number (a bool is not).
-        ValueError: raised if `accepts(value)` is false.
+    """`value` as a float, if it is a real number (a bool is not) that `accepts(value)`.
 
     >>> number("z_loss", -1, "a number of at least 0", lambda v: v >= 0)
     Traceback (most recent call last):

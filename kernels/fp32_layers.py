@@ -25,17 +25,13 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite past 65504.
     Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D` and `ReversibleEmbedding`, however deep in the model,
     those inside a `LayerStack`, a `MultiHeadAttention` or a `GroupQueryAttention` (and these two themselves) included.
-    Left alone is what needs no switch (layers that compute in float32; `Embedding`, whose gradient Keras casts to
-    float32 before it scatters), and what this does not know: subclasses of these layers, and layers with LoRA or
-    quantization.
+    Left alone are layers that compute in float32, `Embedding` (Keras sums its gradient in float32), subclasses of
+    these layers, and layers with LoRA or quantization.
 
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum` is
-    imported) and clones as a switched one. The exception is a layer of your own that makes such layers inside:
-    once loaded, it has made plain ones, so switch again. Keras quantizes only its own classes, so switch back first.
+    imported) and clones as a switched one, but for a layer of your own that makes such layers inside: once loaded, it
+    has made plain ones, so switch again. Keras quantizes only its own classes, so switch back first.
     `fastaccum.Trainer` does this by itself, for as long as it traces a step.
-
-    Args:
-        model: a Keras 3 model, or a layer of one.
 
     Returns:
         The layers switched by this call: what `plain_weight_gradients` takes to undo it.
@@ -56,14 +52,7 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
 
 def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.Layer]) -> list[keras.layers.Layer]:
-    """Undoes `fp32_weight_gradients`.
-
-    Args:
-        layers: the layers that it returned; or a model, for all of its layers.
-
-    Returns:
-        The layers switched back.
-    """
+    """Undoes `fp32_weight_gradients` for the layers that it returned, or for all of a model, and returns which."""
     if isinstance(layers, keras.layers.Layer):
         layers = all_layers(layers)
     return _change_class([layer for layer in layers if type(layer) in _KERAS], _KERAS)
@@ -107,17 +96,17 @@ def _float32(variable: Any) -> tf.Tensor:
         return tf.convert_to_tensor(variable)
 
 
-def _finish(layer: Any, y: tf.Tensor, bias_shape: tuple[int, ...] | None = None) -> tf.Tensor:
+def _finish(layer: Any, y: tf.Tensor) -> tf.Tensor:
     if layer.bias is not None:
         bias = _float32(layer.bias)
-        y = add_fp32_wgrad(y, bias if bias_shape is None else tf.reshape(bias, bias_shape))
+        if getattr(layer, "data_format", None) == "channels_first":
+            bias = tf.reshape(bias, [-1, *[1] * layer.rank])
+        y = add_fp32_wgrad(y, bias)
     return y if layer.activation is None else layer.activation(y)
 
 
 def _convolution(layer: Any, convolution: Any, inputs: tf.Tensor) -> tf.Tensor:
-    y = convolution_fp32_wgrad(convolution, inputs, _float32(layer._kernel))
-    channels_first = layer.data_format == "channels_first"
-    return _finish(layer, y, (-1, *[1] * layer.rank) if channels_first else (-1,))
+    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, _float32(layer._kernel)))
 
 
 def _switched_from_base(layer: Any) -> Any:
@@ -154,11 +143,10 @@ class Fp32Conv1D(keras.layers.Conv1D):
             return super().call(inputs)
         if self.padding != "causal":
             return _convolution(self, self.convolution_op, inputs)
-        options = {name: getattr(self, name) for name in ("strides", "dilation_rate", "data_format")}
 
         def convolution(x, kernel):
             x = keras.ops.pad(x, self._compute_causal_padding())
-            return keras.ops.conv(x, kernel, padding="valid", **options)
+            return keras.ops.conv(x, kernel, self.strides, "valid", self.data_format, self.dilation_rate)
 
         return _convolution(self, convolution, inputs)
 

@@ -63,12 +63,8 @@ def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm:
         factor = clip_norm / max(norm, clip_norm) / denominator
 
     so that `accumulator * factor` equals `tf.clip_by_global_norm(g, clip_norm)`. Nothing is written: the
-    caller multiplies inside the optimizer's own pass, which XLA fuses.
-
-    Args:
-        accumulators: float32 (or float64) tensors.
-        denominator: float32 scalar, loss scale times weight sum; 0 gives factor 0.
-        clip_norm: the largest global norm let through; None for no clipping.
+    caller multiplies inside the optimizer's own pass, which XLA fuses. The denominator is the loss scale times the
+    weight sum, a float32 scalar; 0 gives factor 0.
 
     >>> reduced = reduce([tf.constant([6.0, 8.0])], denominator=tf.constant(2.0), clip_norm=1.0)
     >>> float(reduced.norm), bool(reduced.finite), round(float(reduced.factor), 6)

@@ -11,9 +11,7 @@ import tensorflow as tf
 def max_pool2d(x: tf.Tensor, pool_size: tuple[int, int]) -> tf.Tensor:
     """`tf.nn.max_pool2d(x, pool_size, pool_size, "VALID")`, as the maximum of the windows' corners, one by one.
 
-    The gradient goes to the first of equal maxima, row by row, as TensorFlow's does.
-
-    x is [batch, height, width, channels], of known height and width.
+    The gradient goes to the first of equal maxima, as TensorFlow's does. x's height and width are known.
 
     >>> x = tf.reshape([1.0, 2.0, 4.0, 4.0], [1, 2, 2, 1])
     >>> with tf.GradientTape() as tape:
