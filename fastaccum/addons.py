@@ -55,7 +55,13 @@ def _tensorflow_addons() -> ModuleType:
         # It announces its end of life and the TensorFlow versions it was tested with, three times over.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"tensorflow_addons\.")
         addons = importlib.import_module("tensorflow_addons")
-    _mend_multi_optimizer()
+    from tensorflow_addons.optimizers import discriminative_layer_training
+    from tf_keras.src import backend
+    from tf_keras.src.utils import tf_utils
+
+    # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
+    discriminative_layer_training.backend = backend
+    discriminative_layer_training.tf_utils = tf_utils
     return addons
 
 
@@ -102,13 +108,3 @@ def _keras_src_engine() -> Iterator[None]:
         yield
     finally:
         del sys.modules["keras.src.engine"]
-
-
-def _mend_multi_optimizer() -> None:
-    # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
-    from tensorflow_addons.optimizers import discriminative_layer_training
-    from tf_keras.src import backend
-    from tf_keras.src.utils import tf_utils
-
-    discriminative_layer_training.backend = backend
-    discriminative_layer_training.tf_utils = tf_utils

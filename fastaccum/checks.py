@@ -7,12 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from fastaccum.kernels.checks import LARGEST as LARGEST
-from fastaccum.kernels.checks import fraction as fraction
-from fastaccum.kernels.checks import one_of as one_of
-from fastaccum.kernels.checks import positive as positive
-from fastaccum.kernels.checks import true_or_false as true_or_false
-from fastaccum.kernels.checks import whole_number as whole_number
+from fastaccum.kernels.checks import LARGEST, fraction, one_of, positive, true_or_false, whole_number  # noqa: F401
 
 
 def positive_or_none(name: str, value: Any) -> float | None:

@@ -200,9 +200,6 @@ def gpt(
     Returns:
         A `keras.Model`, int32 `[batch, time]` -> float32 `[batch, time, vocabulary_size]`.
 
-    Raises:
-        ValueError: raised if a size is not a positive whole number, or heads do not fit each other or the width.
-
     >>> model = gpt(width=32, layers=1, heads=2, context=16)
     >>> model.output_shape
     (None, None, 256)

@@ -18,19 +18,17 @@ from tensorflow.python.eager import record
 
 from fastaccum.kernels.checks import LARGEST, number, one_of, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import cudnn_attention
-from fastaccum.kernels.device import has_gpu
 from fastaccum.kernels.xla_ops import (
     HALF,
     dot,
     dynamic_add_slice,
     dynamic_update_slice,
     first_order,
+    has_gpu,
     loop,
     product,
     sizes,
 )
-
-Implementation = Literal["auto", "blockwise", "cudnn", "reference"]
 
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
 _LOW = -1e30
@@ -45,7 +43,7 @@ def attention(
     scale: float | None = None,
     segment_ids: Any = None,
     block_size: int | None = None,
-    implementation: Implementation = "auto",
+    implementation: Literal["auto", "blockwise", "cudnn", "reference"] = "auto",
 ) -> tf.Tensor:
     """Softmax attention, forward and backward in blocks, in memory linear in the number of tokens.
 
@@ -78,10 +76,6 @@ def attention(
 
     Returns:
         [B, T, H, K], query's dtype.
-
-    Raises:
-        TypeError: raised if a dtype is not one of these, or not the same in all.
-        ValueError: raised if shapes do not fit, or the implementation is unknown or cannot do what is asked.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")

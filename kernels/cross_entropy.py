@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import tensorflow as tf
 
 from fastaccum.kernels.checks import fraction, number, one_of, whole_number
-from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, loop, product
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, has_gpu, loop, product
 
 
 def linear_cross_entropy(
@@ -58,10 +57,6 @@ def linear_cross_entropy(
 
     Returns:
         The losses, float32 [...]: weigh and reduce them as you like.
-
-    Raises:
-        TypeError: raised if a dtype is not one of these, or an option is not a number.
-        ValueError: raised if shapes do not fit or are not known, or an option is out of its range.
 
     >>> hidden, kernel = tf.ones([2, 3]), tf.zeros([3, 100])
     >>> losses = linear_cross_entropy(hidden, kernel, tf.constant([7, -100]))  # log(100), and one ignored

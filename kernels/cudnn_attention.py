@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import HALF, in_xla
+from fastaccum.kernels.xla_ops import HALF, has_gpu, in_xla
 
 # The contracted axes of both operands of each product, which are [B, H, T, K] or scores [B, H, T, S].
 _FORWARD = {"bmm1": (3, 3), "bmm2": (3, 2)}

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.kernels.matmul import add_fp32_wgrad, convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
+from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]
@@ -23,10 +23,9 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
     The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32 variables) the
     gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite past 65504.
-    Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D` and `ReversibleEmbedding`, however deep in the model,
-    those inside a `LayerStack`, a `MultiHeadAttention` or a `GroupQueryAttention` (and these two themselves) included.
-    Left alone are layers that compute in float32, `Embedding` (Keras sums its gradient in float32), subclasses of
-    these layers, and layers with LoRA or quantization.
+    Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`, `ReversibleEmbedding`, `MultiHeadAttention` and
+    `GroupQueryAttention`, however deep in the model, in a `LayerStack` too. Left alone are layers that compute in
+    float32, `Embedding` (Keras sums its gradient in float32), subclasses, and layers with LoRA or quantization.
 
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum` is
     imported) and clones as a switched one, but for a layer of your own that makes such layers inside: once loaded, it
@@ -35,9 +34,6 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
     Returns:
         The layers switched by this call: what `plain_weight_gradients` takes to undo it.
-
-    Raises:
-        TypeError: raised if `model` is not a Keras 3 model or layer.
 
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16", name="head")])
     >>> [layer.name for layer in fp32_weight_gradients(model)]
@@ -101,7 +97,8 @@ def _finish(layer: Any, y: tf.Tensor) -> tf.Tensor:
         bias = _float32(layer.bias)
         if getattr(layer, "data_format", None) == "channels_first":
             bias = tf.reshape(bias, [-1, *[1] * layer.rank])
-        y = add_fp32_wgrad(y, bias)
+        # Broadcast before the cast, so that autodiff sums after its own cast, in float32.
+        y += tf.cast(tf.broadcast_to(bias, tf.shape(y)), y.dtype)
     return y if layer.activation is None else layer.activation(y)
 
 

@@ -55,7 +55,6 @@ class LayerStack(keras.layers.Layer):
         **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients flow into them.
 
     Raises:
-        TypeError: raised if `make_layer` does not make a layer, or x is not one tensor.
         ValueError: raised when built, if layers differ, share state, or have constraints, other regularizers or
             metrics; when traced, if a layer changes its input's shape, dtype or mask, adds losses, or uses variables
             that are not its own.
@@ -189,11 +188,7 @@ class LayerStack(keras.layers.Layer):
         return layers
 
     def assign_from(self, layers: Sequence[keras.layers.Layer]) -> None:
-        """Takes the weights and seeds of plain layers, the inverse of `unstack`.
-
-        Raises:
-            ValueError: raised if they are not `depth` built layers with weights of the stack's shapes.
-        """
+        """Takes the weights and seeds of `depth` plain layers, the inverse of `unstack`."""
         weights = self._stacked_variables
         if len(layers) != self.depth:
             raise ValueError(f"layers has {len(layers)} layers, but depth={self.depth}: pass one for each.")

@@ -23,8 +23,8 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
         dx = dy @ cast(kernel, x.dtype)^T                # in x.dtype, as autodiff gives it
         dkernel = x^T @ dy                               # half x half -> float32, rounded nowhere
 
-    Nothing stands between that dot and a float32 accumulator, so a GPU can add in the matmul's own epilogue. It
-    takes as much memory as autodiff. For float32 and float64, this is the plain matmul.
+    Nothing stands between that dot and a float32 accumulator, so a GPU can add in the matmul's own epilogue. For
+    float32 and float64, this is the plain matmul.
 
     Args:
         x: [..., in], float16, bfloat16, float32 or float64.
@@ -32,10 +32,6 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
 
     Returns:
         [..., out], x's dtype.
-
-    Raises:
-        TypeError: raised if a dtype is not one of these, or the kernel is not float32.
-        ValueError: raised if shapes do not fit.
 
     >>> x, kernel = tf.fill([300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1])
     >>> with tf.GradientTape() as tape:
@@ -118,20 +114,6 @@ def convolution_fp32_wgrad(
         return convolution(x, rounded), gradient
 
     return convolve(x, kernel) if x.dtype in HALF else convolution(x, kernel)
-
-
-def add_fp32_wgrad(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
-    """`x + tf.cast(bias, x.dtype)`, broadcast to x's shape, with the bias's gradient summed in float32.
-
-    >>> x, bias = tf.zeros([70_000, 1], tf.float16), tf.ones([1])
-    >>> with tf.GradientTape() as tape:
-    ...     tape.watch(bias)
-    ...     y = add_fp32_wgrad(x, bias)
-    >>> y.dtype.name, tape.gradient(y, bias).numpy().item()
-    ('float16', 70000.0)
-    """
-    # Broadcast before the cast, so that autodiff sums after its own cast, in float32.
-    return x + tf.cast(tf.broadcast_to(bias, tf.shape(x)), x.dtype)
 
 
 def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor) -> tf.Tensor:

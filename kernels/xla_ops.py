@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,12 @@ from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.ops import control_flow_util
 
 HALF = (tf.float16, tf.bfloat16)
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether TensorFlow sees a GPU: programs then run on it, and their results are not waited for."""
+    return bool(tf.config.list_logical_devices("GPU"))
 
 
 def in_xla() -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
-from fastaccum.kernels.device import has_gpu
+from fastaccum.kernels.xla_ops import has_gpu
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 2048, 2, 256, 512
 K, B = 4, 8  # 4,096 tokens a micro-batch: no width has this size

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels import batch_norm, convolution, fp32_layers, pooling
+from fastaccum.kernels import cpu_layers, fp32_layers
 
 # In elements. Each takes a slice and a select of its own: larger windows compile longer, and run no faster.
 _LARGEST_WINDOW = 4
@@ -47,7 +47,7 @@ def _dilated(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
 
 
 def _convolved(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
-    return convolution.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
+    return cpu_layers.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
 
 
 def _is_small(layer: Any) -> bool:
@@ -58,7 +58,7 @@ def _pooled(layer: Any, x: tf.Tensor) -> tf.Tensor:
     sizes = x.shape[1:3]
     whole = None not in sizes and all(size % window == 0 for size, window in zip(sizes, layer.pool_size, strict=True))
     if whole or (layer.padding == "valid" and None not in sizes):
-        return pooling.max_pool2d(x, layer.pool_size)
+        return cpu_layers.max_pool2d(x, layer.pool_size)
     return type(layer).call(layer, x)
 
 
@@ -70,7 +70,7 @@ def _normalised(layer: Any, x: tf.Tensor, training: bool | None = None, mask: An
     channels = [x.shape[-1]]
     scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones(channels)
     offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros(channels)
-    y, *moments = batch_norm.batch_norm(x, scale, offset, layer.epsilon)
+    y, *moments = cpu_layers.batch_norm(x, scale, offset, layer.epsilon)
     for moving, value in zip((layer.moving_mean, layer.moving_variance), moments, strict=True):
         moving.assign(tf.cast(moving, x.dtype) * layer.momentum + value * (1.0 - layer.momentum))
     return tf.cast(y, layer.compute_dtype)

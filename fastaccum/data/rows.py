@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.data.stacks import Batch
-from fastaccum.kernels.device import has_gpu
+from fastaccum.kernels.xla_ops import has_gpu
 
 
 def is_array_nest(x: Any) -> bool:

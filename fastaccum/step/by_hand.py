@@ -7,7 +7,7 @@ from typing import Any
 
 from fastaccum.data.by_hand import as_stack, sample
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.kernels.device import has_gpu
+from fastaccum.kernels.xla_ops import has_gpu
 from fastaccum.step.model_step import Unread
 from fastaccum.step.program import flat
 from fastaccum.step.train_step import StepResult

@@ -14,8 +14,7 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.data.stacks import Batch, trip_count
-from fastaccum.kernels.device import has_gpu
-from fastaccum.kernels.xla_ops import loop
+from fastaccum.kernels.xla_ops import has_gpu, loop
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
 from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState

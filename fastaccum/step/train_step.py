@@ -13,7 +13,7 @@ from fastaccum import checks
 from fastaccum.adapters import optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
-from fastaccum.kernels.accumulators import FactoredAccumulator, SumAccumulator, accumulator
+from fastaccum.kernels.gradients import FactoredAccumulator, SumAccumulator, accumulator
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.program import Program, converted
@@ -220,7 +220,7 @@ class TrainStep:
 
     def _loop(self, stack: Any, prepared: Any, sums: Accumulated) -> Accumulated:
         steps = trip_count(stack)
-        zeros = gradients.zeros(self.variables)
+        zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 

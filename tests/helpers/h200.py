@@ -16,7 +16,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from fastaccum.kernels import device
+from fastaccum.kernels import xla_ops
 from fastaccum.step.program import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
@@ -98,13 +98,13 @@ def compile_for_h200(exported, **flags):
 @contextlib.contextmanager
 def as_on_a_gpu():
     """Lets `has_gpu()` say so: what is traced inside is what a GPU would get."""
-    device.has_gpu.cache_clear()
+    xla_ops.has_gpu.cache_clear()
     with mock.patch.object(tf.config, "list_logical_devices", return_value=["GPU"]):
-        device.has_gpu()
+        xla_ops.has_gpu()
     try:
         yield
     finally:
-        device.has_gpu.cache_clear()
+        xla_ops.has_gpu.cache_clear()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.kernels.batch_norm import batch_norm
+from fastaccum.kernels.cpu_layers import batch_norm
 
 EPSILON = 1e-3
 

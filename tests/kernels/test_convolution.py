@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.kernels.convolution import conv2d
+from fastaccum.kernels.cpu_layers import conv2d
 
 SHAPES = [((2, 7, 9, 3), (3, 3, 3, 4)), ((1, 6, 5, 2), (2, 4, 2, 3)), ((3, 8, 8, 1), (1, 5, 1, 2))]
 CASES = list(itertools.product(SHAPES, [(1, 1), (2, 2), (3, 1)], ["same", "valid"]))

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.kernels.pooling import max_pool2d
+from fastaccum.kernels.cpu_layers import max_pool2d
 
 
 def output_and_gradient(pool, x):

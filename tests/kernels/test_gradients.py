@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.kernels import accumulators
+from fastaccum.kernels import gradients
 from fastaccum.step import program as compiled
 
 N, ROWS, WIDTH = 5, 3, 256
@@ -57,7 +57,7 @@ def kinds(monkeypatch):
         chosen.append(choose(*args))
         return chosen[-1]
 
-    choose = accumulators.accumulator
+    choose = gradients.accumulator
     monkeypatch.setattr("fastaccum.step.train_step.accumulator", spy)
     return lambda: [type(each).__name__ for each in chosen]
 
@@ -116,7 +116,7 @@ def hlo_and_memory(net, stack):
 def test_the_loop_carries_no_accumulator_and_memory_is_less(monkeypatch):
     stack = make_stack()
     hlo, temp = hlo_and_memory(Net(), stack)
-    monkeypatch.setattr(accumulators, "SMALLEST_MATRIX", WIDTH**2 + 1)
+    monkeypatch.setattr(gradients, "SMALLEST_MATRIX", WIDTH**2 + 1)
     plain_hlo, plain_temp = hlo_and_memory(Net(), stack)
     (loop,), (plain_loop,) = (re.findall(r"^.* while\(.*$", text, re.MULTILINE) for text in (hlo, plain_hlo))
     assert f'known_trip_count":{{"n":"{N}"}}' in loop
@@ -136,7 +136,7 @@ def choice(gradient_of, steps=N, rows=ROWS, dtype=tf.float32, shape=(WIDTH, WIDT
             tape.watch(kernel)
             loss = gradient_of(x, kernel)
         gradient = tape.gradient(loss, kernel)
-        return type(accumulators.accumulator(tf.zeros(shape), gradient, steps, lambda t: None)).__name__
+        return type(gradients.accumulator(tf.zeros(shape), gradient, steps, lambda t: None)).__name__
 
 
 def once(x, kernel):
@@ -158,7 +158,7 @@ def twice(x, kernel):
         (once, {}, "FactoredAccumulator"),
         (once, {"rows": WIDTH // 2 // N}, "FactoredAccumulator"),
         (once, {"rows": WIDTH // 2 // N + 1}, "SumAccumulator"),  # the factors would outgrow the accumulator
-        (once, {"steps": accumulators.FEWEST_STEPS - 1}, "SumAccumulator"),
+        (once, {"steps": gradients.FEWEST_STEPS - 1}, "SumAccumulator"),
         (once, {"shape": (WIDTH, WIDTH - 1)}, "SumAccumulator"),
         (twice, {}, "SumAccumulator"),
         (half_of_autodiff, {"dtype": tf.float16}, "SumAccumulator"),
@@ -187,6 +187,6 @@ def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(poli
 
     ours = weights_after_fit()
     assert kinds() == ["FactoredAccumulator", "SumAccumulator", "SumAccumulator", "SumAccumulator"]
-    monkeypatch.setattr(accumulators, "SMALLEST_MATRIX", WIDTH**2 + 1)
+    monkeypatch.setattr(gradients, "SMALLEST_MATRIX", WIDTH**2 + 1)
     for a, b, start in zip(ours, weights_after_fit(), model.get_weights(), strict=True):
         assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b - start)
