@@ -123,8 +123,6 @@ def attention_implementation(
     >>> attention_implementation([1, 8192, 8, 64], [1, 8192, 8, 64])
     'blockwise'
     """
-    if not len(query_shape) == len(key_shape) == 4:
-        raise ValueError(f"The shapes must be [batch, time, heads, width]: query {query_shape}, key {key_shape}.")
     queries, keys = query_shape[1], key_shape[1]
     if queries is None or keys is None or queries * keys <= _block_size(block_size) ** 2:
         return "reference"

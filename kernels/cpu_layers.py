@@ -112,14 +112,10 @@ def batch_norm(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Normalises every channel by its mean and variance over all rows of the batch.
 
-    Ioffe and Szegedy, 2015 (https://arxiv.org/abs/1502.03167), with the gradient in closed form. With m rows:
+    Ioffe and Szegedy, 2015 (https://arxiv.org/abs/1502.03167), with the gradient in closed form:
 
         mean, variance = tf.nn.moments(x, all axes but the last)
-        normal = (x - mean) * rsqrt(variance + epsilon)
-        y = scale * normal + offset
-
-        doffset, dscale = sum(dy), sum(dy * normal)
-        dx = scale * rsqrt(variance + epsilon) * (dy - doffset / m - normal * dscale / m)
+        y = scale * (x - mean) * rsqrt(variance + epsilon) + offset
 
     x is [..., channels], float32 or float64; mean and variance, [channels], are constants to autodiff. Shape suffixes:
     M rows, C channels.

@@ -37,8 +37,7 @@ class SumAccumulator:
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
         """The sum over all micro-batches, from what the loop carried out."""
-        (total,) = carried
-        return total
+        return carried[0]
 
 
 class FactoredAccumulator:

@@ -41,8 +41,9 @@ class LayerStack(keras.layers.Layer):
 
     Args:
         make_layer: makes one layer from no arguments; or a layer, of whose configuration `depth` new ones are made.
-            The layer must map its first argument to one tensor of the same shape and dtype. Its weights may have
-            L1 and L2 regularizers; it may hold further state (BatchNormalization).
+            The layer must map its first argument to one tensor of the same shape, dtype and mask, with variables of
+            its own alone, and add no losses. Its weights may have L1 and L2 regularizers, and no constraints; it may
+            hold further state (BatchNormalization), but no metrics.
         depth: how many layers.
         implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
             weights, with plain autodiff.
@@ -53,11 +54,6 @@ class LayerStack(keras.layers.Layer):
     Call arguments:
         x: one tensor; a Keras mask on it reaches every layer, where the layers support masking.
         **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients flow into them.
-
-    Raises:
-        ValueError: raised when built, if layers differ, share state, or have constraints, other regularizers or
-            metrics; when traced, if a layer changes its input's shape, dtype or mask, adds losses, or uses variables
-            that are not its own.
 
     >>> keras.utils.set_random_seed(0)
     >>> stack = LayerStack(lambda: keras.layers.Dense(4, "tanh"), depth=3)
@@ -108,8 +104,7 @@ class LayerStack(keras.layers.Layer):
         with tf.init_scope(), AutocastScope(None):
             layers = [self._built(self.template)]
             # One after the other, so that random values are drawn in the order of plain layers.
-            while len(layers) < self.depth:
-                layers.append(self._built(stackable.made(self.make_layer)))
+            layers += [self._built(stackable.made(self.make_layer)) for _ in range(self.depth - 1)]
             stackable.require_same_variables(layers)
             stackable.require_same_settings(layers)
             stackable.require_supported(self.template)
@@ -198,13 +193,9 @@ class LayerStack(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
-        return {
-            # The dtype policy is the template's.
-            **{key: config[key] for key in ("name", "trainable")},
-            "make_layer": keras.saving.serialize_keras_object(self.template),
-            "depth": self.depth,
-            "implementation": self.implementation,
-        }
+        del config["dtype"]  # the template's
+        make_layer = keras.saving.serialize_keras_object(self.template)
+        return {**config, "make_layer": make_layer, "depth": self.depth, "implementation": self.implementation}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LayerStack:
@@ -265,8 +256,7 @@ class _Body(NamedTuple):
             raise ValueError(f"{name} changes its input's mask, which a LayerStack passes to every layer as it is.")
         if scope.losses:
             raise ValueError(
-                f"{name} adds losses (`add_loss` or an activity regularizer), which a LayerStack would drop. Use plain "
-                "layers, or add the loss outside the stack."
+                f"{name} adds losses (`add_loss` or an activity regularizer): add them outside the LayerStack."
             )
         y.set_shape(x.shape)
         after = [scope.get_current_value(v) for v in self.state]
@@ -303,9 +293,8 @@ def _looped(body, depth, x, weights, state):
         def gradient(dy, *_, variables=None):
             if variables:
                 raise ValueError(
-                    f"{stackable.called(body.template)} uses variables that are not its own: "
-                    f"{[v.name for v in variables]}. A LayerStack has no gradient for them: pass them to the call as "
-                    "keyword arguments."
+                    f"{stackable.called(body.template)} uses variables that are not its own, so that they get no "
+                    f"gradient: {[v.name for v in variables]}. Pass them to the LayerStack's call by keyword."
                 )
             floating = [t for t in shared if t.dtype.is_floating]
 
