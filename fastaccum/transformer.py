@@ -138,9 +138,7 @@ class TransformerBlock(_AttentionLayer):
 
     The MLP is `gelu(x W_1) W_2` with four times the width inside.
 
-    Args:
-        heads, key_value_heads, rotary: as in `CausalSelfAttention`.
-        residual_scale: factor on the spread of the initial values of both projections onto the residual.
+    Arguments are those of `CausalSelfAttention`; `residual_scale` is for both projections onto the residual.
     """
 
     def build(self, x_shape: Shape) -> None:

@@ -62,7 +62,7 @@ def attention(
     https://arxiv.org/abs/2305.13245).
 
     Args:
-        query: [B, T, H, K], float32, float16 or bfloat16.
+        query: [B, T, H, K], float32, float16 or bfloat16; the result has its shape and dtype.
         key: [B, S, G, K], query's dtype; H a multiple of G.
         value: [B, S, G, K], query's dtype.
         causal: query t sees keys up to t + S - T only: the ends are aligned.
@@ -73,9 +73,6 @@ def attention(
         implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
             in a program that XLA compiles for a GPU, of float16 or bfloat16 without segment_ids, K a multiple of 8
             up to 128, and T equal to S if causal (not run on a GPU yet); or "auto", see `attention_implementation`.
-
-    Returns:
-        [B, T, H, K], query's dtype.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")

@@ -27,11 +27,8 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     float32 and float64, this is the plain matmul.
 
     Args:
-        x: [..., in], float16, bfloat16, float32 or float64.
+        x: [..., in], float16, bfloat16, float32 or float64; the result, [..., out], has its dtype.
         kernel: [in, out], float32 (float64 for x in float64): the variable itself, before any autocast.
-
-    Returns:
-        [..., out], x's dtype.
 
     >>> x, kernel = tf.fill([300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1])
     >>> with tf.GradientTape() as tape:
