@@ -17,7 +17,7 @@ from fastaccum.adapters.callbacks import Callbacks, LateLogs
 from fastaccum.adapters.losses import Losses, takes_class_indices
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
-from fastaccum.checkpoint import saver as savers
+from fastaccum.checkpoint.saver import Saver
 from fastaccum.checkpoint.state import Training, describe
 from fastaccum.data import arrays, source
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position
@@ -210,7 +210,7 @@ class Trainer:
             validation_batch_size,
             validation_freq,
         )
-        saver = savers.get(checkpoint_dir, checkpoint_every, keep)
+        saver = Saver(checkpoint_dir, checkpoint_every, keep)
         class_weight = checks.class_weight(class_weight)
         if checks.fraction("validation_split", validation_split) and validation_data is None:
             (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)

@@ -23,11 +23,6 @@ _COUNTERS = {
 }
 
 
-def value_of(saved: Any) -> Any:
-    """A log value from what `plain` made of it: a number, or an array where a metric has a value for each class."""
-    return np.array(saved, np.float32) if isinstance(saved, list) else saved
-
-
 def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
     """The callbacks whose state is saved, each with a name of its own."""
     found, counts = [], collections.Counter[str]()

@@ -24,30 +24,6 @@ from fastaccum.checkpoint.state import Training
 from fastaccum.data.stacks import Dispatch, Position
 
 
-def get(directory: str | os.PathLike | None, every: int | None, keep: int) -> Saver:
-    """What saves a fit, from the arguments of `fit`.
-
-    Raises:
-        TypeError, ValueError: raised if an argument is out of its range, or the folder cannot be written to.
-    """
-    keep = checks.whole_number("keep", keep)
-    if every is not None:
-        every = checks.whole_number("checkpoint_every", every)
-    if directory is None:
-        if every is not None:
-            raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
-        return Saver(None, None, keep)
-    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-        raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=os.fspath(directory)):
-            pass
-    except OSError as error:
-        raise ValueError(f"checkpoint_dir={str(directory)!r} cannot be written to: {error.strerror}.") from error
-    return Saver(Path(directory).absolute(), every, keep)  # a callback may change the working directory
-
-
 class Saver:
     """Saves the state of a fit, and takes it up again.
 
@@ -56,16 +32,21 @@ class Saver:
     SIGTERM for as long as the chief does, which would wait in vain for the one that had left.
 
     Args:
-        directory: of the checkpoints; None in a fit without.
-        every: train steps from one to the next; None for each epoch's end.
-        keep: how many newest are kept.
+        directory, every, keep: as `fit` had them.
 
     Attributes:
         stopped: whether a callback had ended the fit that is resumed.
+
+    Raises:
+        TypeError, ValueError: raised if one is out of its range, or the folder cannot be written to.
     """
 
-    def __init__(self, directory: Any, every: int | None, keep: int):
-        self.directory, self.every, self.keep = directory, every, keep
+    def __init__(self, directory: str | os.PathLike[str] | None, every: int | None, keep: int):
+        self.keep = checks.whole_number("keep", keep)
+        self.every = None if every is None else checks.whole_number("checkpoint_every", every)
+        if directory is None and every is not None:
+            raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
+        self.directory: Any = None if directory is None else _writable(directory)
         self.stopped = False
         self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
         self._done = self._saved = 0
@@ -176,7 +157,11 @@ class Saver:
         callback_state.restore(self._training.callbacks, manifest["callbacks"], self._of("callbacks"))
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
-        history.history = {name: list(map(callback_state.value_of, v)) for name, v in self._resumed.history.items()}
+        # A metric may have a value for each class.
+        history.history = {
+            name: [np.array(v, np.float32) if isinstance(v, list) else v for v in values]
+            for name, values in self._resumed.history.items()
+        }
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
         """An epoch's dispatches. Each has been executed by the time that the next is asked for."""
@@ -253,8 +238,21 @@ class Saver:
         try:
             write.result()
         except Exception as error:
+            reason = str(error).partition("\n")[0]  # TensorFlow adds lines
             raise store.CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
-                f"{store.first_line(error)}. Earlier ones are as they were. Make room or mend the folder, then call "
+                f"{reason}. Earlier ones are as they were. Make room or mend the folder, then call "
                 "fit again to go on from the last of them."
             ) from error
+
+
+def _writable(directory: Any) -> Path:
+    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+        raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=os.fspath(directory)):
+            pass
+    except OSError as error:
+        raise ValueError(f"checkpoint_dir={str(directory)!r} cannot be written to: {error.strerror}.") from error
+    return Path(directory).absolute()  # a callback may change the working directory

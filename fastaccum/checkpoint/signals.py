@@ -10,13 +10,9 @@ from typing import Any, ClassVar
 
 
 class EndRequest:
-    """While entered, the first signal of a kind sets `requested`; a second one ends the process at once.
+    """While entered, the first signal `number` prints `notice` and sets `requested`; a second one ends the process.
 
     Only the main thread can do so: in another, signals stay as they were.
-
-    Args:
-        number: of the signal.
-        notice: what the first one prints.
 
     Attributes:
         entered: by number, the requests that are entered now.

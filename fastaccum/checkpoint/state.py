@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,20 +22,6 @@ from fastaccum.data.stacks import Batch
 NUMBER = r"_\d+(?=[_/]|$)"
 
 
-class Workers(Protocol):
-    """The processes that train together, if there are several."""
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process is the one that writes what all share."""
-
-    def barrier(self) -> None:
-        """Returns once every worker has come here."""
-
-    def require_same(self, advice: str, **numbers: int) -> None:
-        """Raises an error, with advice, on every worker if they differ in one of the numbers."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A fit, as far as a checkpoint is concerned.
@@ -48,7 +34,7 @@ class Training:
         callbacks: those whose state is saved.
         require_savable: returns False while steps are skipped until an error that is still to be read, and raises
             ValueError if indices out of range were seen: neither leaves a state to go on from.
-        workers: None for a single process.
+        workers: the `Replicas` that train together, from the room above; None for a single process.
     """
 
     model: Any
@@ -57,7 +43,7 @@ class Training:
     stacks: ArrayStacks | DatasetStacks
     callbacks: Callbacks
     require_savable: Callable[[], bool]
-    workers: Workers | None = None
+    workers: Any = None
 
 
 def name_variables(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:
@@ -93,14 +79,11 @@ def describe(
     sample: Batch,
     plan: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What must be the same for a checkpoint to fit: plain values.
+    """What must be the same for a checkpoint to fit, as plain values.
 
     Args:
-        model, optimizer: their adapters.
         losses: "loss" and "loss_weights", as they were passed.
         variables: by group, as `Training` has them.
-        options: those of the train step.
-        sample: specs of one micro-batch.
         plan: that of the stacks, and whatever else changes what an epoch is.
     """
     specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
@@ -169,8 +152,5 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
             for line in differences(saved.get(name, "nothing"), now.get(name, "nothing"), f"{path}.{name}".lstrip("."))
         ]
         return found or ([f"{path}: in another order"] if list(saved) != list(now) else [])
-    return [] if saved == now else [f"{path}: {_shown(saved)} was saved, now {_shown(now)}"]
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
+    before, after = (value if isinstance(value, str) else repr(value) for value in (saved, now))
+    return [] if saved == now else [f"{path}: {before} was saved, now {after}"]

@@ -29,7 +29,6 @@ MANIFEST = "manifest.json"
 TENSORS = "state"
 FILES = [f"{TENSORS}.data-00000-of-00001", f"{TENSORS}.index"]
 _FOLDER = re.compile(r"step-(\d{8,})")
-_WRITING, _REMOVING = ".writing-", ".removing-"
 _LEFTOVER = re.compile(r"\.step-\d{8,}(\.writing-|\.removing-)\d+")
 
 
@@ -73,36 +72,25 @@ class Checkpoint:
         return self.manifest["history"]["history"]
 
     def tensors(self) -> dict[str, tf.Tensor]:
-        """Every tensor by name, in host memory.
-
-        Raises:
-            CorruptCheckpointError: raised if they cannot be read.
-        """
+        """Every tensor by name, in host memory."""
         specs = self.manifest["tensors"]
-        try:
-            with tf.device("CPU:0"):
-                values = tf.raw_ops.RestoreV2(
-                    prefix=str(self.path / TENSORS),
-                    tensor_names=list(specs),
-                    shape_and_slices=[""] * len(specs),
-                    dtypes=[tf.as_dtype(spec["dtype"]) for spec in specs.values()],
-                )
-        except (tf.errors.OpError, TypeError, KeyError) as error:
-            raise CorruptCheckpointError(f"its tensors cannot be read: {first_line(error)}") from error
+        with tf.device("CPU:0"):
+            values = tf.raw_ops.RestoreV2(
+                prefix=str(self.path / TENSORS),
+                tensor_names=list(specs),
+                shape_and_slices=[""] * len(specs),
+                dtypes=[tf.as_dtype(spec["dtype"]) for spec in specs.values()],
+            )
         return dict(zip(specs, values, strict=True))
 
 
 def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest good checkpoint in a folder; None if there is none at all.
+    """The newest good checkpoint in the `checkpoint_dir` of a fit; None if there is none at all.
 
-    Args:
-        directory: what `fit` had as `checkpoint_dir`.
+    Warns of each newer one that is not good, and says why.
 
     Raises:
         ValueError: raised if there are checkpoints, but no good one; names each, and what is wrong with it.
-
-    Warns:
-        RuntimeWarning: names each newer one that is not good, and why.
 
     >>> latest("no/such/folder") is None
     True
@@ -132,13 +120,8 @@ def paths(directory: str | os.PathLike[str]) -> list[Path]:
     return [Path(directory) / name for name in sorted(steps, key=steps.__getitem__, reverse=True)]
 
 
-def inspect(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder, after a look at every byte of it.
-
-    Raises:
-        CorruptCheckpointError: raised if it is not as it was written.
-    """
-    path = Path(path)
+def inspect(path: Path) -> Checkpoint:
+    """The checkpoint in a folder; raises CorruptCheckpointError unless every byte is as it was written."""
     try:
         manifest = _manifest(path)
         _require_files(path, manifest)
@@ -179,10 +162,7 @@ def _require_files(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def _require_tensors(path: Path, specs: dict[str, Any]) -> None:
-    try:
-        reader = tf.train.load_checkpoint(str(path / TENSORS))
-    except (tf.errors.OpError, ValueError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"its tensors cannot be read: {first_line(error)}") from error
+    reader = tf.train.load_checkpoint(str(path / TENSORS))
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     held = {name: {"shape": list(shapes[name]), "dtype": dtypes[name].name} for name in shapes}
     if held != specs:
@@ -198,26 +178,14 @@ def _regular(file: Path) -> Path:
 
 
 def write(directory: Path, manifest: dict[str, Any], tensors: Mapping[str, Any], keep: int) -> Path:
-    """Writes one checkpoint: all of it, or nothing; then removes all but the `keep` newest.
+    """Writes one checkpoint, all of it or nothing, then removes all but the `keep` newest; returns its folder.
 
     Everything goes to a hidden folder beside it, is flushed to the disk, and then takes its name in one operation of
-    the file system.
-
-    Args:
-        directory: made if it does not exist.
-        manifest: what describes the state; `manifest["progress"]["step"]` names the folder.
-        tensors: arrays or tensors by name.
-        keep: at least 1.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        OSError, tf.errors.OpError: raised if it could not be written; older checkpoints are as they were.
+    the file system. If that fails, older checkpoints are as they were.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{manifest['progress']['step']:08d}"
-    temporary = directory / f".{path.name}{_WRITING}{os.getpid()}"
+    temporary = directory / f".{path.name}.writing-{os.getpid()}"
     try:
         temporary.mkdir()
         with tf.device("CPU:0"):
@@ -252,15 +220,14 @@ def write(directory: Path, manifest: dict[str, Any], tensors: Mapping[str, Any],
 
 def remove_leftovers(directory: Path) -> None:
     """Removes what a process that was killed had been writing or removing."""
-    if directory.is_dir():
-        for each in directory.iterdir():
-            if _LEFTOVER.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each)
+    for each in directory.iterdir():
+        if _LEFTOVER.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
 
 
 def _remove(path: Path) -> None:
     """Removes a folder; a kill in the middle leaves nothing that looks like a checkpoint."""
-    hidden = path.with_name(f".{path.name}{_REMOVING}{os.getpid()}")
+    hidden = path.with_name(f".{path.name}.removing-{os.getpid()}")
     path.rename(hidden)
     if hidden.is_symlink() or not hidden.is_dir():
         hidden.unlink()
@@ -286,8 +253,3 @@ def _sha256(file: Path) -> str:
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the lines that TensorFlow adds."""
-    return (str(error).splitlines() or [repr(error)])[0]
