@@ -23,16 +23,7 @@ PREFETCH = 2
 
 
 class ArraySource:
-    """In-memory arrays as they were passed.
-
-    Args:
-        arrays: nests of arrays that `rows.as_arrays` checked; `valid` is empty.
-        batch_size: rows in a micro-batch.
-        seed: shuffles every epoch anew, and the same way for the same seed; None keeps the order.
-
-    Raises:
-        ValueError: raised if there are no rows, or first axes differ.
-    """
+    """In-memory arrays that `rows.as_arrays` checked; `seed` shuffles every epoch anew, None keeps the order."""
 
     read_once = False
     what = "x, y and sample_weight"
@@ -52,11 +43,7 @@ class ArraySource:
         )
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> ArrayStacks:
-        """The stacks that the rows become: a pass is an epoch, or `steps_per_epoch` go on where the last one ended.
-
-        Raises:
-            ValueError: raised if a micro-batch cannot be cut for the replicas.
-        """
+        """The stacks that the rows become: a pass is an epoch, or `steps_per_epoch` go on where the last one ended."""
         return ArrayStacks(self, layout, steps_per_epoch)
 
 
@@ -82,7 +69,7 @@ class ArrayStacks:
             self.layout.columns(size)
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
-        """What `restore` needs beside the steps done, as plain values and tensors: the order follows from the seed."""
+        """What `restore` needs beside the steps done: the order follows from the seed."""
         return {"seed": self._seed, "checksum": self.checksum()}, {}
 
     def track(self) -> None:
@@ -192,11 +179,7 @@ def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatc
 
 
 def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
-    """The first rows of every array, and the last `fraction` of them, as Keras's `validation_split` does.
-
-    Raises:
-        TypeError, ValueError: raised if these are not arrays, or cannot be split so.
-    """
+    """The first rows of every array, and the last `fraction` of them, as Keras's `validation_split` does."""
     if not rows.is_array_nest(arrays[0]):
         raise ValueError(
             f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."

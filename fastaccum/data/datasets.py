@@ -22,14 +22,10 @@ class DatasetSource:
     """A tf.data.Dataset, or what becomes one, whose batches are micro-batches of whatever size.
 
     Args:
-        x: a tf.data.Dataset, `keras.utils.PyDataset`, generator or torch DataLoader of (x, y) or (x, y, sample_weight).
+        x: yields (x, y) or (x, y, sample_weight).
         what: the argument's name, for errors.
         shuffle: whether a PyDataset yields its batches in another order in each pass.
-        weigh: maps (y, sample_weight) to the sample weight to use (class weights).
-
-    Raises:
-        TypeError: raised if elements do not hold dense numbers.
-        ValueError: raised if the dataset is empty or not batched.
+        weigh: maps (y, sample_weight) to the sample weight to use.
     """
 
     def __init__(self, x: Any, what: str, shuffle: bool = False, weigh: Callable[[Any, Any], Any] | None = None):
@@ -59,10 +55,8 @@ class DatasetSource:
         return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec)
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
-        """The stacks that the batches become: a pass is an epoch, or `steps_per_epoch` go on where the last one ended.
-
-        Raises:
-            ValueError: raised if the data cannot be shared among workers, does not last for `epochs`, or never ends.
+        """The stacks that the batches become: a pass is an epoch, or `steps_per_epoch` go on where the last one ended;
+        raises ValueError if the data does not last for `epochs`, or never ends.
         """
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.what)
@@ -102,7 +96,7 @@ class DatasetStacks:
         self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, alike)
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
-        """What `restore` needs to go on after the dispatch given out last, as plain values and tensors."""
+        """What `restore` needs to go on after the dispatch given out last."""
         plain, tensors = self._passes.position()
         return {"batch_size": self._batch_size, **plain}, tensors
 

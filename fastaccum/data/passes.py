@@ -19,20 +19,12 @@ _HOLDERS = {"CacheDataset": "a cache", "ConcatenateDataset": "a concatenation", 
 
 
 class Origin(NamedTuple):
-    """What yields the batches.
-
-    Attributes:
-        what: its name, for messages.
-        read_once: whether a second pass is impossible.
-        python: whether Python code yields the elements.
-        shuffled: whether each pass draws its order from Python's `random`, as Keras does for a PyDataset.
-        begin, end: called before and after each pass.
-    """
+    """What yields the batches, by the name `what` in messages."""
 
     what: str
-    read_once: bool = False
-    python: bool = False
-    shuffled: bool = False
+    read_once: bool  # a second pass is impossible
+    python: bool  # Python code yields the elements
+    shuffled: bool = False  # each pass draws its order from Python's `random`, as Keras does for a PyDataset
     begin: Callable[[], Any] = lambda: None
     end: Callable[[], Any] = lambda: None
 
@@ -54,9 +46,7 @@ class Passes:
     and dropped.
 
     Args:
-        pipeline: the dataset to iterate over.
         structure: specs of a batch.
-        origin: what the user passed.
         alike: whether other processes read the same data, and are to find the place too: by the number of steps.
 
     Attributes:
@@ -175,11 +165,7 @@ class Passes:
         return mark
 
     def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
-        """Goes to the place that `position` returned.
-
-        Raises:
-            ValueError: raised if the state is not of such a dataset.
-        """
+        """Goes to the place that `position` returned; raises ValueError if the state is not of such a dataset."""
         self._ended, self._skip, self._saved_random = saved["passes"], saved["steps"], saved.get("random")
         if "held" not in saved:
             self._repeat_passes()
@@ -252,16 +238,14 @@ def _obstacle(dataset: tf.data.Dataset) -> str | None:
 
 def _warn(dataset: tf.data.Dataset, what: str, obstacle: str | None) -> None:
     """Says what of a dataset will not be as it would have been."""
-    messages = []
+    warn = functools.partial(warnings.warn, category=RuntimeWarning, stacklevel=4)
     if obstacle is not None:
-        messages.append(
+        warn(
             f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass is "
             "read again and dropped: exact if the dataset, made anew, yields the same in the same order."
         )
     if any(int(shuffle._seed) == 0 == int(shuffle._seed2) for shuffle in _parts(dataset, "ShuffleDataset")):
-        messages.append(
+        warn(
             f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
             "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first."
         )
-    for message in messages:
-        warnings.warn(message, RuntimeWarning, stacklevel=4)

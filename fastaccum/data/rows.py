@@ -1,4 +1,4 @@
-"""Arrays that hold dense numbers, and their rows as tensors."""
+"""Arrays that hold dense numbers, in memory or as stacks made by hand, and their rows as tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.data.stacks import Batch
+from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu
 
 
@@ -27,12 +27,7 @@ def is_array_nest(x: Any) -> bool:
 
 
 def as_arrays(batch: tuple) -> Batch:
-    """Nests of arrays, checked and as they are: NumPy's are not copied.
-
-    Raises:
-        TypeError: raised if one does not hold dense numbers.
-        ValueError: raised if one is a scalar.
-    """
+    """Nests of arrays, checked and as they are: NumPy's are not copied."""
     return Batch(
         *(
             tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf), () if nest is None else nest)
@@ -44,6 +39,26 @@ def as_arrays(batch: tuple) -> Batch:
 def as_tensors(name: str, nest: Any) -> Any:
     """A nest of arrays as tensors, float64 as Keras's default float, as in Keras."""
     return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf), ...), nest)
+
+
+def as_stack(stack: Any) -> Batch:
+    """`(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays as tensors; a `Batch` as it is."""
+    if isinstance(stack, Batch):
+        return stack
+    if not isinstance(stack, (tuple, list)) or len(stack) not in (2, 3):
+        entries = f" of {len(stack)} entries" if isinstance(stack, (tuple, list)) else ""
+        raise ValueError(f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}{entries}.")
+    if stack[1] is None:
+        raise ValueError("y=None: a train step needs targets, as in (x, y).")
+    given = [() if each is None else each for each in stack]
+    batch = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
+    trip_count(batch)
+    shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
+    if len({shape[:2] for shape in shapes}) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
+        raise ValueError(
+            f"Every tensor of a stack has shape [micro-batches, rows, ...], the same first two axes in all: {shapes}."
+        )
+    return batch
 
 
 def count(what: str, batch: Batch) -> int:
@@ -59,10 +74,8 @@ def count(what: str, batch: Batch) -> int:
 def _checked(name: str, leaf: Any) -> np.ndarray | tf.Tensor:
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(leaf, "toarray"):
         remedies = {tf.RaggedTensor: "to_tensor()", tf.SparseTensor: "tf.sparse.to_dense"}
-        raise TypeError(
-            f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use "
-            f"{remedies.get(type(leaf), '.toarray()')} first."
-        )
+        remedy = remedies.get(type(leaf), ".toarray()")
+        raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use {remedy} first.")
     if not hasattr(leaf, "__array__"):
         raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
     require_unmasked(name, leaf)

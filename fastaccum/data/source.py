@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.data import class_weights, rows
+from fastaccum.data import rows
 from fastaccum.data.arrays import ArraySource
 from fastaccum.data.datasets import DatasetSource
 
@@ -29,19 +29,14 @@ def of(
     Args:
         x, y, sample_weight: nests of arrays; or `x` alone: a tf.data.Dataset, `keras.utils.PyDataset`, generator or
             torch DataLoader of batches.
-        batch_size: rows of a micro-batch, for arrays; None means 32.
         shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
-        seed: of the shuffling.
         class_weight: a factor for each class, multiplied into the sample weights.
         sparse_labels: whether `y` holds class indices even where it has more than one axis.
         what: the argument's name, for errors.
-
-    Raises:
-        TypeError, ValueError: raised if this is not data, or does not fit together.
     """
     weigh = None
     if class_weight is not None:
-        weigh = functools.partial(class_weights.weigh, class_weight, sparse_labels)
+        weigh = functools.partial(_weigh, class_weight, sparse_labels)
     if x is None:
         raise ValueError(f"{what}=None: there is no data to work on.")
     if isinstance(x, (list, tuple, dict)) and not tf.nest.flatten(x):
@@ -58,3 +53,29 @@ def of(
     if y is not None or sample_weight is not None:
         raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
     return DatasetSource(x, what, shuffle, weigh)
+
+
+def _weigh(class_weight: dict[int, float], sparse_labels: bool, y: Any, sample_weight: Any) -> tf.Tensor:
+    """The sample weights times the factors of the classes in `y`, indices or one-hot; 1 for a class that has none."""
+    if tf.nest.is_nested(y):
+        raise ValueError(f"class_weight={class_weight} needs a single output, but y holds several.")
+    labels = y
+    if not sparse_labels and y.shape.rank > 1:
+        if y.shape[-1] not in (None, 1) and max(class_weight) >= y.shape[-1]:
+            raise ValueError(
+                f"class_weight={class_weight} names class {max(class_weight)}, but y has {y.shape[-1]} classes, "
+                f"from 0 to {y.shape[-1] - 1}."
+            )
+        labels = tf.argmax(y, -1) if y.shape[-1] != 1 else tf.squeeze(y, -1)
+    classes = tf.constant(list(class_weight), tf.int64)
+    factors = tf.constant(list(class_weight.values()), tf.float32)
+    matches = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int64)[..., tf.newaxis] == classes
+    factor = tf.where(tf.reduce_any(matches, -1), tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1), 1.0)
+    if sample_weight is None:
+        return factor
+    weight = tf.cast(sample_weight, tf.float32)
+    while weight.shape.rank < factor.shape.rank:
+        weight = weight[..., tf.newaxis]
+    while factor.shape.rank < weight.shape.rank:
+        factor = factor[..., tf.newaxis]
+    return weight * factor

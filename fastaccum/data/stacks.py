@@ -48,13 +48,7 @@ class Dispatch(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a fit stands.
-
-    Attributes:
-        first: the epoch that it began with.
-        epoch: the epoch that it is in.
-        step: train steps done of that epoch.
-    """
+    """Where a fit that began with epoch `first` stands: `step` train steps are done of `epoch`."""
 
     first: int
     epoch: int
@@ -114,11 +108,7 @@ class Layout(NamedTuple):
 
 
 def trip_count(stack: Any) -> int:
-    """The number of micro-batches in a stack: the leading axis that all its tensors share.
-
-    Raises:
-        ValueError: raised if the stack is empty or holds a scalar, or if leading axes differ, are unknown or 0.
-    """
+    """The number of micro-batches in a stack: the leading axis that all its tensors share, else ValueError."""
     tensors = [t for t in tf.nest.flatten(stack) if t is not None]
     if not tensors:
         raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastaccum.data.by_hand import as_stack, sample
+import tensorflow as tf
+
+from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.xla_ops import has_gpu
 from fastaccum.step.model_step import Unread
@@ -39,7 +41,7 @@ class StacksByHand:
             return self._step, batch
         batch = as_stack(stack)
         if self._signature(batch) not in self._known:
-            self._step = self._build(sample(batch))
+            self._step = self._build(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
             self._layers = self._all_layers()
             self._known.add(self._signature(batch))
         return self._step, batch
