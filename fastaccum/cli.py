@@ -15,11 +15,7 @@ from fastaccum.app import options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, by default the program's own, and returns the exit code.
-
-    Raises:
-        SystemExit: with code 0 for --help, 2 for bad arguments.
-    """
+    """Runs the command line `argv`, by default the program's own, and returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = options.make_parser()
     if argv[:1] == ["bench"]:

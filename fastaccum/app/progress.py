@@ -11,12 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """Notes, above a bar on a terminal; in a file or a pipe where they are rare, the status twice a minute.
-
-    Args:
-        total: how many steps there will be.
-        stream: where to print; by default standard output.
-    """
+    """Notes, above a bar on a terminal; in a file or a pipe where they are rare, the status twice a minute."""
 
     def __init__(self, total: int, stream: TextIO | None = None):
         self.total = total

@@ -32,10 +32,7 @@ SAME = ("text_sha256", "parameters", "options_sha256")
 class Run:
     """All that a run needs, made from the options and checked: text, model, trainer, where to write.
 
-    Args:
-        options: the parsed options of `fastaccum train`.
-        path: the folder of a run that is resumed, and
-        rows: what its metrics.csv holds so far.
+    A run that is resumed has its folder as `path`, and in `rows` what metrics.csv holds so far.
     """
 
     def __init__(self, options: argparse.Namespace, path: Path | None = None, rows: list[run_folder.Row] | None = None):
@@ -105,11 +102,7 @@ class Run:
 
 
 def resumed(options: argparse.Namespace) -> Run:
-    """The `Run` that continues in the folder `options.resume`.
-
-    Raises:
-        ValueError: other options beside it, a folder that no run wrote, or a text that has changed since.
-    """
+    """The `Run` that continues in the folder `options.resume`; raises ValueError if it cannot as it began."""
     given = [name for name, value in vars(options).items() if value != options.parser.get_default(name)]
     if extra := sorted({*given} - {"resume", "paths"}) + ["FILE or FOLDER"] * bool(options.paths):
         raise ValueError(f"--resume {options.resume}: the run has its options; leave out {', '.join(extra)}")
@@ -147,10 +140,6 @@ def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.Lear
 
 def make_optimizer(name: str, rate: Any) -> Any:
     """The Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`, with that rate.
-
-    Raises:
-        ValueError: none has that name, or it needs more than a learning rate.
-        ImportError: tensorflow-addons is not installed.
 
     >>> type(make_optimizer("lamb", 0.01)).__name__
     'Lamb'

@@ -31,13 +31,6 @@ class RunFolder:
 
     Every file but metrics.csv, which grows line by line, is there as a whole or not at all.
 
-    Args:
-        path: the folder; made with its parents.
-        rows: of metrics.csv so far, for a run that is resumed.
-
-    Raises:
-        OSError: it cannot be made.
-
     >>> import tempfile
     >>> run = RunFolder(Path(tempfile.mkdtemp()) / "run")
     >>> run.write_config({"steps": 2})
@@ -46,15 +39,10 @@ class RunFolder:
     ['config.json', 'metrics.csv']
     """
 
-    def __init__(self, path: str | os.PathLike[str], rows: Iterable[Row] | None = None):
+    def __init__(self, path: str | os.PathLike[str], rows: Iterable[Row] = ()):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.rows = list(rows or [])
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the run's checkpoints lie."""
-        return self.path / CHECKPOINTS
+        self.rows = list(rows)  # of metrics.csv so far
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json."""
@@ -84,11 +72,7 @@ class RunFolder:
             model.save(path)
 
     def draw_curve(self) -> bool:
-        """Draws curve.png, bits per byte over steps.
-
-        Returns:
-            False where matplotlib is not installed.
-        """
+        """Draws curve.png, bits per byte over steps; returns False where matplotlib is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -114,13 +98,9 @@ class RunFolder:
         os.replace(path, self.path / name)
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What config.json of the run folder `path` holds.
-
-    Raises:
-        ValueError: it cannot be read, or is not a JSON object.
-    """
-    file = Path(path) / "config.json"
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json of the run folder `path` holds."""
+    file = path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -130,13 +110,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of metrics.csv in the run folder `path`, with numbers as values; the last one left out if cut short.
-
-    Raises:
-        ValueError: other columns, or a value that is not a number.
-    """
-    file = Path(path) / "metrics.csv"
+def read_rows(path: Path) -> list[Row]:
+    """The rows of metrics.csv in the run folder `path`, with numbers as values; the last one left out if cut short."""
+    file = path / "metrics.csv"
     if not file.exists():
         return []
     with open(file, newline="", encoding="utf-8") as lines:
@@ -145,8 +121,6 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     try:
         if set(reader.fieldnames or COLUMNS) != COLUMNS.keys():
             raise ValueError(f"its columns are {reader.fieldnames}")
-        if any("step" not in row for row in rows):
-            raise ValueError("a row has no step")
         return [{name: COLUMNS[name](value) for name, value in row.items()} for row in rows]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{str(file)!r} is not what a run writes: {error}") from None
@@ -154,9 +128,6 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
 
 def new_path(path: str | None, default: str) -> Path:
     """`path`, if it is free for a run; where there is none, the first of default, default-2, ... that does not exist.
-
-    Raises:
-        FileExistsError: `path` is a file, or a folder with files in it.
 
     >>> new_path(None, "no/such/run").as_posix()
     'no/such/run'

@@ -25,11 +25,7 @@ class Text(NamedTuple):
 
 
 def standard_library() -> list[Path]:
-    """The running Python's own source code: real text that every machine has. Sorted paths, no tests.
-
-    >>> any(path.name == "argparse.py" for path in standard_library())
-    True
-    """
+    """The running Python's own source code: real text that every machine has. Sorted paths, no tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     return sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
@@ -40,10 +36,6 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
 
     From a folder comes every file but hidden ones and those that are not text, in sorted order; a file that
     is itself in `paths` is read whatever it holds. With no path: `standard_library()`.
-
-    Raises:
-        ValueError: a path that does not exist, or nothing to read.
-        OSError: a file that cannot be read.
     """
     files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
     for path in map(Path, paths):
@@ -83,9 +75,6 @@ class RandomWindows(keras.utils.PyDataset):
 
     `y` is `x` one byte later. Micro-batch i depends on `seed` and i alone: a run repeats from any point.
 
-    Raises:
-        ValueError: fewer ids than one window and the byte after it.
-
     >>> x, y = RandomWindows(np.arange(50), context=4, batch_size=2, batches=3, seed=0)[0]
     >>> x.shape, bool((y == x + 1).all())
     ((2, 4), True)
@@ -109,9 +98,6 @@ class RandomWindows(keras.utils.PyDataset):
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`.
 
-    Raises:
-        ValueError: fewer ids than one window and the byte after it.
-
     >>> x, y = spread_windows(np.arange(100), context=4, most=3)
     >>> x[:, 0].tolist(), y[0].tolist()
     ([0, 47, 95], [1, 2, 3, 4])
@@ -123,18 +109,11 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
 
 
 def generate(model: Any, prompt: bytes, length: int, context: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """Continues `prompt` by `length` bytes, each drawn from `softmax(logits / temperature)`.
+    """The `length` bytes after `prompt`, each drawn from `softmax(logits / temperature)`.
 
     Args:
         model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
-        prompt: `bytes`, at least one; the model sees its last `context`.
-        length: how many bytes to draw.
-        context: the positions that the model takes.
-        temperature: below 1 prefers likely bytes.
-        seed: of the draws.
-
-    Returns:
-        The drawn `bytes`, without the prompt.
+        prompt: at least one byte; the model sees the last `context`.
     """
     import tensorflow as tf
 
@@ -156,11 +135,7 @@ def generate(model: Any, prompt: bytes, length: int, context: int, *, temperatur
 
 
 def printable(data: bytes) -> str:
-    """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
-
-    >>> printable(b"def f():\\n\\tpass\\x1b[2J")
-    'def f():\\n\\tpass\ufffd[2J'
-    """
+    """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD."""
     # A cut inside the last character is no error.
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -15,7 +15,7 @@ from fastaccum.app.options import BadArgument
 from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import Run, resumed, say
-from fastaccum.app.run_folder import RunFolder
+from fastaccum.app.run_folder import CHECKPOINTS, RunFolder
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.step.guards import NonFiniteError
@@ -25,18 +25,14 @@ INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to
 
 
 def train(options: argparse.Namespace) -> int:
-    """Trains as the parsed `options` of `fastaccum train` say, and returns the exit code.
-
-    Raises:
-        BadArgument: before anything is trained or written.
-    """
+    """Trains as the parsed `options` say, and returns the exit code; BadArgument comes before anything is written."""
     try:
         run = Run(options) if options.resume is None else resumed(options)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise BadArgument(str(error)) from error
     run.announce()
     try:
-        folder = RunFolder(run.path, run.rows)
+        folder = RunFolder(run.path, run.rows or ())
         if run.rows is None:
             folder.write_config(run.config)
     except OSError as error:
@@ -47,7 +43,16 @@ def train(options: argparse.Namespace) -> int:
             recorder = Recorder(run, folder, interrupt, display)
             try:
                 with display:
-                    _fit(run, folder, recorder)
+                    run.trainer.fit(
+                        run.windows,
+                        epochs=recorder.rows,
+                        steps_per_epoch=recorder.steps_per_row,
+                        shuffle=False,
+                        callbacks=[recorder],
+                        verbose=0,
+                        checkpoint_dir=folder.path / CHECKPOINTS,
+                        checkpoint_every=options.checkpoint_every,
+                    )
             except Preempted:
                 say("to resume", f"fastaccum train --resume {folder.path}")
                 if not interrupt.requested:
@@ -67,19 +72,6 @@ def train(options: argparse.Namespace) -> int:
         )
     print(message, file=sys.stderr)
     return 1
-
-
-def _fit(run: Run, folder: RunFolder, recorder: Recorder) -> None:
-    run.trainer.fit(
-        run.windows,
-        epochs=recorder.rows,
-        steps_per_epoch=recorder.steps_per_row,
-        shuffle=False,
-        callbacks=[recorder],
-        verbose=0,
-        checkpoint_dir=folder.checkpoints,
-        checkpoint_every=run.options.checkpoint_every,
-    )
 
 
 def _finish(run: Run, folder: RunFolder, recorder: Recorder, sample: bool) -> None:
