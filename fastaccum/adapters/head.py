@@ -100,14 +100,7 @@ class LinearCrossEntropy(keras.losses.Loss):
 class FusedHeadLoss:
     """A `LinearCrossEntropy` with the layer that it takes over: what the train step calls instead of it.
 
-    Args:
-        loss: the loss.
-        model: the model's adapter.
-        output: the name of the output that the loss is for.
-        classes: that output's last axis.
-
-    Raises:
-        ValueError: no such layer, or not a linear layer with so many outputs.
+    Raises ValueError if `output`, of so many classes, does not come from a linear layer.
     """
 
     def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):

@@ -17,11 +17,9 @@ _LARGEST_WINDOW = 4
 
 
 def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
-    """What to set on which layer: `(layer, name of a method, function to take its place)`.
+    """What to set on which Keras 3 layer: `(layer, name of a method, function to take its place)`.
 
-    Args:
-        layers: Keras 3 layers; those that need no other form are passed over.
-        fast_gradients: whether to choose forms for the sake of their speed on a CPU too.
+    With `fast_gradients` forms are chosen for the sake of their speed on a CPU too.
     """
     found: list[tuple[Any, str, Callable]] = []
     for layer in layers:

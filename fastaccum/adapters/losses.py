@@ -43,17 +43,9 @@ class Output(NamedTuple):
 
 
 class Losses:
-    """The losses of a model's outputs.
+    """The losses of a model's outputs, `loss` and `loss_weights` as `Trainer` takes them.
 
     The objective over a full batch is Keras's, `sum_o weight_o * loss_sum_o / weight_sum_o`.
-
-    Args:
-        loss: a Keras loss or name, a function `fn(y_true, y_pred)` of per-example or per-token losses, or a
-            list or dict of these by output (None for an output without a loss).
-        loss_weights: a number, list or dict alike.
-
-    Raises:
-        ValueError: no loss, an unknown name, a loss that does not fit the outputs, or a reduction of None.
     """
 
     def __init__(self, loss: Any, loss_weights: Any = None):
@@ -101,11 +93,7 @@ class Losses:
             self.outputs.append(Output(i, name, loss, float(weight), classes))
 
     def take_over_heads(self, model: Model) -> list[str]:
-        """Gives each `LinearCrossEntropy` the layer that it leaves out of the model.
-
-        Returns:
-            The names of the outputs whose logits are then never computed.
-        """
+        """Gives each `LinearCrossEntropy` the layer that it leaves out; returns the outputs without logits then."""
         self.outputs = [
             o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
             if isinstance(o.loss, LinearCrossEntropy)
@@ -128,13 +116,7 @@ class Losses:
             yield hidden
 
     def terms(self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor]) -> list[Term]:
-        """One term per output that has a loss.
-
-        Args:
-            batch: one micro-batch.
-            valid: bool [rows], false where a row only pads.
-            hidden: what `heads_left_out` yielded around the forward pass.
-        """
+        """One term per output that has a loss; `hidden` is what `heads_left_out` yielded around the forward pass."""
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
         return [
@@ -185,20 +167,7 @@ def term(
         weight_sum = sum(v * w)        # "mean_with_sample_weight"
 
     so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing: see `Losses.denominator`).
-
-    Args:
-        loss: a Keras loss with a reduction.
-        y_true: [batch, ...].
-        y_pred: [batch, ...].
-        sample_weight: [batch], or any shape that matches the losses.
-        valid: bool [batch].
-
-    Raises:
-        ValueError: the loss returns a mean instead of one value per example, or a shape does not fit.
-
-    >>> term(keras.losses.MeanSquaredError(), tf.zeros([3, 2]), tf.ones([3, 2]), valid=tf.constant([True, True, False]))
-    Term(loss_sum=<tf.Tensor: shape=(), dtype=float32, numpy=2.0>, weight_sum=<tf.Tensor: shape=(), \
-dtype=float32, numpy=2.0>)
+    Raises ValueError if the loss returns a mean instead of one value per example, or if a shape does not fit.
     """
     masks = [mask_of(y_pred)]
     if not isinstance(loss, FusedHeadLoss):
@@ -261,18 +230,14 @@ def _require_per_example(loss: Any, values: Any, rows: int | None) -> None:
     )
 
 
-# Losses that compare target and prediction element by element, where TensorFlow would broadcast one to the other.
-_ELEMENTWISE = {
-    *("binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy"),
-    *("categorical_hinge", "cosine_similarity", "dice", "hinge", "huber", "kl_divergence", "log_cosh", "poisson"),
-    *("mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error", "mean_squared_logarithmic_error"),
-    *("squared_hinge", "tversky"),
-}
+# Keras's other losses compare target and prediction element by element, and would broadcast one to the other.
+_TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy", "ctc")
 
 
 def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
     fn: Any = getattr(loss, "fn", None)
-    if getattr(fn, "__name__", None) not in _ELEMENTWISE or not fn.__module__.startswith(("keras.", "tf_keras.")):
+    of_keras = getattr(fn, "__module__", "").startswith(("keras.", "tf_keras."))
+    if not of_keras or fn.__name__ in _TAKE_INDICES:
         return
     shapes = [tuple(y_true.shape), tuple(y_pred.shape)]
     short, long = sorted(shapes, key=len)

@@ -16,23 +16,13 @@ _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one t
 
 
 class Metrics:
-    """A model's metrics: Keras names, `keras.Metric`s or functions, in a list or by output, as in `compile`.
-
-    Args:
-        metrics: updated without weights.
-        weighted_metrics: updated with the sample weights.
-
-    Raises:
-        ValueError: an unknown name, or metrics that do not fit the model's outputs.
-    """
+    """A model's metrics: Keras names, `keras.Metric`s or functions, in a list or by output, as in `compile`."""
 
     def __init__(self, metrics: Any = (), weighted_metrics: Any = ()):
         for each in tf.nest.flatten([metrics or [], weighted_metrics or []]):
             if isinstance(each, type):
                 raise TypeError(f"metrics={each!r} must be a Keras 3 metric object: call the class.")
-            require_known(
-                "metrics", each, "Keras 3 metric", keras.metrics.get, ("accuracy", "acc", "crossentropy", "ce")
-            )
+            require_known("metrics", each, "Keras 3 metric", keras.metrics.get, _SHORTHANDS)
         self._user = metrics or None, weighted_metrics or None
         self.compiled: CompileMetrics  # from `build` on
 

@@ -16,17 +16,7 @@ from fastaccum.kernels import fp32_layers
 
 
 def get(model: Any) -> Model:
-    """The adapter for a Keras 3 or tf_keras model.
-
-    Raises:
-        TypeError: not a model of either.
-
-    >>> get(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="head")])).output_names
-    ['head']
-    >>> get("resnet")
-    Traceback (most recent call last):
-    TypeError: model='resnet' is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.
-    """
+    """The adapter for a Keras 3 or tf_keras model."""
     if isinstance(model, keras.Model):
         return Model(model)
     if any(c.__module__.partition(".")[0] == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__):
@@ -152,10 +142,7 @@ class Model:
 
     @property
     def couples_rows(self) -> bool:
-        """Whether rows of a micro-batch share statistics or losses, so that a row that only pads would be felt.
-
-        Known once the model has been called, if only symbolically.
-        """
+        """Whether rows share statistics or losses, so that one that only pads would be felt; known after a call."""
         statistics = (v for layer in self.layers if layer.trainable for v in self._own_state(layer))
         return any(v.dtype.is_floating for v in statistics) or bool(self.added_reductions)
 
@@ -206,9 +193,7 @@ class Model:
 
     @contextmanager
     def compiled_layers(self, fast_gradients: bool) -> Iterator[None]:
-        """Within the scope, layers compute in the form that XLA compiles in a loop, with gradients that a CPU runs
-        fast if asked for.
-        """
+        """Within the scope, layers compute in the form that XLA compiles in a loop, or that a CPU runs fast too."""
         with replaced(xla_layers.replacements(self.called_layers, fast_gradients)):
             yield
 

@@ -28,15 +28,7 @@ Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
 def get(optimizer: Any) -> Optimizer:
     """The adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for the name of a Keras 3 one.
 
-    >>> get("adamw").optimizer
-    <keras.src.optimizers.adamw.AdamW object at ...>
-    >>> get("adamm")
-    Traceback (most recent call last):
-    ValueError: optimizer='adamm' is not a Keras optimizer. Did you mean 'adam' or ...? Known names: ...
-
-    Raises:
-        TypeError: not an optimizer, or an optimizer class.
-        ValueError: an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
+    Raises ValueError for an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -77,11 +69,7 @@ class Optimizer:
             _refuse(part)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates every slot for the trainable variables; a second call with the same ones does nothing.
-
-        Raises:
-            ValueError: built on other variables before, or a variable of float8 training.
-        """
+        """Creates every slot for the trainable variables; a second call with the same ones does nothing."""
         raw = [_raw(v) for v in variables]
         if self._model_variables and [id(v) for v in raw] == [id(v) for v in self._model_variables]:
             return
@@ -119,18 +107,13 @@ class Optimizer:
     def apply(
         self, gradients: Sequence[tf.Tensor | None], variables: Sequence[Any], ok: tf.Tensor | bool = True
     ) -> None:
-        """One update where `ok`, and nothing changed elsewhere; traced or eager. It creates no variable, so it may
-        stand in a loop body.
+        """One update where `ok`, and nothing changed elsewhere; a gradient of None leaves its variable alone. It
+        creates no variable, so it may stand in a loop body.
 
         Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
 
         Under tf.distribute, pass reduced gradients, and call it where nothing reduces them again: Keras 3 outside
         the strategy's scope and `run`, legacy and tensorflow-addons optimizers in `run`.
-
-        Args:
-            gradients: dense float32 tensors; None leaves its variable alone.
-            variables: the list that `build` had.
-            ok: bool scalar.
         """
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:

@@ -26,12 +26,6 @@ class Outputs:
     Attributes:
         names: one for each output; two may be equal.
         specs: the symbolic outputs by position.
-        is_dict: whether the model returns a dict.
-
-    >>> a, b = tf.zeros([2, 1]), tf.zeros([2, 3])
-    >>> outputs = Outputs(["a", "b"], [a, b])
-    >>> outputs.match({"b": "mse"}, "loss"), outputs.match("mse", "loss", repeat=True)
-    ([None, 'mse'], ['mse', 'mse'])
     """
 
     def __init__(self, names: list[str], y_pred: Any):
@@ -49,15 +43,11 @@ class Outputs:
         return list(y_pred) if isinstance(y_pred, (list, tuple)) else [y_pred]
 
     def match(self, value: Any, what: str, repeat: bool = False) -> list[Any]:
-        """What a user passed for the outputs, by position; None where there is nothing for one.
+        """What a user passed as `what` for the outputs, by position; None where there is nothing for one.
 
         Args:
             value: one value, a list or a dict by name; None or () for nothing.
-            what: the argument's name, for errors.
             repeat: whether one value stands for every output.
-
-        Raises:
-            ValueError: the value names or counts other outputs.
         """
         if value is None or (isinstance(value, tuple) and not value):
             return [None] * len(self.names)
@@ -87,9 +77,8 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 
 
 def require_known(what: str, value: Any, kind: str, get: Callable[[str], Any], shorthands: Sequence[str]) -> None:
-    """Raises TypeError or ValueError unless a loss or metric is an object, a function, or a name that Keras knows.
-
-    `shorthands` are names of which only an output's shape decides what they stand for.
+    """Raises unless a loss or metric is an object, a function, or a name: one that `get` knows, or of `shorthands`,
+    of which an output's shape decides what they stand for.
     """
     if value is None or callable(value):
         return
