@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -28,10 +29,6 @@ class LateLogs(dict):
     """A step's logs as plain numbers, fetched from the device at the first look at one.
 
     A dict, since callbacks ask for one (TensorBoard ignores anything else).
-
-    >>> logs = LateLogs({"loss": tf.constant(0.5), "skipped_steps": tf.constant(0)})
-    >>> "loss" in logs, logs["loss"], dict(logs)
-    (True, 0.5, {'loss': 0.5, 'skipped_steps': 0})
     """
 
     def __init__(self, tensors: Mapping[str, tf.Tensor], check: Callable[[], None] | None = None):
@@ -75,10 +72,6 @@ class Callbacks:
 
     Keras turns every step's logs into floats, which waits for the device. Here a callback gets `LateLogs`, and
     the progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
-
-    Raises:
-        TypeError: something that is not a callback.
-        ImportError: a TensorBoard callback, and no tensorboard to write its summaries.
     """
 
     def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, steps: int | None, history: bool):
@@ -87,8 +80,11 @@ class Callbacks:
                 raise TypeError(f"callbacks holds the class {callback.__name__}: call it, and pass what it makes.")
             if not hasattr(callback, "set_model"):
                 raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
-            if isinstance(callback, keras.callbacks.TensorBoard):
-                _require_tensorboard()
+            if isinstance(callback, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorboard") is None:
+                raise ImportError(
+                    "callbacks holds a TensorBoard, which needs the package tensorboard: pip install "
+                    "fastaccum[tensorboard]"
+                )
         checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             params = {"verbose": verbose, "epochs": epochs, "steps": steps}
@@ -120,15 +116,6 @@ class Callbacks:
             self._previous = read
 
         return begin, end
-
-
-def _require_tensorboard() -> None:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "callbacks holds a TensorBoard, which needs the package tensorboard: pip install fastaccum[tensorboard]"
-        ) from error
 
 
 def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool:

@@ -154,16 +154,11 @@ def make_optimizer(name: str, rate: Any) -> Any:
         kind = classes[addon.lower()]
     else:
         kind = type(optimizers.get(name).optimizer)
-    needed = [
-        p.name
-        for p in inspect.signature(kind).parameters.values()
-        if p.name == "learning_rate" or (p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)
-    ]
     # The decoupled weight decay that tensorflow-addons's AdamW and SGDW ask for is that of Keras's AdamW.
-    defaults = {"learning_rate": rate, "weight_decay": 0.004}
-    if missing := [name for name in needed if name not in defaults]:
-        raise ValueError(f"--optimizer {name!r} needs {', '.join(missing)}, which a name cannot give: use Trainer")
-    return kind(**{key: defaults[key] for key in needed})
+    values = {"learning_rate": rate, "weight_decay": 0.004}
+    parameters = inspect.signature(kind).parameters.values()
+    taken = [p.name for p in parameters if p.name == "learning_rate" or p.default is p.empty]
+    return kind(**{name: value for name, value in values.items() if name in taken})
 
 
 def say(topic: str, message: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import Callbacks
-from fastaccum.adapters.plain import plain
+from fastaccum.checkpoint.state import plain
 
 # What Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
 _COUNTERS = {
@@ -47,7 +47,9 @@ def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np
     for name, callback in _stateful(callbacks):
         own = values[name] = {}
         if hasattr(callback, "get_state"):
-            own.update(_required(callback, callback.get_state()))
+            own.update(callback.get_state())
+            if json.loads(json.dumps(own)) != own:
+                raise TypeError(f"{name}.get_state() returned {own!r}, which JSON does not give back as it is.")
             continue
         for attribute in _COUNTERS[_kind(callback) or ""]:
             value = getattr(callback, attribute, None)
@@ -57,19 +59,6 @@ def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np
             else:
                 own[attribute] = plain(value)
     return values, arrays
-
-
-def _required(callback: Any, state: Any) -> dict[str, Any]:
-    """What `get_state` returned, which JSON must give back as it is."""
-    try:
-        if isinstance(state, dict) and json.loads(json.dumps(state)) == state:
-            return state
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        f"the callback {type(callback).__name__}: get_state() returned {state!r}; it must be a dict of what JSON "
-        "holds: strings, numbers, bools, None, lists and dicts with strings as keys."
-    )
 
 
 def restore(callbacks: Callbacks, values: dict[str, dict[str, Any]], arrays: dict[str, tf.Tensor]) -> None:

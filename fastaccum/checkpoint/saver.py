@@ -17,10 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.plain import plain
 from fastaccum.checkpoint import callback_state, state, store
 from fastaccum.checkpoint.signals import EndRequest, Preempted
-from fastaccum.checkpoint.state import Training
+from fastaccum.checkpoint.state import Training, plain
 from fastaccum.data.stacks import Dispatch, Position
 
 

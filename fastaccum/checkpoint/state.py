@@ -9,11 +9,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.plain import plain
 from fastaccum.data.arrays import ArrayStacks
 from fastaccum.data.datasets import DatasetStacks
 from fastaccum.data.stacks import Batch
@@ -44,6 +44,23 @@ class Training:
     callbacks: Callbacks
     require_savable: Callable[[], bool]
     workers: Any = None
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON holds it: numbers as Python's, arrays as lists, anything unknown as its type's name.
+
+    >>> plain({"rate": np.float32(0.5), 1: (None, keras.layers.Dense)})
+    {'rate': 0.5, '1': [None, 'type']}
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    if isinstance(value, (np.generic, np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
+        return np.asarray(value).tolist()
+    return type(value).__name__
 
 
 def name_variables(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:

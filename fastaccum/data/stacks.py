@@ -82,9 +82,6 @@ class Layout(NamedTuple):
 
         >>> [c.tolist() for c in Layout(1, replicas=4, shards=slice(2, 4)).columns(7)]
         [[4, 5, 6, 6], [True, True, True, False]]
-
-        Raises:
-            ValueError: raised if shards would be padded although rows must be exact.
         """
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
