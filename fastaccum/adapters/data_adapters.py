@@ -11,9 +11,7 @@ from keras.src.trainers import data_adapters
 def as_dataset(x: Any, shuffle: bool = False) -> tf.data.Dataset:
     """The batches of a `keras.utils.PyDataset`, generator or torch DataLoader, counted if their number is known.
 
-    Args:
-        x: yields (x, y) or (x, y, sample_weight).
-        shuffle: draw the order of a PyDataset's batches anew for each pass.
+    With `shuffle` the order of a PyDataset's batches is drawn anew for each pass.
     """
     adapter = data_adapters.get_data_adapter(x, shuffle=shuffle)
     dataset = adapter.get_tf_dataset()

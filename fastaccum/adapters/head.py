@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import replaced
-from fastaccum.adapters.indices import whole
 from fastaccum.adapters.models import Model
+from fastaccum.adapters.outputs import whole
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
 

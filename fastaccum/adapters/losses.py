@@ -13,23 +13,17 @@ from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
-from fastaccum.adapters.indices import whole
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known
+from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known, whole
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
 
 class Term(NamedTuple):
-    """One output's loss over one micro-batch.
+    """One output's loss over one micro-batch: float32 scalars."""
 
-    Attributes:
-        loss_sum: float32 scalar, the sum of weight x loss over valid elements.
-        weight_sum: float32 scalar; over the full batch, what the loss's reduction divides by.
-    """
-
-    loss_sum: tf.Tensor
-    weight_sum: tf.Tensor
+    loss_sum: tf.Tensor  # of weight x loss over valid elements
+    weight_sum: tf.Tensor  # over the full batch, what the loss's reduction divides by
 
 
 class Output(NamedTuple):

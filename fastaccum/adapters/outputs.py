@@ -1,4 +1,4 @@
-"""The outputs of a model by position, and what a user passes for each of them."""
+"""The outputs of a model by position, and what a user passes for each of them: targets, labels among them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+NOT_WHOLE = tf.int64.min
 
 
 class Matched(NamedTuple):
@@ -74,6 +76,14 @@ class Outputs:
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """The mask that Keras's layers attached to a tensor, if any."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def whole(indices: tf.Tensor) -> tf.Tensor:
+    """As int64, with fractions and NaN, which a cast would make some index, as `NOT_WHOLE`."""
+    as_int = tf.cast(indices, tf.int64)
+    if not indices.dtype.is_floating:
+        return as_int
+    return tf.where(tf.cast(as_int, indices.dtype) == indices, as_int, NOT_WHOLE)
 
 
 def require_known(what: str, value: Any, kind: str, get: Callable[[str], Any], shorthands: Sequence[str]) -> None:

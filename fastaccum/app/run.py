@@ -139,11 +139,7 @@ def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.Lear
 
 
 def make_optimizer(name: str, rate: Any) -> Any:
-    """The Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`, with that rate.
-
-    >>> type(make_optimizer("lamb", 0.01)).__name__
-    'Lamb'
-    """
+    """The Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`, with that rate."""
     prefix, _, addon = name.partition(":")
     if prefix.lower() == "tfa" and addon:
         from fastaccum import addons

@@ -30,13 +30,6 @@ class RunFolder:
     """Writes a run's files into `path`, which is new or empty, or the folder of a run that is resumed.
 
     Every file but metrics.csv, which grows line by line, is there as a whole or not at all.
-
-    >>> import tempfile
-    >>> run = RunFolder(Path(tempfile.mkdtemp()) / "run")
-    >>> run.write_config({"steps": 2})
-    >>> run.add_row({"step": 1, "bits_per_byte": 8.0})
-    >>> sorted(path.name for path in run.path.iterdir())
-    ['config.json', 'metrics.csv']
     """
 
     def __init__(self, path: str | os.PathLike[str], rows: Iterable[Row] = ()):
@@ -127,11 +120,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def new_path(path: str | None, default: str) -> Path:
-    """`path`, if it is free for a run; where there is none, the first of default, default-2, ... that does not exist.
-
-    >>> new_path(None, "no/such/run").as_posix()
-    'no/such/run'
-    """
+    """`path`, if it is free for a run; without one, the first of default, default-2, ... that does not exist."""
     if path is None:
         numbered = (Path(f"{default}-{n}") for n in itertools.count(2))
         return next(p for p in itertools.chain([Path(default)], numbered) if not p.exists())

@@ -74,10 +74,6 @@ class RandomWindows(keras.utils.PyDataset):
     """Micro-batches of windows at random places: `(x, y)`, both int32 `[batch_size, context]`.
 
     `y` is `x` one byte later. Micro-batch i depends on `seed` and i alone: a run repeats from any point.
-
-    >>> x, y = RandomWindows(np.arange(50), context=4, batch_size=2, batches=3, seed=0)[0]
-    >>> x.shape, bool((y == x + 1).all())
-    ((2, 4), True)
     """
 
     def __init__(self, ids: np.ndarray, context: int, batch_size: int, batches: int, seed: int):

@@ -14,16 +14,9 @@ class EndRequest:
 
     Only the main thread can do so: in another, signals stay as they were.
 
-    Attributes:
-        entered: by number, the requests that are entered now.
-
-    >>> with EndRequest(signal.SIGTERM, "ending") as request:
-    ...     EndRequest.entered[signal.SIGTERM].requested = True  # as the signal would
-    ...     request.requested
-    True
     """
 
-    entered: ClassVar[dict[int, EndRequest]] = {}
+    entered: ClassVar[dict[int, EndRequest]] = {}  # now, by number
 
     def __init__(self, number: signal.Signals, notice: str):
         self.requested = False

@@ -30,8 +30,6 @@ class Training:
         model: the user's model, for its `history` and `stop_training`.
         variables: every variable that training changes: those of the groups "model", "optimizer", "loss_scale", "step".
         description: what must be the same for a checkpoint to fit, as `describe` returns it.
-        stacks: the data, whose position is saved.
-        callbacks: those whose state is saved.
         require_savable: returns False while steps are skipped until an error that is still to be read, and raises
             ValueError if indices out of range were seen: neither leaves a state to go on from.
         workers: the `Replicas` that train together, from the room above; None for a single process.

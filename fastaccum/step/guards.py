@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.indices import NOT_WHOLE, whole
+from fastaccum.adapters.outputs import NOT_WHOLE, whole
 
 # A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go on for hours. Were
 # one step in ten bad, by chance, ten in a row would come once in 10**10 steps; a spoilt model gives ten at once.
