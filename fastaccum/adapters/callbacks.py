@@ -36,14 +36,6 @@ class LateLogs(dict):
         self._check = check
         self._late = True
 
-    def fetch(self) -> None:
-        """Makes the tensors numbers; waits for the step, and raises what the step has to say."""
-        if self._late:
-            if self._check is not None:
-                self._check()
-            self._late = False
-            super().update({name: log_value(tensor) for name, tensor in super().items()})
-
     def __iter__(self) -> Iterator[str]:
         # Overridden, or `dict(logs)` would copy the tensors behind this class's back.
         return super().__iter__()
@@ -54,7 +46,11 @@ def _fetching(name: str) -> Callable:
 
     @functools.wraps(method)
     def fetched(self: LateLogs, *args: Any, **kwargs: Any) -> Any:
-        self.fetch()
+        if self._late:
+            if self._check is not None:
+                self._check()  # waits for the step, and raises what it has to say
+            self._late = False
+            dict.update(self, {name: log_value(tensor) for name, tensor in dict.items(self)})
         return method(self, *args, **kwargs)
 
     return fetched

@@ -80,18 +80,8 @@ class LinearCrossEntropy(keras.losses.Loss):
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
         """The losses from logits [..., V]: for Keras's own `evaluate`, where the head is not left out."""
         labels = _labels(y_true, y_pred)
-        return self._masked(cross_entropy_from_logits(y_pred, labels, **self.options), labels)
-
-    def from_hidden(self, y_true: Any, hidden: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None) -> tf.Tensor:
-        """The same losses from what the head is given, without the logits."""
-        labels = _labels(y_true, hidden)
-        losses = linear_cross_entropy(hidden, kernel, labels, bias, chunk_size=self.chunk_size, **self.options)
-        return self._masked(losses, labels)
-
-    def _masked(self, losses: Any, labels: tf.Tensor) -> tf.Tensor:
-        # As Keras's own losses tell what is not to be counted.
-        losses._keras_mask = labels != self.options["ignore_index"]
-        return losses
+        losses = cross_entropy_from_logits(y_pred, labels, **self.options)
+        return _masked(losses, labels, self.options["ignore_index"])
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "head": self.head, **self.options, "chunk_size": self.chunk_size}
@@ -143,9 +133,17 @@ class FusedHeadLoss:
 
     def call(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
         """The losses of the model's output when it was called with the head left out."""
-        kernel, bias = _kernel(self.head), getattr(self.head, "bias", None)
+        labels, options = _labels(y_true, hidden), self._loss.options
+        kernel, bias = tf.convert_to_tensor(_kernel(self.head)), getattr(self.head, "bias", None)
         bias = None if bias is None else tf.convert_to_tensor(bias)
-        return self._loss.from_hidden(y_true, hidden, tf.convert_to_tensor(kernel), bias)
+        losses = linear_cross_entropy(hidden, kernel, labels, bias, chunk_size=self._loss.chunk_size, **options)
+        return _masked(losses, labels, self.ignore_class)
+
+
+def _masked(losses: Any, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
+    # As Keras's own losses tell what is not to be counted.
+    losses._keras_mask = labels != ignore_index
+    return losses
 
 
 def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:

@@ -156,7 +156,7 @@ class Model:
 
     def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
-        if not isinstance(optimizer, keras.Optimizer):
+        if not (isinstance(optimizer, keras.Optimizer) and isinstance(self.model, keras.Model)):
             self.model.optimizer = optimizer
             return
         self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
@@ -227,9 +227,6 @@ class LegacyModel(Model):
     @contextmanager
     def fp32_weight_gradients(self) -> Iterator[None]:
         yield
-
-    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
-        self.model.optimizer = optimizer
 
 
 def _reduction(added_loss: Any) -> str:

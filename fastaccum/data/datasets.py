@@ -164,7 +164,13 @@ class DatasetStacks:
                 yield batch, lengths.numpy().tolist()
             return
         while step := list(itertools.islice(batches, self.layout.accumulation)):
-            self._require_same_shapes(step)
+            for parts in zip(*map(tf.nest.flatten, step), strict=True):
+                if len(shapes := {tuple(t.shape[1:]) for t in parts}) > 1:
+                    raise ValueError(
+                        f"{self.what}: the micro-batches of one train step have rows of different shapes "
+                        f"{sorted(shapes)}. Pad them alike: .padded_batch(..., padded_shapes=...), or group equal "
+                        "lengths."
+                    )
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *step), lengths
 
@@ -186,15 +192,6 @@ class DatasetStacks:
             taken = tf.minimum(order, rows - 1)
             batch = tf.nest.map_structure(lambda t: tf.gather(t, taken), batch)
         return reshape(batch._replace(valid=order < rows), shape)
-
-    def _require_same_shapes(self, step: list[Batch]) -> None:
-        for parts in zip(*map(tf.nest.flatten, step), strict=True):
-            shapes = {tuple(t.shape[1:]) for t in parts}
-            if len(shapes) > 1:
-                raise ValueError(
-                    f"{self.what}: the micro-batches of one train step have rows of different shapes {sorted(shapes)}. "
-                    "Pad them alike: .padded_batch(..., padded_shapes=...), or group equal lengths."
-                )
 
 
 def _without_masks(batches: Iterator, what: str) -> Iterator:
