@@ -46,16 +46,7 @@ def make_parser() -> Parser:
         "held out, and writes a run folder: config.json, metrics.csv, curve.png, model.keras\n"
         "and checkpoints.",
     )
-    _add_train_options(train)
-    train.set_defaults(command="train", parser=train)
-    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
-    devices = commands.add_parser("devices", help="list what TensorFlow can train on")
-    devices.set_defaults(command="devices", parser=devices)
-    return parser
-
-
-def _add_train_options(parser: Parser) -> None:
-    add = parser.add_argument
+    add = train.add_argument
     text = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", metavar="FILE or FOLDER", help=text)
     add("--steps", type=_whole(1), default=300, metavar="N", help="optimizer updates (%(default)s)")
@@ -79,6 +70,11 @@ def _add_train_options(parser: Parser) -> None:
     add("--checkpoint-every", type=_whole(1), default=50, metavar="N", help=every)
     resume = "continue the run in FOLDER, from its last checkpoint and with its own options: give no others"
     add("--resume", metavar="FOLDER", help=resume)
+    train.set_defaults(command="train", parser=train)
+    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
+    devices = commands.add_parser("devices", help="list what TensorFlow can train on")
+    devices.set_defaults(command="devices", parser=devices)
+    return parser
 
 
 def _whole(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:

@@ -155,7 +155,18 @@ class Passes:
                 self._serialized()
             except tf.errors.OpError as error:
                 obstacle = str(error).splitlines()[0]
-        _warn(self._pipeline, self._origin.what, obstacle)
+        what = self._origin.what
+        warn = functools.partial(warnings.warn, category=RuntimeWarning, stacklevel=3)
+        if obstacle is not None:
+            warn(
+                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass "
+                "is read again and dropped: exact if the dataset, made anew, yields the same in the same order."
+            )
+        if any(int(shuffle._seed) == 0 == int(shuffle._seed2) for shuffle in _parts(self._pipeline, "ShuffleDataset")):
+            warn(
+                f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
+                "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first."
+            )
         return obstacle is None
 
     def _mark(self) -> dict[str, Any]:
@@ -234,18 +245,3 @@ def _obstacle(dataset: tf.data.Dataset) -> str | None:
     if _parts(dataset, "DirectedInterleave"):
         return "a choice between datasets"  # taken up near the end of one of them, it may hang when it is saved again
     return _shuffled_within(dataset)
-
-
-def _warn(dataset: tf.data.Dataset, what: str, obstacle: str | None) -> None:
-    """Says what of a dataset will not be as it would have been."""
-    warn = functools.partial(warnings.warn, category=RuntimeWarning, stacklevel=4)
-    if obstacle is not None:
-        warn(
-            f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass is "
-            "read again and dropped: exact if the dataset, made anew, yields the same in the same order."
-        )
-    if any(int(shuffle._seed) == 0 == int(shuffle._seed2) for shuffle in _parts(dataset, "ShuffleDataset")):
-        warn(
-            f"{what} shuffles without a seed: a resumed fit ends the pass in the same order, but later passes have "
-            "an order of their own. Pass shuffle(seed=...), or call keras.utils.set_random_seed first."
-        )

@@ -74,8 +74,5 @@ def _weigh(class_weight: dict[int, float], sparse_labels: bool, y: Any, sample_w
     if sample_weight is None:
         return factor
     weight = tf.cast(sample_weight, tf.float32)
-    while weight.shape.rank < factor.shape.rank:
-        weight = weight[..., tf.newaxis]
-    while factor.shape.rank < weight.shape.rank:
-        factor = factor[..., tf.newaxis]
-    return weight * factor
+    missing = factor.shape.rank - weight.shape.rank
+    return weight[(..., *[tf.newaxis] * missing)] * factor[(..., *[tf.newaxis] * -missing)]

@@ -34,12 +34,8 @@ class Batch(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What one call of the compiled program takes.
-
-    Attributes:
-        stacks: one stack with a leading axis for steps if `is_multi_step`; else stacks that together make one step.
-        steps: train steps in it; stacks beyond them hold no valid row.
-        is_multi_step: whether the program loops over steps too.
+    """What one call of the compiled program takes: stacks that together make one step, or if `is_multi_step`, one
+    stack with a leading axis for steps, of which those beyond `steps` hold no valid row.
     """
 
     stacks: tuple[Batch, ...]
@@ -56,21 +52,13 @@ class Position(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How rows become stacks.
+    """How rows become stacks."""
 
-    Attributes:
-        accumulation: micro-batches in a step.
-        steps_per_execution: steps in a dispatch.
-        exact_rows: never pad, where a padded row would be felt (batch statistics); shapes then vary.
-        replicas: equal shards that every micro-batch is cut into.
-        shards: those of them that are for this process.
-    """
-
-    accumulation: int
-    steps_per_execution: int = 1
-    exact_rows: bool = False
-    replicas: int = 1
-    shards: slice = slice(0, 1)
+    accumulation: int  # micro-batches in a step
+    steps_per_execution: int = 1  # steps in a dispatch
+    exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
+    replicas: int = 1  # equal shards that every micro-batch is cut into
+    shards: slice = slice(0, 1)  # those of them that are for this process
 
     @property
     def all_here(self) -> bool:
