@@ -125,9 +125,6 @@ def new_path(path: str | None, default: str) -> Path:
         numbered = (Path(f"{default}-{n}") for n in itertools.count(2))
         return next(p for p in itertools.chain([Path(default)], numbered) if not p.exists())
     folder = Path(path)
-    if folder.is_dir():
-        if any(folder.iterdir()):
-            raise FileExistsError(f"{path!r} has files in it, which are not overwritten: name a new folder")
-    elif folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{path!r} is not a directory: name a new one")
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{path!r} has files in it, which are not overwritten: name a new folder")
     return folder

@@ -234,7 +234,7 @@ def rewrite(run, **values):
         (["train", "empty"], "no text in 'empty'"),
         (["train", "short.txt"], "held-out text has 10 bytes, but a window takes 129"),
         (["train", "SOURCE", "--out", "used"], "'used' has files in it"),
-        (["train", "SOURCE", "--out", "short.txt"], "'short.txt' is not a directory"),
+        (["train", "SOURCE", "--out", "short.txt"], "Not a directory: 'short.txt'"),
     ],
 )
 def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monkeypatch, capsys, arguments, message):
