@@ -47,9 +47,14 @@ def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np
     for name, callback in _stateful(callbacks):
         own = values[name] = {}
         if hasattr(callback, "get_state"):
-            own.update(callback.get_state())
-            if json.loads(json.dumps(own)) != own:
-                raise TypeError(f"{name}.get_state() returned {own!r}, which JSON does not give back as it is.")
+            given = callback.get_state()
+            try:
+                is_json = isinstance(given, dict) and json.loads(json.dumps(given)) == given
+            except (TypeError, ValueError):
+                is_json = False
+            if not is_json:
+                raise TypeError(f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back.")
+            own.update(given)
             continue
         for attribute in _COUNTERS[_kind(callback) or ""]:
             value = getattr(callback, attribute, None)
