@@ -15,17 +15,10 @@ class ReplicaProgram:
 
     `program(*args)` traces it, if need be; `program(*args)(i, *args)` calls it on local replica i, in a graph.
 
-    Args:
-        function: takes nests of tensors and None only.
-        replicas: whose variables it may use.
-        jit_compile: compile with XLA.
-        around: a scope for the trace.
-
-    Attributes:
-        outputs: specs of what it returned when it was traced last.
+    `around` makes a scope for the trace.
     """
 
-    outputs: Any = None
+    outputs: Any = None  # specs of what it returned when it was traced last
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
         self._function = tf.function(function, jit_compile=jit_compile, autograph=False)
@@ -41,11 +34,7 @@ class ReplicaProgram:
 
 
 class TracedProgram:
-    """A `ReplicaProgram` for arguments of known shapes.
-
-    Attributes:
-        outputs: specs of what it returns.
-    """
+    """A `ReplicaProgram` for arguments of known shapes; `outputs` are specs of what it returns."""
 
     def __init__(self, concrete: Any, replicas: Replicas):
         self._concrete, self._replicas = concrete, replicas

@@ -23,10 +23,8 @@ SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredSt
 
 
 def of(model: Model) -> Replicas | None:
-    """The replicas of a model that was made under a strategy's scope; None for one that was not.
-
-    Raises:
-        ValueError: a strategy, or a layer, that is not supported; or a scope entered only after the model was made.
+    """The replicas of a model that was made under a strategy's scope, None for one that was not; ValueError if the
+    strategy or a layer is not supported, or the scope was entered only after the model was made.
     """
     strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
     if strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy):
@@ -141,25 +139,16 @@ def first_components() -> Iterator[None]:
 
 
 class Replicas:
-    """The replicas of a strategy, those of this process among them.
-
-    Attributes:
-        count: replicas on all workers.
-        devices: this process's devices, one a replica.
-        ids: the index of each local replica among all, int64 scalars.
-        first: the index, among all replicas, of this process's first.
-        workers: processes.
-        worker: this process's index among them; the chief's is 0.
-    """
+    """The replicas of a strategy, those of this process among them."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self.strategy = strategy
-        self.count = strategy.num_replicas_in_sync
-        self.devices = list(strategy.extended.worker_devices)
+        self.count = strategy.num_replicas_in_sync  # on all workers
+        self.devices = list(strategy.extended.worker_devices)  # this process's, one a replica
         self.workers = self.count // len(self.devices)
-        self.worker = getattr(strategy.extended, "_id_in_cluster", 0)
+        self.worker = getattr(strategy.extended, "_id_in_cluster", 0)  # 0 is the chief
         self.first = self.worker * len(self.devices)
-        self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]
+        self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]  # among all replicas
         self._reductions: dict[tf.TensorSpec, tuple[Any, list[tf.Tensor]]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
 

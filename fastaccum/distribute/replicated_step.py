@@ -41,13 +41,6 @@ class ReplicatedStep:
 
     Moving statistics are averaged over the replicas; random masks differ between them. Several losses, whose
     denominators must be known before the first gradient, take one more all-reduce, of a few scalars.
-
-    Args:
-        replicas: those of the strategy under which the model was made.
-        model, outputs, losses, metrics, optimizer, options: as in `ModelStep`.
-
-    Raises:
-        ValueError: raised if a metric's states may not be sums.
     """
 
     def __init__(

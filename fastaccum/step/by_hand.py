@@ -18,9 +18,7 @@ from fastaccum.step.train_step import StepResult
 class StacksByHand:
     """What `Trainer.train_step` and its like take: `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...].
 
-    Args:
-        build: makes the model's step fit for the specs of one micro-batch, or raises.
-        layers: every layer of the model, whose `trainable` may have been switched since.
+    `build` makes the model's step, fit for the specs of one micro-batch; `layers` lists those whose `trainable` counts.
     """
 
     def __init__(self, build: Callable[[Batch], Any], layers: Callable[[], list[Any]]):
@@ -31,11 +29,7 @@ class StacksByHand:
         self._unread: Unread | None = None
 
     def prepare(self, stack: Any) -> tuple[Any, Batch]:
-        """The model's step, and the stack as it takes it; one like a stack before is not checked again.
-
-        Raises:
-            ValueError: raised if the axes do not match, or the step cannot take it.
-        """
+        """The model's step, and the stack as it takes it; one like a stack before is not checked again."""
         batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
         if isinstance(batch, Batch) and self._signature(batch) in self._known:
             return self._step, batch

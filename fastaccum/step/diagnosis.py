@@ -24,22 +24,14 @@ NAMES = 5  # of variables, layers or rows in one line; the rest are counted
 
 
 class Seen(NamedTuple):
-    """What one micro-batch gave.
+    """What one micro-batch gave, and which of it holds NaN or inf."""
 
-    Attributes:
-        loss_sum, weight_sum: float32 scalars.
-        gradients: bool [variables], which gradients (of the scaled loss) hold NaN or inf.
-        largest: float32 [variables], the gradients' largest absolute element, unscaled.
-        outputs: bool [layer calls], which outputs hold NaN or inf, in the order of the forward pass.
-        state: bool [state variables], which of them hold NaN or inf after it.
-    """
-
-    loss_sum: tf.Tensor
-    weight_sum: tf.Tensor
-    gradients: tf.Tensor
-    largest: tf.Tensor
-    outputs: tf.Tensor
-    state: tf.Tensor
+    loss_sum: tf.Tensor  # float32 scalar
+    weight_sum: tf.Tensor  # float32 scalar
+    gradients: tf.Tensor  # bool [variables], of the scaled loss
+    largest: tf.Tensor  # float32 [variables], the gradients' largest absolute element, unscaled
+    outputs: tf.Tensor  # bool [layer calls], in the order of the forward pass
+    state: tf.Tensor  # bool [state variables], after it
 
     @property
     def is_bad(self) -> bool:
@@ -62,13 +54,8 @@ def error(
 
     Weights, slots, statistics and seeds are those that the step began with, since it changed nothing: run again, each
     micro-batch gives what it gave then. The second program leaves them as they are too.
-
-    Args:
-        cycle: the train step.
-        objective: its objective, a model's.
-        stacks: the failing step's.
-        patience: how many such steps in a row are the end.
-        place: how the line that names a micro-batch begins.
+    `patience` such steps in a row are the end, and `stacks` those of one; a line that names a micro-batch begins with
+    `place`.
     """
     updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
     lines = [

@@ -55,12 +55,7 @@ class StuckSteps(tf.Module):
         return self._in_a_row < self.patience
 
     def count(self, stuck: tf.Tensor, valid: tf.Tensor) -> None:
-        """Counts one train step, in the program.
-
-        Args:
-            stuck: bool scalar.
-            valid: bool scalar; a step without anything valid in it tells nothing.
-        """
+        """Counts one train step, in the program; one without anything valid in it tells nothing (bool scalars)."""
         running, in_a_row = self.running(), self._in_a_row.read_value()
         self._in_epoch.assign_add(tf.cast(stuck & running, tf.int64))
         # After the end every step counts: it says how far back the end lies.

@@ -29,19 +29,6 @@ class ModelObjective(Objective):
         sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses  +  regularisers
 
     where a scalar added loss is a mean over the rows of its micro-batch, as activity regularisers are.
-
-    Args:
-        model: the model's adapter.
-        outputs: the model's.
-        losses: of the outputs, built.
-        metrics: of the outputs, built.
-        options: those of the step.
-
-    Attributes:
-        term_weights: the factor of each term, which are the outputs' losses, then each kind of added loss.
-        reductions: the reduction of each term.
-        has_several_terms: whether losses with denominators of their own share one accumulator.
-        running: what its micro-batches leave behind.
     """
 
     def __init__(self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, options: Options):
@@ -55,6 +42,7 @@ class ModelObjective(Objective):
         for output in losses.take_over_heads(model):
             metrics.require_none(output)
         self._added = model.added_reductions
+        # The terms are the outputs' losses, then each kind of added loss.
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(self._added)
         self.reductions = [o.loss.reduction for o in losses.outputs] + self._added
         self.has_several_terms = len(self.term_weights) > 1

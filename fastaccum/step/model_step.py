@@ -24,13 +24,7 @@ from fastaccum.step.train_step import StepResult, TrainStep
 
 
 class ModelStep:
-    """The programs that train and evaluate a model on one device: a `TrainStep` of its `ModelObjective`.
-
-    Attributes:
-        objective: the model's.
-        cycle: the `TrainStep`.
-        running: what the steps leave behind.
-    """
+    """The programs that train and evaluate a model on one device: a `TrainStep` of its `ModelObjective`."""
 
     def __init__(
         self,
@@ -81,7 +75,7 @@ class ModelStep:
         return program(*dispatch.stacks)
 
     def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        """What `ModelObjective.evaluate` sums up over a dispatch, and what raises for labels or ids out of range."""
+        """What `ModelObjective.evaluate` sums up over a dispatch, and what raises if labels or ids are out of range."""
         sums, seen = self.compiled_evaluate(*dispatch.stacks)
         return sums, lambda: self.running.index_checks.require(seen)
 
@@ -90,16 +84,8 @@ class ModelStep:
         return dispatches
 
     def require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
-        """Raises what a dispatch has to say; waits for it.
-
-        Args:
-            executed: what the dispatch returned.
-            dispatch: what it was given.
-            place: how the error of a step that is not finite begins, where it may lie elsewhere.
-
-        Raises:
-            ValueError: raised if labels or ids are out of range.
-            NonFiniteError: raised if training can only skip its steps.
+        """Waits for a dispatch; ValueError if labels or ids are out of range, NonFiniteError if training can only skip
+        its steps, whose error begins with `place`.
         """
         if executed.fine:
             return

@@ -16,9 +16,6 @@ OnNonfinite = Literal["skip", "raise"]
 class Options:
     """What the step, a checkpoint's description and the refusals read; the meanings are those of `Trainer`.
 
-    Raises:
-        TypeError, ValueError: raised if an argument is of the wrong type or out of its range.
-
     >>> Options(loss_scale=128, clip_norm=1)
     Options(gradient_accumulation_steps=1, steps_per_execution=1, loss_scale=StaticLossScale(loss_scale=128.0), \
 clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip')
@@ -49,11 +46,7 @@ clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip'
     NAMES = ("gradient_accumulation_steps", "steps_per_execution", *BUILT_IN)
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:
-        """These options with another value, unless a train step was built with the present one.
-
-        Raises:
-            ValueError: raised if the step was built, and cannot be told otherwise.
-        """
+        """These options with another value; ValueError if a train step was built with the present one."""
         new = dataclasses.replace(self, **{name: value})
         if not built or name not in self.BUILT_IN:
             return new
@@ -68,9 +61,6 @@ clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip'
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """When `fit` trains and when it validates, from its arguments of the same names.
-
-    Raises:
-        TypeError, ValueError: raised if an argument is of the wrong type or out of its range.
 
     >>> schedule = Schedule(4, validation_freq=2)
     >>> [epoch for epoch in range(schedule.epochs) if schedule.validates(epoch)]

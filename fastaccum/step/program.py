@@ -54,12 +54,7 @@ class Program:
     The same as `tf.function`, but found by these alone, called with the variables' handles that were looked up once,
     and past TensorFlow's own layers of Python.
 
-    Args:
-        function: takes nests of tensors and None only.
-        jit_compile: compile with XLA.
-
-    Raises:
-        TypeError: raised by a call if something in the nests is not a tensor.
+    Takes nests of tensors and None only; TypeError if something in them is neither.
 
     >>> double = Program(lambda x: 2.0 * x)
     >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
@@ -128,12 +123,7 @@ def _order(structure: Any) -> list[int]:
 
 
 def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> str | bytes:
-    """What `function(*args)` compiles to, at a stage of XLA; nothing is run.
-
-    Args:
-        function: a `tf.function` with jit_compile=True, or a `Program`.
-        *args: nests of tensors.
-        stage: what `experimental_get_compiler_ir` takes.
+    """What `function(*args)`, a `tf.function` or a `Program`, compiles to at a stage of XLA; nothing is run.
 
     Raises:
         ValueError: raised if the function is not compiled with XLA.

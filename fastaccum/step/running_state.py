@@ -15,31 +15,18 @@ from fastaccum.step.train_step import StepResult
 
 
 class Executed(NamedTuple):
-    """What one dispatch of the compiled program returns: all on the device, to be read late.
+    """What one dispatch of the compiled program returns: all on the device, to be read late."""
 
-    Attributes:
-        result: the last train step's.
-        logs: running means since the last reset, by log name.
-        indices: what `IndexChecks.require` needs to find labels or ids out of range.
-        stuck: what `StuckSteps.since_end` needs to find training that can only skip.
-        fine: whether there is nothing of either to find: bool.
-    """
-
-    result: StepResult
-    logs: dict[str, tf.Tensor]
-    indices: tf.Tensor
-    stuck: tf.Tensor
-    fine: tf.Tensor
+    result: StepResult  # the last train step's
+    logs: dict[str, tf.Tensor]  # running means since the last reset
+    indices: tf.Tensor  # for `IndexChecks.require`, to find labels or ids out of range
+    stuck: tf.Tensor  # for `StuckSteps.since_end`, to find training that can only skip
+    fine: tf.Tensor  # bool: there is nothing of either to find
 
 
 class RunningState:
-    """Means of the losses and metrics since the last reset, skipped steps, and the guards.
-
-    Args:
-        loss_names: log names of the outputs' losses, where the model has several.
-        metrics: the model's.
-        index_checks: of labels and ids.
-        stuck_steps: that no lower loss scale can help.
+    """Means of the losses (of each output, where there are several) and metrics since the last reset, skipped steps,
+    and the guards.
     """
 
     def __init__(self, loss_names: Sequence[str], metrics: Metrics, index_checks: IndexChecks, stuck_steps: StuckSteps):
@@ -105,8 +92,7 @@ class RunningState:
     def savable(self) -> bool:
         """Whether training could go on from here: not while steps are skipped until an error that is still to be read.
 
-        Raises:
-            ValueError: raised if indices out of range were seen, which would keep every later step from being applied.
+        Raises ValueError if indices out of range were seen, which would keep every later step from being applied.
         """
         if self.stuck_steps.since_end(self.stuck_steps.seen()) is not None:
             return False

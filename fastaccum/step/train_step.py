@@ -39,22 +39,15 @@ class StepResult(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """Sums over micro-batches; those of several devices add up to those of the whole stack.
+    """Sums over micro-batches; those of several devices add up to those of the whole stack."""
 
-    Attributes:
-        gradients: one accumulator a variable, in float32 (float64 for float64 variables): the sum of the
-            gradients of `loss_sum * scale`, or None for a variable that the loss does not reach.
-        loss_sum: float32 scalar.
-        weight_sum: float32 scalar.
-        scale: float32 scalar, the same on every device.
-        state: what the state variables held before the first micro-batch.
-    """
-
+    # Of `loss_sum * scale`, for each variable, in float32 (float64 for float64 variables); None where the loss does not
+    # reach it.
     gradients: list[tf.Tensor | None]
-    loss_sum: tf.Tensor
-    weight_sum: tf.Tensor
-    scale: tf.Tensor
-    state: list[tf.Tensor]
+    loss_sum: tf.Tensor  # float32 scalar
+    weight_sum: tf.Tensor  # float32 scalar
+    scale: tf.Tensor  # float32 scalar, the same on every device
+    state: list[tf.Tensor]  # what the state variables held before the first micro-batch
 
 
 class Objective:
@@ -71,11 +64,8 @@ class Objective:
         return contextlib.nullcontext()
 
     def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
-        """What every micro-batch must know of the whole step, before the first gradient.
-
-        Args:
-            stacks: the step's.
-            counts: what the objective counts in the stacks of all devices, where they are more than one.
+        """What every micro-batch must know of the step's stacks, before the first gradient; `counts` is what the
+        objective counts in those of all devices, where they are more than one.
         """
         return None
 
@@ -265,9 +255,7 @@ class TrainStep:
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
         """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.
 
-        Args:
-            sums: those of all devices.
-            accepted: bool scalar; where it is False the step changes nothing, whatever the objective accepts.
+        `sums` are those of all devices. Where `accepted`, a bool scalar, is False the step changes nothing.
         """
         objective = self.objective
         weight_sum = objective.denominator(sums.weight_sum)
