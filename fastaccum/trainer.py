@@ -203,12 +203,7 @@ class Trainer:
             Preempted: raised after SIGTERM, with the state saved.
         """
         schedule = Schedule(
-            epochs,
-            initial_epoch,
-            steps_per_epoch,
-            validation_steps,
-            validation_batch_size,
-            validation_freq,
+            epochs, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size, validation_freq
         )
         saver = Saver(checkpoint_dir, checkpoint_every, keep)
         class_weight = checks.class_weight(class_weight)
@@ -224,12 +219,7 @@ class Trainer:
         stacks = data.stacks(self._training_layout(), schedule.steps_per_epoch, epochs_left)
         validate = self._validation(validation_data, schedule, batch_size, like=data.sample)
         hooks = Callbacks(
-            callbacks,
-            self.model,
-            verbose=verbose,
-            epochs=schedule.epochs,
-            steps=stacks.steps_per_epoch,
-            history=True,
+            callbacks, self.model, verbose=verbose, epochs=schedule.epochs, steps=stacks.steps_per_epoch, history=True
         )
         plan = {**stacks.plan, "class_weight": class_weight}
         training = functools.partial(self._training, step.running, stacks, hooks, data.sample, plan)

@@ -26,13 +26,6 @@ def conv2d(
 
         dx = conv(spread(dy), reversed(kernel) with its channels swapped)
         dkernel = conv(x with batch and channels swapped, spread(dy) as the kernel)
-
-    >>> x, kernel = tf.ones([1, 4, 4, 1]), tf.ones([3, 3, 1, 1])
-    >>> with tf.GradientTape() as tape:
-    ...     tape.watch(kernel)
-    ...     y = conv2d(x, kernel, padding="valid")
-    >>> tape.gradient(y, kernel)[0, 0, 0, 0].numpy().item()
-    4.0
     """
 
     @tf.custom_gradient
@@ -76,13 +69,6 @@ def max_pool2d(x: tf.Tensor, pool_size: tuple[int, int]) -> tf.Tensor:
     """`tf.nn.max_pool2d(x, pool_size, pool_size, "VALID")`, as the maximum of the windows' corners, one by one.
 
     The gradient goes to the first of equal maxima, as TensorFlow's does. x's height and width are known.
-
-    >>> x = tf.reshape([1.0, 2.0, 4.0, 4.0], [1, 2, 2, 1])
-    >>> with tf.GradientTape() as tape:
-    ...     tape.watch(x)
-    ...     y = max_pool2d(x, (2, 2))
-    >>> y.numpy().item(), tape.gradient(y, x).numpy().ravel().tolist()
-    (4.0, [0.0, 0.0, 1.0, 0.0])
     """
     rows, columns = pool_size
     height, width = (size // window * window for size, window in zip(x.shape[1:3], pool_size, strict=True))
@@ -119,10 +105,6 @@ def batch_norm(
 
     x is [..., channels], float32 or float64; mean and variance, [channels], are constants to autodiff. Shape suffixes:
     M rows, C channels.
-
-    >>> y, mean, variance = batch_norm(tf.constant([[1.0], [3.0]]), tf.constant([2.0]), tf.constant([5.0]), 0.0)
-    >>> y.numpy().ravel().tolist(), mean.numpy().item(), variance.numpy().item()
-    ([3.0, 7.0], 2.0, 1.0)
     """
 
     @tf.custom_gradient

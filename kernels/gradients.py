@@ -45,11 +45,7 @@ class FactoredAccumulator:
 
     The loop only writes the factors down. Where they are smaller than the accumulator they replace, this saves one
     pass over it for each micro-batch, and the one product has more rows to run fast on.
-
-    Args:
-        total, steps: as in `accumulator`.
-        factors: a and b of one micro-batch, [rows, in] and [rows, out].
-        wholes: those of all micro-batches, [steps, rows, ...]; None for one that the loop is to write down.
+    `wholes` are those of all micro-batches, [steps, rows, ...], or None for one that the loop is to write down.
     """
 
     def __init__(self, total: tf.Tensor, factors: tuple, wholes: tuple, steps: int):

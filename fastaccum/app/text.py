@@ -56,10 +56,6 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
     Every 20th file is held out whole. Where those hold less than 1% of all bytes (few files, or unequal
     ones), the last 20th of the joined text is held out instead.
-
-    >>> train, held_out = split([b"a" * 95 + b"b" * 5])
-    >>> bytes(held_out)
-    b'bbbbb'
     """
     held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
     total = sum(map(len, contents))
@@ -92,12 +88,7 @@ class RandomWindows(keras.utils.PyDataset):
 
 
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`.
-
-    >>> x, y = spread_windows(np.arange(100), context=4, most=3)
-    >>> x[:, 0].tolist(), y[0].tolist()
-    ([0, 47, 95], [1, 2, 3, 4])
-    """
+    """Up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`."""
     _check_length(ids, context, "held-out text")
     windows = min(most, (len(ids) - 1) // context)
     starts = np.linspace(0, len(ids) - 1 - context, windows).astype(int)

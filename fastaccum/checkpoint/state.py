@@ -45,11 +45,7 @@ class Training:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON holds it: numbers as Python's, arrays as lists, anything unknown as its type's name.
-
-    >>> plain({"rate": np.float32(0.5), 1: (None, keras.layers.Dense)})
-    {'rate': 0.5, '1': [None, 'type']}
-    """
+    """`value` as JSON holds it: numbers as Python's, arrays as lists, anything unknown as its type's name."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):

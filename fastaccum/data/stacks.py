@@ -66,11 +66,7 @@ class Layout(NamedTuple):
         return self.shards == slice(0, self.replicas)
 
     def columns(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which of a micro-batch's rows are for this process, and which of these are more than padding.
-
-        >>> [c.tolist() for c in Layout(1, replicas=4, shards=slice(2, 4)).columns(7)]
-        [[4, 5, 6, 6], [True, True, True, False]]
-        """
+        """Which of a micro-batch's rows are for this process, and which of these are more than padding."""
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
             raise ValueError(

@@ -16,8 +16,7 @@ from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.distribute.replica_program import ReplicaProgram
-from fastaccum.distribute.replicas import Replicas, WorkersDifferError, first_components
+from fastaccum.distribute.replicas import ReplicaProgram, Replicas, WorkersDifferError, first_components
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.program import Program

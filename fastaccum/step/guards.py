@@ -29,19 +29,6 @@ class StuckSteps(tf.Module):
     That is each such step without loss scaling, under a static scale, and under a dynamic one at its floor. A dynamic
     scale that backs off is at work, and not stuck. Once `patience` steps in a row were stuck, no step is applied until
     the count is reset: so reading late loses nothing, and the step that ended it can be run again as it was.
-
-    Args:
-        patience: how many stuck steps in a row are the end.
-
-    >>> steps = StuckSteps(patience=2)
-    >>> for stuck in (True, False, True, True, False):  # the last one comes after the end
-    ...     steps.count(tf.constant(stuck), tf.constant(True))
-    ...     print(steps.since_end(steps.seen()), bool(steps.running()))
-    None True
-    None True
-    None True
-    0 False
-    1 False
     """
 
     def __init__(self, patience: int):
@@ -102,19 +89,7 @@ class IndexChecks(tf.Module):
     """The smallest and largest index that each of several lookups has seen.
 
     A step that meets an index out of range is not applied, nor is any after it, until `require` has raised:
-    so reading late loses nothing.
-
-    Args:
-        lookups: (description, size) pairs; indices in [0, size) are in range.
-
-    >>> checks = IndexChecks([("labels", 10)])
-    >>> checks.observe(0, tf.constant([3, 12]))
-    >>> bool(checks.in_range())
-    False
-    >>> checks.require(checks.seen())
-    Traceback (most recent call last):
-    ValueError: labels: values from 3 to 12 were seen, but only 0 to 9 exist. Nothing was updated with them. \
-Correct the data, or make room for 13 classes or rows.
+    so reading late loses nothing. `lookups` are (description, size) pairs: indices in [0, size) are in range.
     """
 
     def __init__(self, lookups: Sequence[tuple[str, int]]):

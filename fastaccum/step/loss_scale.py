@@ -143,10 +143,6 @@ def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossS
     """The rule that `loss_scale` names: an instance, "auto", None for no scaling, or a number for a static scale.
 
     "auto" is `DynamicLossScale()` under float16 compute and `NoLossScale()` otherwise.
-
-    >>> get("auto", "float16"), get("auto", "bfloat16"), get(128, "float32")
-    (DynamicLossScale(init_scale=32768.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, \
-min_scale=1.0, max_scale=16777216.0), NoLossScale(), StaticLossScale(loss_scale=128.0))
     """
     if isinstance(loss_scale, LossScale):
         return loss_scale

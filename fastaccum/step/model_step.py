@@ -27,13 +27,7 @@ class ModelStep:
     """The programs that train and evaluate a model on one device: a `TrainStep` of its `ModelObjective`."""
 
     def __init__(
-        self,
-        model: Model,
-        outputs: Outputs,
-        losses: Losses,
-        metrics: Metrics,
-        optimizer: Optimizer,
-        options: Options,
+        self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, optimizer: Optimizer, options: Options
     ):
         self.objective = ModelObjective(model, outputs, losses, metrics, options)
         self.running = self.objective.running

@@ -14,12 +14,7 @@ OnNonfinite = Literal["skip", "raise"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the step, a checkpoint's description and the refusals read; the meanings are those of `Trainer`.
-
-    >>> Options(loss_scale=128, clip_norm=1)
-    Options(gradient_accumulation_steps=1, steps_per_execution=1, loss_scale=StaticLossScale(loss_scale=128.0), \
-clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip')
-    """
+    """What the step, a checkpoint's description and the refusals read; the meanings are those of `Trainer`."""
 
     gradient_accumulation_steps: int = 1
     steps_per_execution: int = 1
@@ -60,12 +55,7 @@ clip_norm=1.0, fp32_weight_gradients=True, jit_compile=True, on_nonfinite='skip'
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When `fit` trains and when it validates, from its arguments of the same names.
-
-    >>> schedule = Schedule(4, validation_freq=2)
-    >>> [epoch for epoch in range(schedule.epochs) if schedule.validates(epoch)]
-    [1, 3]
-    """
+    """When `fit` trains and when it validates, from its arguments of the same names."""
 
     epochs: int
     initial_epoch: int = 0

@@ -135,11 +135,7 @@ def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> st
 
 
 def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
-    """XLA's memory plan for `function(*args)`; compiles, runs nothing.
-
-    >>> memory_analysis(Program(lambda x: 2.0 * x), tf.zeros([256])).argument_bytes
-    1024
-    """
+    """XLA's memory plan for `function(*args)`; compiles, runs nothing."""
     proto = hlo_pb2.HloProto.FromString(compiler_ir(function, *args, stage="optimized_hlo_proto_serialized"))
     argument = output = alias = temp = 0
     for allocation in proto.buffer_assignment.buffer_allocations:

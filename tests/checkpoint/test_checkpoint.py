@@ -557,3 +557,10 @@ def test_labels_out_of_range_are_not_saved(tmp_path):
     again = trainer.fit(X, labels, batch_size=8, epochs=1, shuffle=False, verbose=0).history
     assert json.dumps(mended) == json.dumps(again) and mended.keys() == expected.keys()
     assert all((a == b).all() for a, b in zip(after, map(np.array, model.variables), strict=True))
+
+
+def test_a_damaged_newer_checkpoint_does_not_cost_the_one_just_written(tmp_path):
+    (tmp_path / "step-00000009").mkdir()
+    for step in (2, 3):
+        path = store.write(tmp_path, {"progress": {"step": step}}, {"a": np.ones(2, "float32")}, keep=1)
+    assert [each.name for each in store.paths(tmp_path)] == ["step-00000009", path.name]

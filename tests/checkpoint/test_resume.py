@@ -252,7 +252,7 @@ def test_keras_callbacks(tmp_path):
     callbacks.first = True
 
     def make():
-        return trainer(False, keras.optimizers.Adam(0.01))
+        return trainer(False, keras.optimizers.Adam(0.01), jit_compile=True)  # its random masks let EarlyStopping wait
 
     folder = tmp_path / "checkpoints"
     whole, _ = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
