@@ -114,8 +114,8 @@ def read_rows(path: Path) -> list[Row]:
     try:
         if set(reader.fieldnames or COLUMNS) != COLUMNS.keys():
             raise ValueError(f"its columns are {reader.fieldnames}")
-        return [{name: COLUMNS[name](value) for name, value in row.items()} for row in rows]
-    except (TypeError, ValueError) as error:
+        return [{name: COLUMNS[name](value) for name, value in {"step": row["step"], **row}.items()} for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(file)!r} is not what a run writes: {error}") from None
 
 

@@ -162,7 +162,10 @@ def _require_files(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def _require_tensors(path: Path, specs: dict[str, Any]) -> None:
-    reader = tf.train.load_checkpoint(str(path / TENSORS))
+    try:
+        reader = tf.train.load_checkpoint(str(path / TENSORS))
+    except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"its tensors cannot be read: {str(error)[:200]}") from error
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     held = {name: {"shape": list(shapes[name]), "dtype": dtypes[name].name} for name in shapes}
     if held != specs:

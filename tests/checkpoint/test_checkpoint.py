@@ -3,6 +3,7 @@
 docs/reliability.md has a row for each test here that injects a fault.
 """
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -168,6 +169,12 @@ def name_file(path, name):
     edit_manifest(path, change)
 
 
+def seal_again(path, content):
+    (path / "state.index").write_bytes(content)
+    written = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit_manifest(path, lambda manifest: manifest["files"].update({"state.index": written}))
+
+
 DATA, INDEX, MANIFEST = "state.data-00000-of-00001", "state.index", "manifest.json"
 DAMAGE = {
     "truncated tensors": (lambda p: truncate(p / DATA), "bytes of"),
@@ -190,6 +197,10 @@ DAMAGE = {
     "another checkpoint under its name": (
         lambda p: (shutil.rmtree(p), shutil.copytree(p.parent / "step-00000004", p)),
         "it is of step 4",
+    ),
+    "tensors of no format, sealed again": (
+        lambda p: seal_again(p, b"none"),
+        "its tensors cannot be read",
     ),
     "another program's JSON": (lambda p: (p / MANIFEST).write_text('{"epoch": 3}'), "does not have this format"),
     "JSON that is no object": (
