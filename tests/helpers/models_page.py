@@ -1,0 +1,61 @@
+"""docs/models.md, from the results of the zoo."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+_COLUMNS = {"float32": "error", "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+_PACKAGES = "tensorflow", "keras", "tf_keras", "keras-hub", "keras-rs", "transformers", "tensorflow-probability"
+_HEAD = """# Models
+
+<!-- written by: .venv/bin/pytest -q tests/zoo -m zoo --models-page docs/models.md -->
+
+Models and idioms that this project did not write, at a tiny size, each trained by the code its users would write: one
+update over micro-batches, beside the model's own full-batch step in Keras (a loop over micro-batches where there are
+batch statistics). {summary}
+
+*error* is the largest difference of a weight, beyond its last bit, relative to the update of its variable, in float32.
+*float16* and *bfloat16* are the distance of the whole update from the float32 one under `mixed_float16` and
+`mixed_bfloat16`, relative to the update, and in brackets that of Keras's own step. Loss and metrics are compared too.
+
+{versions}
+"""
+
+
+def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
+    """The page, from each test's properties and outcome; `notes` is Markdown for its end."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for properties, outcome in results:
+        about = properties["zoo"]
+        key = about["family"], about["name"]
+        cells = rows.setdefault(key, {"note": about["note"], "failed": False})
+        result = properties.get("zoo_result", {})
+        cells["failed"] |= outcome == "failed"
+        if "refused" in result:
+            cells["refused"] = result["refused"]
+        elif result:
+            own = f" ({result['own_error']:.1e})" if "own_error" in result else ""
+            cells[_COLUMNS[about["policy"]]] = f"{result['error']:.1e}{own}"
+            cells.update({k: result[k] for k in ("seconds", "parameters") if k in result})
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    refused = sum("refused" in cells for cells in rows.values())
+    failed = sum(cells["failed"] for cells in rows.values())
+    summary = f"{len(rows)} rows: {len(rows) - refused - failed} work as written, {refused} are refused by name"
+    lines = [_HEAD.format(summary=f"{summary}, {failed} fail.", versions=f"{versions}; {platform.machine()} CPU.")]
+    for family in dict.fromkeys(family for family, _ in rows):
+        lines += [f"## {family}", "", "| model | | error | float16 | bfloat16 | note |", "|---|---|---|---|---|---|"]
+        lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
+        lines.append("")
+    return "\n".join([*lines, notes.rstrip(), ""])
+
+
+def _line(name: str, cells: dict[str, Any]) -> str:
+    verdict = "**fails**" if cells["failed"] else "refused" if "refused" in cells else "works"
+    note = cells["note"]
+    if "refused" in cells:
+        note = f"{note} “{' '.join(cells['refused'].split())}”".strip()
+    errors = (cells.get(column, "") for column in _COLUMNS.values())
+    return "| " + " | ".join([name, verdict, *errors, note.replace("|", "\\|")]) + " |"
