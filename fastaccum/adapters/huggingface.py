@@ -1,0 +1,225 @@
+"""The loss that a Hugging Face TF model returns from labels among its inputs, as sums that micro-batches add up.
+
+`TFPreTrainedModel.train_step` minimises, where `compile` got no loss, what the model's call returns as `loss`: the mean
+of what `hf_compute_loss` makes of the labels and logits that the call hands it. Nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from fastaccum.adapters.attributes import replaced
+
+
+class Observed(NamedTuple):
+    """One mean within a loss: float32 scalars. Over micro-batches `value * weight_sum` adds up, and `weight_sum`."""
+
+    value: tf.Tensor
+    weight_sum: tf.Tensor
+
+
+class Seen(list[Observed]):
+    """What a forward pass computed; `returned` is what the model was handed as its loss."""
+
+    returned: Any = None
+
+
+def is_pretrained(model: Any) -> bool:
+    """Whether it is one of Hugging Face's TF models."""
+    return any(c.__name__ == "TFPreTrainedModel" for c in type(model).__mro__)
+
+
+def label_names(model: Any) -> list[str]:
+    """The arguments of a model's call that take labels."""
+    extra = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
+    return [name for name in _arguments(model) if "label" in name or name in extra]
+
+
+def with_labels(model: Any, x: Any, y: Any) -> Any:
+    """The inputs with the labels of `y` among them, as its `train_step` merges them where it has no other loss.
+
+    Raises ValueError for one `y` where the model takes several labels or none.
+    """
+    if y is None:
+        return x
+    arguments, labels, outputs = _arguments(model), label_names(model), _outputs_of_labels(model)
+    x = dict(x) if isinstance(x, Mapping) else {arguments[0]: x}
+    if not isinstance(y, Mapping):
+        if len(labels) != 1:
+            raise ValueError(
+                f"y is one value, but {type(model).__name__} takes the labels {labels}: pass y as a dict of them, or "
+                "put them among the inputs."
+            )
+        return {labels[0]: y, **x}
+    argument_of = {output: label for label, output in outputs.items()}
+    named = {name if name in arguments else argument_of.get(name): value for name, value in y.items()}
+    return {**{name: value for name, value in named.items() if name in arguments}, **x}
+
+
+def call_options(model: Any) -> dict[str, Any]:
+    """Further arguments of the call that make a model return its loss (CLIP's, which labels do not decide)."""
+    return {"return_loss": True} if "return_loss" in _arguments(model) else {}
+
+
+def matched(model: Any, x: Any, y: Any, outputs: Any) -> tuple[Any, Any]:
+    """Targets and the outputs they belong to, as its `train_step` hands them to a loss and metrics given to `compile`.
+
+    Targets are `y`, or where that is None the labels among the inputs.
+    """
+    if y is None:
+        y = {name: x[name] for name in label_names(model) if name in x} if isinstance(x, Mapping) else {}
+        if not y:
+            raise ValueError(f"No y, and none of the labels {label_names(model)} among the inputs.")
+    predictions = {name: value for name, value in outputs.items() if name != "loss"}
+    if isinstance(y, Mapping):
+        output_of = _outputs_of_labels(model)
+        y = {output_of.get(name, name): value for name, value in y.items()}
+        if len(y) > 1:
+            return y, {name: value for name, value in predictions.items() if name in y}
+        ((name, y),) = y.items()
+        return y, predictions.get(name, next(iter(predictions.values())))
+    if isinstance(y, (list, tuple)):
+        return y, tuple(predictions.values())[: len(y)]
+    return y, next(iter(predictions.values()))
+
+
+@contextmanager
+def observed_losses(model: Any, valid: tf.Tensor | None = None) -> Iterator[Seen]:
+    """Within the scope, a call of the model fills what this yields: one entry for each mean in its loss.
+
+    The denominators are those of `hf_compute_loss`: tokens whose label is not ignored, in causal, masked and seq2seq
+    language models and token classification (after the model's own shift of the labels) and pixels in segmentation;
+    two such means, with an entry each, in pretraining with a sentence's label; rows elsewhere. A micro-batch in which
+    nothing counts has a value of 0 and not, as there, NaN.
+
+    Args:
+        valid: bool [rows], false for rows that only pad and count nowhere; None if all are valid. A loss that the
+            model reduces to a scalar by itself has no part for a row: give it stacks without padding.
+    """
+    original: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
+    name = getattr(original, "__qualname__", "").removesuffix(".hf_compute_loss")
+    ours = getattr(original, "__module__", "").startswith("transformers.")
+    sums = _MEANS_OF_TOKENS.get(name) if ours else None
+    seen = Seen()
+
+    @tf.autograph.experimental.do_not_convert
+    def observed(*args: Any, **kwargs: Any) -> tf.Tensor:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments  # some take the logits first
+        if sums is None:
+            terms = [_rows(original(**given), tf.nest.flatten(given)[0].shape[0], valid)]
+        else:
+            if getattr(model.config, "tf_legacy_loss", False):
+                raise ValueError(
+                    f"config.tf_legacy_loss=True of {type(model).__name__} selects tokens by a shape that XLA cannot "
+                    "know: set it to False, which computes the same mean."
+                )
+            terms = [_mean(*each, valid) for each in sums(model.config, given["labels"], given["logits"])]
+        seen.extend(terms)
+        seen.returned = tf.reshape(tf.add_n([term.value for term in terms]), [1])
+        return seen.returned
+
+    with replaced([(model, "hf_compute_loss", observed)] if original else []):
+        yield seen
+
+
+def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | None = None) -> list[Observed]:
+    """The means whose sum is the loss that a call of the model, within `observed_losses`, returned.
+
+    A loss that is not, or not only, that of `hf_compute_loss` is one term: of values per row it is their mean; a scalar
+    is taken for a mean over the rows of its micro-batch, with a warning, since another denominator, or one that couples
+    the rows, cannot be told.
+
+    Raises ValueError if it returned none.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returned no loss: give it its labels, {label_names(model)}, as y or among the "
+            "inputs, or pass a loss to the Trainer."
+        )
+    if loss is seen.returned:
+        return list(seen)
+    if rows > 1 and loss.shape.num_elements() == 1:
+        sums = getattr(model.config, "ctc_loss_reduction", None) == "sum" and "CTC" in type(model).__name__
+        if sums:
+            raise ValueError(
+                f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, and a loss of the model's "
+                "own is a mean here: set it to 'mean'."
+            )
+        warnings.warn(
+            f"{type(model).__name__} reduces its loss to a scalar by itself: it counts as the mean over the rows of "
+            "its micro-batch, which the full batch's loss is only if that divides by rows, each on its own.",
+            stacklevel=2,
+        )
+    return [_rows(loss, rows, valid)]
+
+
+def _arguments(model: Any) -> list[str]:
+    return list(inspect.signature(type(model).call).parameters)[1:]
+
+
+def _outputs_of_labels(model: Any) -> dict[str, str]:
+    return model.get_label_to_output_name_mapping()
+
+
+def _rows(loss: tf.Tensor, rows: int, valid: tf.Tensor | None) -> Observed:
+    """The mean of a loss per row, over those that are valid; or a scalar loss, with the number of valid rows."""
+    loss = tf.cast(loss, tf.float32)
+    count = tf.constant(float(rows)) if valid is None else tf.reduce_sum(tf.cast(valid, tf.float32))
+    if valid is not None and loss.shape.rank and loss.shape[0] == rows:
+        inner = tf.reduce_mean(tf.reshape(loss, [rows, -1]), axis=1)
+        return Observed(tf.math.divide_no_nan(tf.reduce_sum(tf.where(valid, inner, 0.0)), count), count)
+    return Observed(tf.reduce_mean(loss), count)
+
+
+def _mean(labels: tf.Tensor, logits: tf.Tensor, counts: tf.Tensor, valid: tf.Tensor | None) -> Observed:
+    """The mean cross-entropy of the labels that count."""
+    if valid is not None:
+        counts = counts & tf.reshape(valid, [-1] + [1] * (labels.shape.rank - 1))
+    labels = tf.where(counts, tf.cast(labels, tf.int64), 0)
+    values = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits, tf.float32))
+    count = tf.reduce_sum(tf.cast(counts, tf.float32))
+    return Observed(tf.math.divide_no_nan(tf.reduce_sum(tf.where(counts, values, 0.0)), count), count)
+
+
+def _language_model(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
+    return [(labels, logits, labels != -100)]
+
+
+def _token_classification(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
+    return [(labels, logits, labels >= 0)]
+
+
+def _led(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
+    return [(labels, logits, labels != config.pad_token_id)]
+
+
+def _segmentation(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
+    logits = tf.image.resize(logits, labels.shape[1:], method="bilinear")
+    return [(labels, logits, labels != config.semantic_loss_ignore_index)]
+
+
+def _pretraining(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
+    """Of words, and of sentences, whose label has a name of its own in each model."""
+    (sentence,) = (tf.reshape(labels[name], [-1]) for name in labels if name != "labels")
+    words = labels["labels"]
+    return [(words, logits[0], words != -100), (sentence, tf.reshape(logits[1], [-1, 2]), sentence != -100)]
+
+
+# By the class that defines hf_compute_loss: each mean's labels, logits and which labels count.
+_MEANS_OF_TOKENS: dict[str, Callable[[Any, Any, Any], list[tuple[Any, Any, Any]]]] = {
+    "TFCausalLanguageModelingLoss": _language_model,
+    "TFTokenClassificationLoss": _token_classification,
+    "TFLEDForConditionalGeneration": _led,
+    "TFSegformerForSemanticSegmentation": _segmentation,
+    "TFMobileViTForSemanticSegmentation": _segmentation,
+    "TFBertPreTrainingLoss": _pretraining,
+    "TFMobileBertPreTrainingLoss": _pretraining,
+    "TFAlbertPreTrainingLoss": _pretraining,
+}
