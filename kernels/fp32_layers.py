@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
+from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_axes, matmul_fp32_wgrad
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]
@@ -25,7 +25,8 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite past 65504.
     Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`, `ReversibleEmbedding`, `MultiHeadAttention` and
     `GroupQueryAttention`, however deep in the model, in a `LayerStack` too. Left alone are layers that compute in
-    float32, `Embedding` (Keras sums its gradient in float32), subclasses, and layers with LoRA or quantization.
+    float32, `Embedding` (Keras sums its gradient in float32), subclasses, layers with LoRA or quantization, and an
+    `EinsumDense` that sums over an axis of its input alone.
 
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum` is
     imported) and clones as a switched one, but for a layer of your own that makes such layers inside: once loaded, it
@@ -126,7 +127,7 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if not _switches(self, inputs):
+        if not (_switches(self, inputs) and matmul_axes(self.equation, inputs, self._kernel)):
             return super().call(inputs, training=training)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, _float32(self._kernel)))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -59,7 +60,13 @@ def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tens
     """
     x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
     _require_dtypes(x, kernel)
-    of_x, of_kernel, of_y = _axes(equation, x, kernel)
+    axes = matmul_axes(equation, x, kernel)
+    if axes is None:
+        raise ValueError(
+            f"x {x.shape} and kernel {kernel.shape} do not fit equation={equation!r}, which must have two operands and "
+            "an output, such as 'abc,cd->abd', each axis at most once in a term and in at least two of them."
+        )
+    of_x, of_kernel, of_y = axes
     batch = [a for a in of_kernel if a in of_x and a in of_y]
     inner = [a for a in of_kernel if a in of_x and a not in of_y]
     outer = [a for a in of_kernel if a not in of_x]
@@ -141,8 +148,10 @@ def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:
         )
 
 
-def _axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str]:
-    """The letters of x's axes, of the kernel's and of the output's, with other signs for those under "..."."""
+def matmul_axes(equation: str, x: Any, kernel: Any) -> tuple[str, str, str] | None:
+    """The letters of x's axes, of the kernel's and of the output's, with other signs for those under "..."; None for
+    an einsum that is no matmul of these two.
+    """
     operands, _, of_y = equation.replace(" ", "").partition("->")
     of_x, _, of_kernel = operands.partition(",")
     elided = "".join(chr(ord("0") + i) for i in range(x.shape.rank - len(of_x.replace("...", ""))))
@@ -152,12 +161,7 @@ def _axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str
     fits = (len(of_x), len(of_kernel)) == (x.shape.rank, kernel.shape.rank)
     fits = fits and all(size.get(a) in (None, n) for a, n in zip(of_kernel, kernel.shape, strict=True))
     fits = fits and all(axes.count(a) < 2 and sum(a in t for t in terms) > 1 for axes in terms for a in axes)
-    if not fits:
-        raise ValueError(
-            f"x {x.shape} and kernel {kernel.shape} do not fit equation={equation!r}, which must have two operands and "
-            "an output, such as 'abc,cd->abd', each axis at most once in a term and in at least two of them."
-        )
-    return terms
+    return terms if fits else None
 
 
 def _turned(x: tf.Tensor, axes: str | list[str], to: str | list[str]) -> tf.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,17 +99,20 @@ class FusedHeadLoss:
         self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
         _require_linear(self.head, classes)
+        self._reversible = type(self.head) in _REVERSIBLE
 
     @contextmanager
     def head_left_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
         """Within the scope, the head passes its input on in the dtype in which it comes, and to `observe`."""
         call = self.head.call
+        signature = inspect.signature(call)
 
-        def pass_on(inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-            if type(self.head) in _REVERSIBLE and not kwargs.get("reverse"):  # it embeds ids
-                return call(inputs, *args, **kwargs)
+        def pass_on(*args: Any, **kwargs: Any) -> tf.Tensor:
+            arguments = signature.bind(*args, **kwargs).arguments
+            if self._reversible and not arguments.get("reverse"):  # it embeds ids
+                return call(*args, **kwargs)
             # A tensor of its own, so that whatever else reads it can be told.
-            hidden = tf.identity(inputs)
+            hidden = tf.identity(args[0] if args else next(iter(arguments.values())))
             observe(hidden)
             return hidden
 

@@ -37,34 +37,37 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
     return found
 
 
-def _dilated(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
+# The arguments of what takes a layer's `call` are named as there: Keras passes on what it is called with.
+
+
+def _dilated(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
     # Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
     return tf.nn.conv2d(
-        x, tf.convert_to_tensor(kernel), layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
+        inputs, tf.convert_to_tensor(kernel), layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
     )
 
 
-def _convolved(layer: Any, x: tf.Tensor, kernel: Any) -> tf.Tensor:
-    return cpu_layers.conv2d(x, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
+def _convolved(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
+    return cpu_layers.conv2d(inputs, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
 
 
 def _is_small(layer: Any) -> bool:
     return layer.strides == layer.pool_size and math.prod(layer.pool_size) <= _LARGEST_WINDOW
 
 
-def _pooled(layer: Any, x: tf.Tensor) -> tf.Tensor:
-    sizes = x.shape[1:3]
+def _pooled(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+    sizes = inputs.shape[1:3]
     whole = None not in sizes and all(size % window == 0 for size, window in zip(sizes, layer.pool_size, strict=True))
     if whole or (layer.padding == "valid" and None not in sizes):
-        return cpu_layers.max_pool2d(x, layer.pool_size)
-    return type(layer).call(layer, x)
+        return cpu_layers.max_pool2d(inputs, layer.pool_size)
+    return type(layer).call(layer, inputs)
 
 
-def _normalised(layer: Any, x: tf.Tensor, training: bool | None = None, mask: Any = None) -> tf.Tensor:
-    special = layer.synchronized or getattr(layer, "renorm", False) or layer.axis not in (-1, len(x.shape) - 1)
-    if special or mask is not None or not (training and layer.trainable) or x.dtype == tf.float64:
-        return type(layer).call(layer, x, training=training, mask=mask)
-    x = tf.cast(x, tf.float32)
+def _normalised(layer: Any, inputs: tf.Tensor, training: bool | None = None, mask: Any = None) -> tf.Tensor:
+    special = layer.synchronized or getattr(layer, "renorm", False) or layer.axis not in (-1, len(inputs.shape) - 1)
+    if special or mask is not None or not (training and layer.trainable) or inputs.dtype == tf.float64:
+        return type(layer).call(layer, inputs, training=training, mask=mask)
+    x = tf.cast(inputs, tf.float32)
     channels = [x.shape[-1]]
     scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones(channels)
     offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros(channels)

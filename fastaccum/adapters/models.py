@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -132,13 +134,11 @@ class Model:
         return [v for v in self.model.trainable_weights if getattr(v, "regularizer", None) is not None]
 
     @property
-    def embeddings(self) -> list[Any]:
-        """Embedding layers: ids outside their tables must be caught, since XLA clamps them silently."""
-        return [
-            layer
-            for layer in self.layers
-            if any(c.__name__ == "Embedding" for c in type(layer).__mro__) and hasattr(layer, "input_dim")
-        ]
+    def lookups(self) -> list[tuple[Any, int]]:
+        """Embedding layers and the rows of their tables: ids outside must be caught, since XLA clamps them silently."""
+        found = [layer for layer in self.layers if _lookup_class(layer)]
+        # A subclass may have made a larger table than it was asked for.
+        return [(layer, max([layer.input_dim, *(v.shape[0] for v in layer.weights[:1])])) for layer in found]
 
     @property
     def couples_rows(self) -> bool:
@@ -166,18 +166,18 @@ class Model:
 
     @contextmanager
     def observed_ids(self, observe: Callable[[int, tf.Tensor], None]) -> Iterator[None]:
-        """Within the scope, each call of embedding i first passes its ids to `observe(i, ids)`."""
-
-        def observing(i, call):
-            def observed(inputs, *args, **kwargs):
-                if not kwargs.get("reverse"):  # ReversibleEmbedding, from vectors to logits
-                    observe(i, inputs)
-                return call(inputs, *args, **kwargs)
-
-            return observed
-
-        with replaced((layer, "call", observing(i, layer.call)) for i, layer in enumerate(self.embeddings)):
+        """Within the scope, the ids that embedding i of `lookups` looks up first pass to `observe(i, ids)`: those that
+        reach Keras's own lookup, since the `call` of a subclass may map what it is given.
+        """
+        layers = [layer for layer, _ in self.lookups]
+        own = [type(layer) for layer in layers]
+        try:
+            for i, layer in enumerate(layers):
+                object.__setattr__(layer, "__class__", _observing(layer, functools.partial(observe, i)))
             yield
+        finally:
+            for layer, cls in zip(layers, own, strict=True):
+                object.__setattr__(layer, "__class__", cls)
 
     @contextmanager
     def fp32_weight_gradients(self) -> Iterator[None]:
@@ -231,3 +231,29 @@ class LegacyModel(Model):
 
 def _reduction(added_loss: Any) -> str:
     return "sum" if len(added_loss.shape) else "mean"
+
+
+def _lookup_class(layer: Any) -> Any:
+    """Keras's or tf_keras's own Embedding, where a layer is one; None otherwise, whatever the layer is called."""
+    packages = ("keras", "tf_keras")
+    own = [c for c in type(layer).__mro__ if c.__name__ == "Embedding" and c.__module__.partition(".")[0] in packages]
+    return own[0] if own else None
+
+
+def _observing(layer: Any, observe: Callable[[tf.Tensor], None]) -> Any:
+    """A class for an embedding: its own, with one between it and Keras's Embedding that observes the ids."""
+    base = _lookup_class(layer)
+
+    def observed(method):
+        def lookup(self, inputs, *args, **kwargs):
+            # Of sparse and ragged ids those that are there.
+            observe(getattr(inputs, "flat_values", getattr(inputs, "values", inputs)))
+            return method(self, inputs, *args, **kwargs)
+
+        return lookup
+
+    names = [name for name in ("call", "_int8_call", "_int4_call") if hasattr(base, name)]
+    methods = {name: observed(getattr(base, name)) for name in names}
+    between = types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(methods))
+    own = type(layer)
+    return between if own is base else types.new_class(own.__name__, (own, between))

@@ -37,7 +37,7 @@ class ModelObjective(Objective):
         self.state = model.state
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
         lookups = [(f"labels of output {name!r}", classes) for name, classes in labelled]
-        lookups += [(f"ids given to embedding {layer.name!r}", layer.input_dim) for layer in model.embeddings]
+        lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]
         self._first_embedding = len(labelled)
         for output in losses.take_over_heads(model):
             metrics.require_none(output)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from oracle import keras_steps
 
 import fastaccum as fa
 from fastaccum.adapters import models
@@ -189,6 +190,98 @@ def test_a_trained_tf_keras_model_can_be_saved(tf_keras, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = tf_keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded.predict(X, verbose=0), trainer.predict(X, verbose=0))
+
+
+class ByKeyword(keras.Model):
+    """Layers that are replaced while a step is traced, called as keras.io calls many."""
+
+    def __init__(self):
+        super().__init__()
+        self.dilated = keras.layers.Conv2D(3, 2, dilation_rate=2, padding="same")
+        self.convolve, self.pool = keras.layers.Conv2D(4, 3), keras.layers.MaxPooling2D()
+        self.normalize, self.head = keras.layers.BatchNormalization(), keras.layers.Dense(2)
+
+    def call(self, x, training=None):
+        x = self.pool(inputs=self.convolve(inputs=self.dilated(inputs=x)))
+        return self.head(inputs=self.normalize(inputs=x, training=training)[:, 0, 0])
+
+
+class Tied(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.ReversibleEmbedding(9, 4, name="table")
+
+    def call(self, ids):
+        return self.table(inputs=self.table(inputs=ids), reverse=True)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ["images", "tied", "tied, head left out"])
+def test_replaced_layers_take_their_arguments_by_keyword(name, policy):
+    keras.config.set_dtype_policy(policy)
+    x, make, loss = (RNG.normal(size=(8, 5, 5, 1)), ByKeyword, "mse") if name == "images" else (IDS[:8], Tied, None)
+    own, model = make(), make()
+    own(x), model(x)
+    model.set_weights(own.get_weights())
+    before = own.get_weights()
+    y = np.ones((8, 2)) if name == "images" else x
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    keras_steps(own, loss or cross_entropy, [(x, y)], 0.1)
+    head = fa.LinearCrossEntropy(head="table") if name == "tied, head left out" else cross_entropy
+    fa.Trainer(model, keras.optimizers.SGD(0.1), loss or head).fit(x, y, batch_size=8, verbose=0)
+    for a, b, c in zip(model.get_weights(), own.get_weights(), before, strict=True):
+        np.testing.assert_allclose(a - c, b - c, atol=(1e-6 if policy == "float32" else 0.05) * (1 + np.abs(b).max()))
+
+
+class Hashed(keras.layers.Embedding):
+    def call(self, ids):
+        return super().call(keras.ops.cast(ids, "int32") % self.input_dim)
+
+
+class Padded(keras.layers.Embedding):
+    """A row more than it was asked for, and ids from 1."""
+
+    def build(self, shape=None):
+        self.input_dim += 1
+        super().build(shape)
+        self.input_dim -= 1
+
+    def call(self, ids):
+        return super().call(ids + 1)
+
+
+class Embedding(keras.layers.Layer):
+    """A name that Keras's layer has too, and an `input_dim` that counts something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_dim, self.dense = 2, keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Hashed(5, 3), lambda: Padded(9, 3), Embedding])
+def test_an_embedding_that_is_not_given_what_it_looks_up_is_not_refused(make):
+    model = keras.Sequential([make(), keras.layers.Flatten(), keras.layers.Dense(1)])
+    _, history = fit(model, IDS)
+    assert history.history["loss"][1] < history.history["loss"][0]
+    assert type(model.layers[0]) is type(make())
+
+
+@pytest.mark.parametrize("make", [keras.layers.Embedding, keras.layers.ReversibleEmbedding, Padded, "int8"])
+def test_what_an_embedding_looks_up_must_exist(make):
+    embedding = keras.layers.Embedding(8, 3) if make == "int8" else make(8, 3)
+    model = keras.Sequential([keras.Input((6,)), embedding, keras.layers.Flatten(), keras.layers.Dense(1)])
+    if make == "int8":
+        embedding.quantize("int8")
+    trainer = fa.Trainer(model, "sgd", "mse")
+    trainer.fit(np.minimum(IDS, 7), Y, batch_size=20, verbose=0)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=f"ids given to embedding '{embedding.name}'.* only 0 to"):
+        trainer.fit(np.where(IDS == 8, 50, IDS), Y, batch_size=20, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_call_that_the_user_replaced_is_left_as_it_was():

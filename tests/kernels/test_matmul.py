@@ -257,6 +257,34 @@ def test_a_switched_layer_has_the_same_outputs_and_exact_gradients(name):
         assert max(errors) <= min(3e-6, 0.2 * max(plain_errors)), (errors, plain_errors)
 
 
+EQUATIONS = {  # with the axes of an output, and of its bias
+    "abc,cd->abd": ((3, 5), "d"),
+    "abc,cd->ad": (5, "d"),  # sums over b, which is of the input alone
+    "abc,c->a": ((), None),
+    "abc,cde->ade": ((5, 2), "de"),
+    "abc,bcd->abd": ((3, 5), "bd"),
+    "abc,c->abc": ((3, 4), None),
+    "abc,de->abcde": ((3, 4, 2, 2), "e"),
+    "abc,cbd->ad": (5, "d"),
+    "...c,cd->...d": (5, "d"),
+    "ab...,bc->ac...": ((2, 4), "c"),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_whatever_equation_keras_takes_it_computes(equation, policy):
+    output_shape, bias_axes = EQUATIONS[equation]
+    layer = build(lambda: keras.layers.EinsumDense(equation, output_shape, bias_axes=bias_axes), (3, 4), policy)
+    x = tf.cast(draw((2, 3, 4), "float16"), layer.compute_dtype)
+    outputs, gradients = weight_gradients(layer, x)
+    assert fa.kernels.fp32_weight_gradients(layer) == [layer]
+    ours, our_gradients = weight_gradients(layer, x)
+    np.testing.assert_array_equal(ours, outputs)
+    for mine, keras_own in zip(our_gradients, gradients, strict=True):
+        np.testing.assert_allclose(mine, keras_own, rtol=0.02, atol=0.02)
+
+
 def test_an_embedding_needs_no_switch():
     """Keras reads its table in float32, so that repeated ids add up in float32."""
     keras.config.set_dtype_policy("mixed_float16")
