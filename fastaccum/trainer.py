@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from fastaccum.step import compilable, program
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.by_hand import StacksByHand
 from fastaccum.step.model_step import ModelStep, Unread
-from fastaccum.step.options import OnNonfinite, Options, Schedule
+from fastaccum.step.options import OnNonfinite, Options, Schedule, capped
 from fastaccum.step.running_state import RunningState
 from fastaccum.step.train_step import StepResult
 
@@ -175,7 +176,8 @@ class Trainer:
         or statistics that were not finite). Logs reach batch callbacks as a mapping that waits for the step only when
         it is read.
 
-        Shuffling follows `keras.utils.set_random_seed`.
+        Shuffling follows `keras.utils.set_random_seed`. As in Keras, data that ends before `steps_per_epoch` ends the
+        epoch, with a warning.
 
         With `checkpoint_dir` the training state is saved there, between train steps and at the end, and a fit that
         finds checkpoints there goes on from the last good one, bit-identical to one that was never interrupted
@@ -268,9 +270,9 @@ class Trainer:
                 # Read only now that the next step is on its way: the device never runs dry.
                 waiting.require()
             waiting = Unread(step.require, executed, dispatch)
-            first += dispatch.steps
             late = LateLogs(executed.logs, waiting.require)
-            end(first - 1, functools.partial(_same, late))
+            end(first + dispatch.size - 1, functools.partial(_same, late))
+            first += dispatch.steps
             if self.model.stop_training:
                 break
         if waiting is None:
@@ -294,13 +296,16 @@ class Trainer:
         """Loss and metrics over a whole set, with the arguments of Keras's `evaluate`.
 
         The loss is that of all rows as one batch: `loss_sum / weight_sum` over the set, not a mean of the batches'
-        means. Weights and state stay as they are. `steps` counts batches, as in Keras.
+        means. Weights and state stay as they are. `steps`, and the numbers that callbacks see, count batches, as in
+        Keras: those of the first and the last of a dispatch, which takes as many as in training.
 
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
         """
         step, _, stacks = self._evaluation_data(x, y, sample_weight, batch_size, steps)
-        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=stacks.steps_per_epoch, history=False)
+        dispatches = stacks.steps_per_epoch
+        batches = None if dispatches is None else dispatches * stacks.layout.accumulation
+        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=batches, history=False)
         logs = self._evaluate(step, stacks, hooks)
         if return_dict:
             return logs
@@ -317,13 +322,13 @@ class Trainer:
 
     def _evaluation_data(self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None) -> Any:
         """The step, specs of one micro-batch, and the stacks of a pass that moves no weight."""
-        if steps is not None:
-            checks.whole_number("steps", steps)
+        steps = capped("steps", steps)
         data = self._source(x, y, sample_weight, batch_size=batch_size)
         step = self._built(data.sample)
         layout = self._layout(exact_rows=bool(self._model.added_reductions) or self._metrics.need_exact_rows)
         # One micro-batch per dispatch where the caller counts them.
-        return step, data.sample, data.stacks(layout if steps is None else layout._replace(accumulation=1), steps)
+        batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
+        return step, data.sample, data.stacks(layout._replace(accumulation=batches), steps)
 
     def _evaluate(self, step: ModelStep | ReplicatedStep, stacks: Any, hooks: Callbacks) -> dict[str, float]:
         self._metrics.reset()
@@ -332,13 +337,14 @@ class Trainer:
         begin, end = hooks.hooks("test")
         totals = None
         dispatches = step.together(stacks, next(stacks.epochs(Position(0, 0))), training=False)
-        for batch, dispatch in enumerate(dispatches):
+        size = stacks.layout.accumulation
+        for batch, dispatch in zip(itertools.count(step=size), dispatches, strict=False):
             begin(batch)
             with compilable.explained(self._model):
                 sums, check = step.evaluate(dispatch)
             totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
             read = functools.partial(_evaluated, step, totals, check)
-            end(batch, read)
+            end(batch + size - 1, read)
             if self.model.stop_evaluating:
                 break
         logs = read()

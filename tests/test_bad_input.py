@@ -274,7 +274,6 @@ def used_up():
         (lambda: dataset(X, Y), {}, ValueError, r"x \(\w+\) is not batched|Call .batch\(batch_size\)"),
         (lambda: dataset(Y[:, 0], Y[:, 0]), {}, ValueError, r"is not batched: it yields scalars.*Call .batch"),
         (lambda: dataset(X, Y).batch(2).repeat(), {}, ValueError, r"x \(\w+\) is infinite: pass steps_per_epoch"),
-        (lambda: dataset(X, Y).batch(2), {"steps_per_epoch": 4}, ValueError, r"ran dry after 3 train steps of .*=4"),
         (lambda: dataset(X[:0], Y[:0]).batch(2), {}, ValueError, r"x \(\w+\) is empty: it has no batch"),
         (lambda: dataset(X, Y).batch(2).filter(lambda *_: False), {}, ValueError, r"yielded no batch"),
         (lambda: dataset(X).batch(2), {}, ValueError, r"yields no targets: it must yield \(x, y\)"),
@@ -286,21 +285,12 @@ def used_up():
         (lambda: dataset(X[:, :3], Y).batch(2), {}, ValueError, WRONG_WIDTH),
         (lambda: batches(0), {}, ValueError, r"empty|no batch|no data"),
         (used_up, {}, ValueError, r"empty|no batch|no data"),
-        (lambda: Batches(), {"steps_per_epoch": 2}, ValueError, r"ran dry after 1 train steps of steps_per_epoch=2"),
         (lambda: Batches(), {"y": Y}, ValueError, r"leave them out"),
     ],
 )
 def test_datasets_that_do_not_fit(trainer, make, options, error, match):
     with refused(trainer, error, match):
         trainer.fit(make(), **{"verbose": 0, **options})
-
-
-def test_a_generator_that_runs_dry_says_when(trainer):
-    """It cannot be known before: the steps that it had data for are made, and the missing ones are an error."""
-    updates = int(trainer.optimizer.iterations)
-    with pytest.raises(ValueError, match=r"ran dry after 2 train steps of steps_per_epoch=3.*\.repeat\(\)"):
-        trainer.fit(batches(4), steps_per_epoch=3, verbose=0)
-    assert int(trainer.optimizer.iterations) == updates + 2
 
 
 def test_a_batch_of_unequal_lengths_is_refused(trainer):

@@ -131,23 +131,54 @@ def test_a_second_fit_continues(trainer):
     assert_equal(trainer.model.get_weights(), at_once[: len(trainer.model.weights)])
 
 
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("steps_per_epoch", [1, 3, 6])
 def test_steps_per_epoch_counts_train_steps_and_goes_on_where_it_stopped(trainer, steps_per_epoch):
-    fit(trainer, epochs=2, steps_per_epoch=steps_per_epoch)
-    assert updates(trainer) == 2 * steps_per_epoch
-    in_parts = trainer.model.get_weights()
-    trainer.model.set_weights(regressor().get_weights())
-    for slot in trainer.optimizer.variables:
-        slot.assign(np.zeros(slot.shape))
-    trainer.optimizer.learning_rate = 0.05
-    endless = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
-    # The dataset's own steps: 11 batches, hence 3 + 3 + 3 + 2, again and again.
-    seen = 0
-    while seen < 2 * steps_per_epoch:
-        count = min(STEPS, 2 * steps_per_epoch - seen)
-        trainer.fit(endless, steps_per_epoch=count, verbose=0)
-        seen += count
-    assert_close(in_parts, trainer.model.get_weights())
+    """As in Keras, whose batches are whole steps here: an epoch does not go beyond the data."""
+    model = regressor()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
+    options = {"epochs": 3, "verbose": 0, "shuffle": False, "steps_per_epoch": steps_per_epoch}
+    expected = model.fit(X, Y, batch_size=ACCUMULATION * BATCH, **options)
+    history = fit(trainer, **{k: v for k, v in options.items() if k not in ("verbose", "shuffle")})
+    assert updates(trainer) == int(model.optimizer.iterations)
+    assert_close(trainer.model.get_weights(), model.get_weights())
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+
+
+def test_epochs_and_steps_are_limited_as_keras_config_says(trainer):
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(1)
+    try:
+        with pytest.warns(UserWarning) as said:
+            history = fit(trainer, epochs=5, validation_data=(X, Y), validation_steps=3)
+            loss, _ = trainer.evaluate(X, Y, BATCH, verbose=0)
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert history.epoch == [0, 1]
+    assert updates(trainer) == 2
+    limited = [str(w.message).partition(",")[0] for w in said if "Limiting" in str(w.message)]
+    assert limited == [
+        f"Limiting {name}" for name in ("epochs to 2", "steps_per_epoch to 1", "steps to 1", "steps to 1")
+    ]
+    assert (
+        history.history["val_loss"][-1] == loss == pytest.approx(trainer.evaluate(X[:BATCH], Y[:BATCH], verbose=0)[0])
+    )
+
+
+@pytest.mark.parametrize(("steps_per_execution", "numbers"), [(1, [0, 2, 3, 5, 6, 8, 9, 11]), (2, [0, 5, 6, 11])])
+def test_evaluate_numbers_batches(trainer, steps_per_execution, numbers):
+    """11 batches in dispatches of 3 or 6: the first of each and, as in Keras, the last if it is full."""
+    seen = []
+    watch = keras.callbacks.LambdaCallback()
+    watch.on_test_batch_begin = watch.on_test_batch_end = lambda batch, logs: seen.append(batch)
+    trainer.steps_per_execution = steps_per_execution
+    try:
+        at_once = trainer.evaluate(X, Y, BATCH, verbose=0, callbacks=[watch])
+    finally:
+        trainer.steps_per_execution = 1
+    assert seen == numbers
+    np.testing.assert_allclose(at_once, trainer.evaluate(X, Y, BATCH, verbose=0), rtol=1e-6)
 
 
 def test_validation_split_holds_out_the_last_rows(trainer):
@@ -379,7 +410,7 @@ def test_steps_per_execution_changes_no_weight(trainer, steps_per_execution):
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
     history = fit(many, epochs=2, callbacks=[watch])
     assert updates(many) == 2 * STEPS
-    ends = {3: [2, 3], 8: [3]}[steps_per_execution]  # the last step of each dispatch, as in Keras
+    ends = {3: [2, 5], 8: [7]}[steps_per_execution]  # what a full dispatch would end with, as in Keras
     assert seen == 2 * ends
     assert_close(many.model.get_weights(), trainer.model.get_weights(), rtol=1e-6)
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-6)

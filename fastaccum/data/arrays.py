@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.data import rows
-from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, warn_short
 
 PREFETCH = 2
 
@@ -43,7 +43,7 @@ class ArraySource:
         )
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> ArrayStacks:
-        """The stacks that the rows become: a pass is an epoch, or `steps_per_epoch` go on where the last one ended."""
+        """The stacks that the rows become: an epoch is a pass, or part of one, which goes on where the last one ended."""
         return ArrayStacks(self, layout, steps_per_epoch)
 
 
@@ -93,19 +93,27 @@ class ArrayStacks:
 
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
         """One iterator of dispatches per epoch, from a position on, without end."""
-        passes_are_epochs = self.steps_per_epoch == self._steps_per_pass
-        if passes_are_epochs:
-            chunks = self._chunks(self.layout.steps_per_execution)
-            first, done = at.epoch, sum(end <= at.step for end in itertools.accumulate(steps for _, steps in chunks))
-            left, length = len(chunks) - done, len(chunks)
-        else:
-            chunks = self._chunks(1)
-            passes, done = divmod((at.epoch - at.first) * self.steps_per_epoch + at.step, self._steps_per_pass)
-            first, left, length = at.first + passes, self.steps_per_epoch - at.step, self.steps_per_epoch
-        stream = _ahead(self._stream(first, chunks, done))
-        for count in itertools.chain([left], itertools.repeat(length)):
-            dispatches = itertools.islice(stream, count)
+        whole, wanted = self._steps_per_pass, self.steps_per_epoch
+        # As in Keras, an epoch ends where a pass does.
+        lengths = [min(wanted, whole - start) for start in range(0, whole, wanted)]
+        passes_are_epochs = len(lengths) == 1
+        passes, part = divmod(at.epoch - at.first, len(lengths))
+        chunks = self._chunks(self.layout.steps_per_execution if passes_are_epochs else 1)
+        ends = itertools.accumulate(steps for _, steps in chunks)
+        done = sum(end <= part * wanted + at.step for end in ends)
+        stream, skipped = _ahead(self._stream(at.first + passes, chunks, done)), at.step
+        for length in itertools.islice(itertools.cycle(lengths), part, None):
+            dispatches = self._epoch(stream, length, length - skipped)
+            skipped = 0
             yield dispatches if passes_are_epochs else group_steps(dispatches, self.layout)
+
+    def _epoch(self, stream: Iterator[Dispatch], length: int, left: int) -> Iterator[Dispatch]:
+        while left > 0:
+            dispatch = next(stream)
+            left -= dispatch.steps
+            yield dispatch
+        if length < self.steps_per_epoch:
+            warn_short(self.what, length, self.steps_per_epoch)
 
     def _chunks(self, per_dispatch: int) -> list[tuple[int, int]]:
         """(rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""

@@ -15,7 +15,7 @@ from fastaccum.adapters.data_adapters import as_dataset
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, used_up
 from fastaccum.data.rows import checksum, count, require_unmasked
-from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows, warn_short
 
 
 class DatasetSource:
@@ -55,8 +55,8 @@ class DatasetSource:
         return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec)
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
-        """The stacks that the batches become: a pass is an epoch, or `steps_per_epoch` go on where the last one ended;
-        raises ValueError if the data does not last for `epochs`, or never ends.
+        """The stacks that the batches become: an epoch is a pass, or part of one, which goes on where the last one
+        ended; raises ValueError if the data does not last for `epochs`, or never ends.
         """
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.what)
@@ -81,11 +81,10 @@ class DatasetStacks:
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
             raise ValueError(f"{self.what} is infinite: pass steps_per_epoch, counted in train steps.")
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
-        if steps_per_pass is not None and steps_per_pass < self._given_steps:
-            raise self._dry(steps_per_pass)
         self.plan: dict[str, Any] = {"batches": batches, "steps_per_epoch": steps_per_epoch}
         self._batch_size = self._checksum = 0
-        alike = not layout.all_here
+        self._alike, self._read_once = not layout.all_here, source.read_once
+        self._rest: Iterator[Dispatch] = iter(())
         # Rows of one shape are pooled by TensorFlow.
         self._equal_rows = all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(source.dataset.element_spec))
         micro_batches = self.layout.accumulation
@@ -93,7 +92,7 @@ class DatasetStacks:
             pipeline = source.dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
         else:
             pipeline = source.dataset.prefetch(PREFETCH * micro_batches)
-        self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, alike)
+        self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike)
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
         """What `restore` needs to go on after the dispatch given out last."""
@@ -114,31 +113,43 @@ class DatasetStacks:
         return self._checksum
 
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
-        """One iterator of dispatches per epoch, from a position on; raises ValueError if the data runs dry."""
-        done = at.step
+        """One iterator of dispatches per epoch, from a position on."""
         held, ended = self._passes.take_held()
-        endless = itertools.chain(held, self._endless())
-        while True:
-            steps: Iterator[Dispatch]
-            if not self._given_steps:
-                steps = itertools.chain(held, () if ended else self._pass())
-                held, ended = [], False
-            else:
-                steps = itertools.islice(endless, self._given_steps - done)
-                done = 0
-            yield self._passes.given_out(group_steps(steps, self.layout))
+        self._rest = itertools.chain(held, () if ended else self._pass())
+        done = at.step
+        while not self._exhausted():
+            yield self._passes.given_out(group_steps(self._epoch(done), self.layout))
+            done = 0
 
-    def _endless(self) -> Iterator[Dispatch]:
-        while True:
-            yield from self._pass()
-            if self._passes.steps_in_last < self._given_steps:
-                raise self._dry(self._passes.steps_in_last)
+    def _exhausted(self) -> bool:
+        """Whether data that is read once has no step left for an epoch."""
+        if not (self._read_once and self._given_steps):
+            return False
+        first = next(self._rest, None)
+        if first is None:
+            warnings.warn(f"{self.what} is used up, which ends the training.", stacklevel=2)
+            return True
+        self._rest = itertools.chain([first], self._rest)
+        return False
 
-    def _dry(self, available: int) -> ValueError:
-        return ValueError(
-            f"{self.what} ran dry after {available} train steps of steps_per_epoch={self.steps_per_epoch}. Ask for "
-            "fewer, or pass a dataset with .repeat()."
-        )
+    def _epoch(self, done: int) -> Iterator[Dispatch]:
+        """The steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
+        wanted = self._given_steps - done if self._given_steps else None
+        taken = 0
+        while not taken:
+            for step in itertools.islice(self._rest, wanted):
+                taken += 1
+                yield step
+            if wanted is None or taken < wanted:
+                self._rest = iter(()) if self._read_once and wanted else self._pass()
+        if wanted is None or taken == wanted:
+            return
+        if self._alike:  # others may have more
+            raise ValueError(
+                f"{self.what} ran dry after {done + taken} train steps of steps_per_epoch={self.steps_per_epoch}. Ask "
+                "for fewer, or pass a dataset with .repeat()."
+            )
+        warn_short(self.what, done + taken, self._given_steps)
 
     def _pass(self) -> Iterator[Dispatch]:
         dropped = self._passes.begin()

@@ -51,13 +51,13 @@ class Passes:
 
     Attributes:
         tracked: whether the place will be asked for.
-        steps, steps_in_last: read in this pass, and in the one that ended last.
+        steps: read in this pass.
     """
 
     def __init__(self, pipeline: tf.data.Dataset, structure: Batch, origin: Origin, alike: bool):
         self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
         self.tracked = False
-        self.steps = self.steps_in_last = 0
+        self.steps = 0
         self._ended = self._skip = 0
         self._random: Any = None
         self._saved_random: Any = None
@@ -103,7 +103,7 @@ class Passes:
 
     def end(self) -> None:
         """Ends a pass."""
-        self._ended, self.steps_in_last, self.steps, self._random = self._ended + 1, self.steps, 0, None
+        self._ended, self.steps, self._random = self._ended + 1, 0, None
         self._origin.end()
 
     # What becomes of the steps read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -41,6 +42,11 @@ class Dispatch(NamedTuple):
     stacks: tuple[Batch, ...]
     steps: int = 1
     is_multi_step: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of steps, those that only fill up the last dispatch of an epoch among them."""
+        return trip_count(self.stacks) if self.is_multi_step else self.steps
 
 
 class Position(NamedTuple):
@@ -86,6 +92,15 @@ class Layout(NamedTuple):
             stack = stack._replace(valid=tf.ones(tf.nest.flatten(stack)[0].shape[:2], tf.bool))
         own = tf.nest.map_structure(lambda t: tf.gather(t, columns, axis=1), stack)
         return own if own.mask is None else own._replace(valid=own.valid & real)
+
+
+def warn_short(what: str, steps: int, wanted: int) -> None:
+    """Says that a pass ended, and with it the epoch, before as many steps as were asked for."""
+    warnings.warn(
+        f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the epoch, as in Keras; the "
+        "next one begins anew. Ask for fewer, or pass a dataset with .repeat().",
+        stacklevel=2,
+    )
 
 
 def trip_count(stack: Any) -> int:

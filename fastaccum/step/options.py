@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, Literal
+
+import keras
 
 from fastaccum import checks
 from fastaccum.step import loss_scale as loss_scales
@@ -53,6 +56,20 @@ class Options:
         return self
 
 
+def capped(name: str, steps: int | None) -> int | None:
+    """A number of steps, checked; at most `keras.config.max_steps_per_epoch()`, with a warning, as in Keras."""
+    if steps is not None:
+        steps = checks.whole_number(name, steps)
+    return _at_most(name, steps, keras.config.max_steps_per_epoch())
+
+
+def _at_most(name: str, value: int | None, limit: int | None) -> int | None:
+    if not limit or (value is not None and value <= limit):
+        return value
+    warnings.warn(f"Limiting {name} to {limit}, as keras.config says.", stacklevel=3)
+    return limit
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """When `fit` trains and when it validates, from its arguments of the same names."""
@@ -70,6 +87,8 @@ class Schedule:
             value, minimum = getattr(self, name), 0 if name == "initial_epoch" else 1
             if value is not None or name in ("epochs", "initial_epoch"):
                 object.__setattr__(self, name, checks.whole_number(name, value, minimum))
+        object.__setattr__(self, "epochs", _at_most("epochs", self.epochs, keras.config.max_epochs()))
+        object.__setattr__(self, "steps_per_epoch", capped("steps_per_epoch", self.steps_per_epoch))
         several = isinstance(self.validation_freq, (list, tuple, set))
         if several and not self.validation_freq:
             raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")

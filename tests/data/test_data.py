@@ -1,6 +1,8 @@
 import itertools
 import math
+import re
 import tracemalloc
+import warnings
 
 import keras
 import numpy as np
@@ -78,14 +80,30 @@ class TestArrays:
             assert shuffle or seen == list(range(rows))
             assert steps_of(epoch) == stacks.steps_per_epoch == math.ceil(rows / (batch_size * layout.accumulation))
 
+    @pytest.mark.filterwarnings("ignore:.*ran out of data")
     @quick
     @given(rows=st.integers(1, 24), batch_size=st.integers(1, 5), layout=LAYOUTS, steps_per_epoch=st.integers(1, 7))
     def test_continue_where_the_last_epoch_stopped(self, rows, batch_size, layout, steps_per_epoch):
+        """An epoch ends where a pass over the rows does."""
         stacks = stacks_of(**arrays(rows), batch_size=batch_size, layout=layout, steps_per_epoch=steps_per_epoch)
-        epochs = epochs_of(stacks, 4)
-        assert [steps_of(epoch) for epoch in epochs] == [steps_per_epoch] * 4
-        seen = [row for epoch in epochs for row in used(epoch, stacks.layout)]
-        assert seen == [i % rows for i in range(len(seen))]
+        whole = math.ceil(rows / (batch_size * layout.accumulation))
+        parts = [min(steps_per_epoch, whole - start) for start in range(0, whole, steps_per_epoch)]
+        epochs = epochs_of(stacks, 2 * len(parts))
+        assert [steps_of(epoch) for epoch in epochs] == 2 * parts
+        assert [row for epoch in epochs for row in used(epoch, stacks.layout)] == 2 * list(range(rows))
+        resumed = next(stacks.epochs(Position(0, len(epochs) - 1, parts[-1] - 1)))
+        assert (
+            used(resumed, stacks.layout)
+            == used(epochs[-1], stacks.layout)[-len(used(epochs[-1][-1:], stacks.layout)) :]
+        )
+
+    @pytest.mark.parametrize(("steps_per_epoch", "said"), [(4, ["3 of the 4"] * 2), (2, ["1 of the 2"]), (3, [])])
+    def test_that_end_before_the_steps_asked_for_say_so(self, steps_per_epoch, said):
+        stacks = stacks_of(**arrays(11), batch_size=4, layout=Layout(1), steps_per_epoch=steps_per_epoch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            epochs_of(stacks, 2)
+        assert [re.search(r"after (\d of the \d) steps", str(w.message)).group(1) for w in caught] == said
 
     def test_shuffle_the_same_way_for_the_same_seed_and_anew_in_every_epoch(self):
         def order(seed, first=0):
@@ -243,24 +261,31 @@ class TestDatasets:
         seen = [row for epoch in epochs for row in used(epoch, stacks.layout)]
         assert seen == ([0, 1, 2, 3, 4] * 5)[: len(seen)]
 
-    def test_that_run_dry_say_after_how_many_steps(self):
-        stacks = stacks_of(batched([2] * 5), batch_size=None, layout=Layout(2), steps_per_epoch=4)
-        with pytest.raises(ValueError, match=r"ran dry after 3 train steps of steps_per_epoch=4"):
-            epochs_of(stacks, 2)
+    @pytest.mark.parametrize("known", [False, True])
+    def test_that_end_before_the_steps_asked_for_end_the_epoch(self, known):
+        dataset = batched([2] * 5)
+        if known:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(5))
+        stacks = stacks_of(dataset, batch_size=None, layout=Layout(2), steps_per_epoch=4)
+        with pytest.warns(UserWarning, match="ran out of data after 3 of the 4 steps asked for"):
+            epochs = epochs_of(stacks, 2)
+        assert [used(epoch, stacks.layout) for epoch in epochs] == [list(range(10))] * 2
 
-    def test_known_to_be_short_are_refused_before_the_first_step(self):
-        dataset = tf.data.Dataset.range(10).map(lambda i: (i, i)).batch(2)
-        with pytest.raises(ValueError, match=r"ran dry after 3 train steps of steps_per_epoch=4"):
-            stacks_of(dataset, batch_size=None, layout=Layout(2), steps_per_epoch=4)
+    def test_that_end_before_those_of_other_workers_are_an_error(self):
+        layout = Layout(2, replicas=2, shards=slice(0, 1))
+        stacks = stacks_of(batched([2] * 5), batch_size=None, layout=layout, steps_per_epoch=4)
+        with pytest.raises(ValueError, match="ran dry after 3 train steps of steps_per_epoch=4"):
+            epochs_of(stacks, 1)
 
     def test_continue_where_the_last_epoch_stopped(self):
         stacks = stacks_of(batched([2] * 6), batch_size=None, layout=Layout(2), steps_per_epoch=2)
-        epochs = epochs_of(stacks, 3)
-        assert [used(epoch, stacks.layout) for epoch in epochs] == [
-            list(range(8)),
-            [8, 9, 10, 11, 0, 1, 2, 3],
-            list(range(4, 12)),
-        ]
+        with pytest.warns(UserWarning, match="after 1 of the 2 steps"):
+            epochs = epochs_of(stacks, 3)
+        expected = [list(range(8)), list(range(8, 12)), list(range(8))]
+        assert [used(epoch, stacks.layout) for epoch in epochs] == expected
+        # Of three steps it is not known that they were the last.
+        stacks = stacks_of(batched([2] * 6), batch_size=None, layout=Layout(2), steps_per_epoch=3)
+        assert [used(epoch, stacks.layout) for epoch in epochs_of(stacks, 2)] == [list(range(12))] * 2
 
     @pytest.mark.parametrize(
         ("dataset", "error", "message"),
@@ -344,6 +369,17 @@ def test_a_generator_is_read_once():
     assert used(next(dispatches), stacks.layout) == list(range(8))
     with pytest.raises(ValueError, match="cannot be read again"):
         list(next(dispatches))
+
+
+def test_a_generator_that_is_used_up_ends_the_training(trainer):
+    """Keras would report the last epoch's logs once more for epochs without a step."""
+    before = int(trainer.optimizer.iterations)
+    with pytest.warns(UserWarning) as said:
+        history = trained(trainer, slices(), steps_per_epoch=2, epochs=4)  # 6 batches: 3 steps
+    assert len(history[1]) == 2
+    assert int(trainer.optimizer.iterations) == before + 3
+    assert any("x (generator) ran out of data after 1 of the 2 steps" in str(w.message) for w in said)
+    assert any("x (generator) is used up, which ends the training" in str(w.message) for w in said)
 
 
 class TestClassWeights:
