@@ -133,7 +133,8 @@ class Losses:
         found = []
         for o in self.outputs:
             if o.classes is not None:
-                labels, ignored = whole(y_true[o.position]), getattr(o.loss, "ignore_class", None)
+                of_tf_keras = getattr(o.loss, "_fn_kwargs", {}).get("ignore_class")
+                labels, ignored = whole(y_true[o.position]), getattr(o.loss, "ignore_class", of_tf_keras)
                 found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
         return found
 

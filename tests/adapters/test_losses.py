@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from fastaccum.adapters.losses import Losses, term
 from fastaccum.adapters.outputs import Outputs
@@ -244,8 +245,9 @@ def test_a_loss_without_a_target_says_so():
         losses.build(Outputs(["a", "b"], {"a": spec, "b": spec}), {"a": spec})
 
 
-def test_only_labels_that_are_class_indices_are_observed():
-    losses = Losses({"a": "mse", "b": LOSSES.SparseCategoricalCrossentropy(ignore_class=-1)})
+@pytest.mark.parametrize("family", [keras, tf_keras])
+def test_only_labels_that_are_class_indices_are_observed(family):
+    losses = Losses({"a": "mse", "b": family.losses.SparseCategoricalCrossentropy(ignore_class=-1)})
     y_pred = {"a": tf.zeros([2, 1]), "b": tf.fill([2, CLASSES], 1 / 3)}
     y_true = {"a": tf.fill([2, 1], 99.0), "b": tf.constant([-1, 2])}
     outputs = Outputs(["a", "b"], y_pred)
