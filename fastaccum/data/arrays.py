@@ -43,7 +43,7 @@ class ArraySource:
         )
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> ArrayStacks:
-        """The stacks that the rows become: an epoch is a pass, or part of one, which goes on where the last one ended."""
+        """The stacks that the rows become: an epoch is a pass, or a part of it after the last epoch's."""
         return ArrayStacks(self, layout, steps_per_epoch)
 
 

@@ -91,11 +91,8 @@ class TestArrays:
         epochs = epochs_of(stacks, 2 * len(parts))
         assert [steps_of(epoch) for epoch in epochs] == 2 * parts
         assert [row for epoch in epochs for row in used(epoch, stacks.layout)] == 2 * list(range(rows))
-        resumed = next(stacks.epochs(Position(0, len(epochs) - 1, parts[-1] - 1)))
-        assert (
-            used(resumed, stacks.layout)
-            == used(epochs[-1], stacks.layout)[-len(used(epochs[-1][-1:], stacks.layout)) :]
-        )
+        resumed = used(next(stacks.epochs(Position(0, len(epochs) - 1, parts[-1] - 1))), stacks.layout)
+        assert resumed == used(epochs[-1], stacks.layout)[-len(resumed) :]
 
     @pytest.mark.parametrize(("steps_per_epoch", "said"), [(4, ["3 of the 4"] * 2), (2, ["1 of the 2"]), (3, [])])
     def test_that_end_before_the_steps_asked_for_say_so(self, steps_per_epoch, said):
