@@ -484,10 +484,16 @@ class Trainer:
             options = Options(**{name: getattr(self, name) for name in Options.NAMES})
             self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, options)
             self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
+            self._moving = self._model.moving_layers
         if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.cycle.trained]:
             raise ValueError(
                 "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
                 "`trainable` was switched). Make a new Trainer, with a new optimizer."
+            )
+        if moved := sorted({*self._moving} ^ {*self._model.moving_layers}):
+            raise ValueError(
+                f"`trainable` of {moved} was switched since this Trainer was built, whose step moves the statistics "
+                "that it moved then. Make a new Trainer, or switch it back."
             )
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
         self._outputs.match(sample.y, "y")

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import replaced
@@ -34,6 +35,8 @@ class Model:
         # How the losses that a forward pass adds count: a scalar as the rows' mean, one per row as a sum, as in
         # Keras. Known once the model has been called.
         self.added_reductions: list[str] = []
+        # Known then too: the variables, Keras's and others, that the forward pass of a step assigns.
+        self._assigned: list[Any] = []
 
     @property
     def layers(self) -> list[Any]:
@@ -49,12 +52,8 @@ class Model:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
         outputs = self.model(inputs, training=training)
-        # Of Keras's own layers only activity regularisers add losses.
-        if any(
-            layer.activity_regularizer is not None or not type(layer).__module__.startswith("keras.")
-            for layer in self.layers
-        ):
-            self._note_added_losses(
+        if any(map(_may_do_more, self.layers)):
+            self._note_calls(
                 tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
             )
         return outputs
@@ -76,7 +75,26 @@ class Model:
     @property
     def state(self) -> list[tf.Variable]:
         """Variables that a forward pass may assign (moving statistics, random seeds), frozen weights left out."""
-        return [v for layer in self.layers for v in self._own_state(layer)]
+        own = [v for layer in self.layers for v in self._own_state(layer)]
+        # A SpectralNormalization assigns a weight of another layer, and layers of the user's own what they like.
+        metrics = _plain([v for metric in self.model.metrics for v in metric.variables])
+        known = {id(v) for v in (*own, *metrics)}
+        return [*own, *(v for v in _plain(self._assigned) if id(v) not in known)]
+
+    @property
+    def unmanaged_state(self) -> list[str]:
+        """The names of what a forward pass assigns and no layer has made with `add_weight`."""
+        names = [v.name for v in self._assigned if not isinstance(v, keras.Variable)]
+        return [name for name in names if "/replica_" not in name]  # the first one's says it
+
+    @property
+    def moving_layers(self) -> list[str]:
+        """The names of the layers whose statistics a train step moves."""
+        return [
+            layer.name
+            for layer in self.layers
+            if layer.trainable and any(v.dtype.is_floating for v in self._own_state(layer))
+        ]
 
     def _own_state(self, layer: Any) -> list[tf.Variable]:
         seeds = [generator.state for generator in layer._seed_generators]
@@ -114,10 +132,12 @@ class Model:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
-    def _note_added_losses(self, x: Any) -> None:
-        # Keras forgets what a symbolic call adds; a traced one shows it. Some layers add in one mode only.
+    def _note_calls(self, x: Any) -> None:
+        # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
-            tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+            traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+            if training:
+                self._assigned = _assigned(traced.graph, self.model.variables)
             self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self._added_losses())})
 
     def added_loss(self, reduction: str) -> tf.Tensor:
@@ -143,8 +163,8 @@ class Model:
     @property
     def couples_rows(self) -> bool:
         """Whether rows share statistics or losses, so that one that only pads would be felt; known after a call."""
-        statistics = (v for layer in self.layers if layer.trainable for v in self._own_state(layer))
-        return any(v.dtype.is_floating for v in statistics) or bool(self.added_reductions)
+        assigned = any(v.dtype.is_floating for v in _plain(self._assigned))
+        return assigned or bool(self.moving_layers) or bool(self.added_reductions)
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
@@ -205,7 +225,7 @@ class LegacyModel(Model):
         # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
         outputs = self.model(zeros, training=False)
-        self._note_added_losses(zeros)
+        self._note_calls(zeros)
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
 
@@ -227,6 +247,33 @@ class LegacyModel(Model):
     @contextmanager
     def fp32_weight_gradients(self) -> Iterator[None]:
         yield
+
+
+def _may_do_more(layer: Any) -> bool:
+    """Whether a call may add losses, or assign variables of others: of Keras's own layers few do."""
+    few = keras.layers.SpectralNormalization, keras.layers.Lambda
+    own = type(layer).__module__.startswith("keras.") and not isinstance(layer, few)
+    return not own or layer.activity_regularizer is not None
+
+
+def _assigned(graph: Any, of_keras: list[Any]) -> list[Any]:
+    """The variables that a function's graph assigns, as Keras variables where they are some."""
+    owners = {id(part.handle): v for v in of_keras for part in _components(v)}
+    owners = {id(v.handle): v for v in graph.variables} | owners
+    outside = {id(inside): id(handle) for handle, inside in graph.captures}
+    written = [outside.get(id(t)) for op in graph.get_operations() for t in get_read_write_resource_inputs(op)[1]]
+    found = {id(owners[handle]): owners[handle] for handle in written if handle in owners}
+    return list(found.values())
+
+
+def _components(variable: Any) -> list[tf.Variable]:
+    """A Keras variable's, one on every replica; a tf_keras variable is its own."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return list(getattr(value, "values", [value]))
+
+
+def _plain(variables: list[Any]) -> list[tf.Variable]:
+    return [v.value if isinstance(v, keras.Variable) else v for v in variables]
 
 
 def _reduction(added_loss: Any) -> str:

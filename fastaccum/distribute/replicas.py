@@ -27,7 +27,14 @@ def of(model: Model) -> Replicas | None:
     strategy or a layer is not supported, or the scope was entered only after the model was made.
     """
     strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
-    if strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy):
+    outside = strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
+    if isinstance(model, LegacyModel) and (not outside or tf.distribute.has_strategy()):
+        raise ValueError(
+            f"model={model.model.name!r} is a tf_keras model, which trains on one device: make it and this Trainer "
+            f"outside the scope of {type(tf.distribute.get_strategy() if outside else strategy).__name__}, or use a "
+            "Keras 3 model there."
+        )
+    if outside:
         if tf.distribute.has_strategy():
             raise ValueError(
                 f"The model was made outside the scope of {type(tf.distribute.get_strategy()).__name__}, in which this "
@@ -40,8 +47,6 @@ def of(model: Model) -> Replicas | None:
             f"The model was made under {name}: use {' or '.join(s.__name__ for s in SUPPORTED)}, whose replicas hold "
             "all weights and take every step together."
         )
-    if isinstance(model, LegacyModel):
-        raise ValueError(f"model={model.model.name!r} is a tf_keras model: under {name}, use a Keras 3 model.")
     for layer in model.layers:
         if getattr(layer, "synchronized", False):
             raise ValueError(

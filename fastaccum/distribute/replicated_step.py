@@ -57,6 +57,11 @@ class ReplicatedStep:
                 f"metrics={unknown} are of classes of your own, whose states cannot be added up over replicas unless "
                 "they are sums: derive them from keras.metrics.Mean or Sum, or pass fn(y_true, y_pred)."
             )
+        if names := model.unmanaged_state:
+            raise ValueError(
+                f"The model's call assigns {names}, tf.Variables that no layer has made by `add_weight`: under "
+                f"{type(replicas.strategy).__name__}, make them by self.add_weight(..., trainable=False)."
+            )
         self._replicas = replicas
         self._optimizers = [part for part in optimizer.parts if hasattr(part, "_distribution_strategy")]
         for part in self._optimizers:  # that of the scope in which it was made, if any

@@ -1,5 +1,6 @@
 """Training on several replicas of one process equals training on one device: the checks of `on_replicas.py`."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -71,3 +72,14 @@ def test_exact_rows_are_never_padded():
 def test_without_a_strategy_nothing_is_replicated():
     trainer = fa.Trainer(on_replicas.dense(), "sgd", "mse")
     assert trainer._replicas is None
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["model made inside", "model made outside"])
+def test_a_tf_keras_model_is_told_what_works(inside):
+    tf_keras = pytest.importorskip("tf_keras")
+    one = tf.distribute.MirroredStrategy(["CPU:0"])
+    with one.scope() if inside else contextlib.nullcontext():
+        model = tf_keras.Sequential([tf_keras.Input((6,)), tf_keras.layers.Dense(3)], name="old")
+    message = r"'old' is a tf_keras model.* outside the scope of MirroredStrategy.*Keras 3"
+    with one.scope(), pytest.raises(ValueError, match=message):
+        fa.Trainer(model, "sgd", "mse")

@@ -400,6 +400,24 @@ def check_learning_rate_from_the_host():
     assert_same_on_all(trainer)
 
 
+def check_a_kernel_that_the_forward_pass_assigns():
+    def make():
+        keras.utils.set_random_seed(1)
+        normalized = keras.layers.SpectralNormalization(keras.layers.Dense(8))
+        return keras.Sequential([keras.Input((6,)), normalized, keras.layers.Dense(3)])
+
+    model, alone = replicated(make), make()
+    for each in (model, alone):
+        trainer = fa.Trainer(each, "sgd", "mse", gradient_accumulation_steps=2)
+        trainer.fit(X[:16], Y[:16], batch_size=4, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), alone.get_weights())
+    before = model.get_weights()
+    trainer = fa.Trainer(model, model.optimizer, "mse", gradient_accumulation_steps=2)
+    trainer.fit(np.where(X[:8] == X[3], np.nan, X[:8]), Y[:8], batch_size=4, verbose=0)
+    assert all(map(np.array_equal, model.get_weights(), before))
+    assert_same_on_all(trainer)
+
+
 def check_refused():
     """Strategies and layers that cannot work, by name, when the Trainer is made."""
 
@@ -421,6 +439,23 @@ def check_refused():
         refused("outside the scope", model=outside)
     normalized = [keras.Input((6,)), keras.layers.BatchNormalization(synchronized=True, name="norm")]
     refused("'norm'", "synchronized", model=replicated(lambda: keras.Sequential(normalized)))
+
+    class Counting(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = tf.Variable(0.0, name="calls", trainable=False)
+
+        def call(self, x):
+            self.calls.assign_add(1.0)
+            return x
+
+    counting = replicated(lambda: keras.Sequential([keras.Input((6,)), Counting(), keras.layers.Dense(3)]))
+    try:
+        fa.Trainer(counting, "sgd", "mse").fit(X, Y, verbose=0)
+    except ValueError as error:
+        assert "['calls:0']" in str(error) and "add_weight" in str(error), error
+    else:
+        raise AssertionError("a variable that no strategy can keep alike was not refused")
 
     class Largest(keras.metrics.Metric):
         def __init__(self):

@@ -46,6 +46,77 @@ def test_a_bad_micro_batch_leaves_weights_slots_and_statistics(normalised, where
     assert all(after[path] != before[path] for path in before if "moving" in path or "kernel" in path)
 
 
+class Counting(keras.layers.Layer):
+    """State that no `add_weight` has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.calls = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x))
+        return x - self.mean
+
+
+def of_keras(make):
+    return keras.Sequential([keras.Input((D,)), make(), keras.layers.Dense(3)])
+
+
+def of_tf_keras():
+    tf_keras = pytest.importorskip("tf_keras")
+
+    class Normalized(tf_keras.layers.Dense):
+        """Assigns a weight that the optimizer trains, as a spectral normalisation does."""
+
+        def call(self, x, training=False):
+            if training:
+                self.kernel.assign(self.kernel / tf.norm(self.kernel))
+            return super().call(x)
+
+    return tf_keras.Sequential([tf_keras.Input((D,)), Normalized(4), tf_keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: of_keras(lambda: keras.layers.SpectralNormalization(keras.layers.Dense(4))),
+        lambda: of_keras(Counting),
+        of_tf_keras,
+    ],
+    ids=["SpectralNormalization", "tf.Variable", "tf_keras"],
+)
+def test_a_skipped_step_restores_whatever_the_model_assigns(make):
+    model, (x, y) = make(), make_stack()
+    trainer = fa.Trainer(model, "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def values():
+        own = [model.layers[0].mean, model.layers[0].calls] if isinstance(model.layers[0], Counting) else []
+        return [v.numpy().tobytes() for v in (*model.weights, *own)]
+
+    first = values()
+    trainer.train_step((x, y))
+    before = values()
+    assert all(a != b for a, b in zip(before, first, strict=True))
+    x[1, 0, 0] = np.nan
+    assert not trainer.train_step((x, y)).grads_finite
+    assert values() == before
+
+
+def test_statistics_that_were_frozen_since_do_not_move_on():
+    normalization = keras.layers.BatchNormalization(scale=False, center=False, name="norm")
+    trainer = fa.Trainer(of_keras(lambda: normalization), "sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    trainer.train_step(make_stack())
+    before = everything(trainer)
+    normalization.trainable = False
+    with pytest.raises(ValueError, match=r"`trainable` of \['norm'\]"):
+        trainer.train_step(make_stack())
+    assert everything(trainer) == before
+    normalization.trainable = True
+    trainer.train_step(make_stack())
+
+
 class Noise(keras.layers.Layer):
     """Multiplies by a trained vector of ones under dropout: with SGD, its gradient shows the masks."""
 
