@@ -45,6 +45,8 @@ class Trainer:
 
     where the denominator is the one that the loss's `reduction` defines over the full batch. A short last stack and
     batches of varying size count exactly, by the rows that they hold. Batch statistics are those of the micro-batches.
+    The gradient of an embedding is summed by id before the optimizer has it, as in tf_keras; Keras 3's own `fit` hands
+    it over unsummed, and most of its optimizers then square what comes for the same id one by one.
 
     Args:
         model: a Keras 3 model, or a tf_keras model.
@@ -485,10 +487,16 @@ class Trainer:
             self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, options)
             self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
             self._moving = self._model.moving_layers
-        if [id(v) for v in self._model.trainable_variables] != [id(v) for v in self._step.cycle.trained]:
+        trained, trainable = (
+            {id(v): v for v in vs} for vs in (self._step.cycle.trained, self._model.trainable_variables)
+        )
+        if list(trained) != list(trainable):
+            switched = ((trained | trainable)[i] for i in trained.keys() ^ trainable.keys())
+            changed = [getattr(v, "path", v.name) for v in switched]
             raise ValueError(
-                "The model's trainable variables have changed since this Trainer was built (a layer was added, or its "
-                "`trainable` was switched). Make a new Trainer, with a new optimizer."
+                f"The model's trainable variables have changed since this Trainer was built: {sorted(changed)}. If the "
+                "`trainable` of a layer was switched, switch it back; to train it as it is now, make a new Trainer, "
+                "with a new optimizer."
             )
         if moved := sorted({*self._moving} ^ {*self._model.moving_layers}):
             raise ValueError(

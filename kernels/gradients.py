@@ -40,6 +40,27 @@ class SumAccumulator:
         return carried[0]
 
 
+class LookupAccumulator(SumAccumulator):
+    """A `SumAccumulator` of `IndexedSlices` that counts, from `counts` [rows] on, how often it met each row."""
+
+    def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, counts: tf.Tensor):
+        super().__init__(total, gradient)
+        self._counts = counts
+
+    def start(self) -> list[tf.Tensor]:
+        return [*super().start(), self._counts]
+
+    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
+        *total, counts = carried
+        indices = terms[0].indices
+        one_each = tf.ones(tf.shape(indices), counts.dtype)
+        return [*super().add(i, total, terms), tf.tensor_scatter_nd_add(counts, indices[:, tf.newaxis], one_each)]
+
+    def counts(self, carried: list[tf.Tensor]) -> tf.Tensor:
+        """How often each row was met, from what the loop carried out."""
+        return carried[1]
+
+
 class FactoredAccumulator:
     """The sum of `a_i^T @ b_i` over micro-batches i, as one product `a^T @ b` over the rows of them all.
 

@@ -14,12 +14,13 @@ import contextlib
 import difflib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters import untouched_rows
 from fastaccum.adapters.attributes import replaced
 
 Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
@@ -82,7 +83,8 @@ class Optimizer:
             if self._model_variables or not self._knows(self._native(variable)):
                 raise ValueError(
                     f"optimizer={type(self.optimizer).__name__} was built on other variables, without "
-                    f"{_raw(variable).name!r}: make a new one"
+                    f"{_raw(variable).name!r}: make a new one; or, if the `trainable` of a layer was switched since, "
+                    "switch it back"
                 )
         if not getattr(self.optimizer, "built", False):
             self._create([self._native(v) for v in variables])
@@ -104,11 +106,23 @@ class Optimizer:
         left_out = {id(v) for v in (*self._model_variables, *stand_ins)}
         return list({id(v): v for v in _held(states) if id(v) not in left_out}.values())
 
+    @property
+    def needs_lookups(self) -> bool:
+        """Whether `apply` must know how often each row of a table was looked up; ValueError if that cannot be told."""
+        return False
+
     def apply(
-        self, gradients: Sequence[tf.Tensor | None], variables: Sequence[Any], ok: tf.Tensor | bool = True
+        self,
+        gradients: Sequence[tf.Tensor | None],
+        variables: Sequence[Any],
+        ok: tf.Tensor | bool = True,
+        lookups: Sequence[tf.Tensor | None] = (),
     ) -> None:
         """One update where `ok`, and nothing changed elsewhere; a gradient of None leaves its variable alone. It
         creates no variable, so it may stand in a loop body.
+
+        `lookups` has for each variable how often each of its rows was looked up; None, or nothing at all, where the
+        gradient is not one of lookups alone, or it does not matter.
 
         Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
 
@@ -118,12 +132,14 @@ class Optimizer:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
             raise ValueError("no variable has a gradient: the loss depends on no trainable variable")
+        counts = {_raw(v).ref(): c for v, c in zip(variables, lookups, strict=False) if c is not None}
         if ok is True:
-            self._update(pairs)
+            with self._knowing(counts):
+                self._update(pairs)
             return
         changed = [*self._model_variables, *self.variables]
         before = [v.read_value() for v in changed]
-        with self._selecting(ok) as selected:
+        with self._selecting(ok) as selected, self._knowing(counts):
             self._update(pairs)
         for variable, value in zip(changed, before, strict=True):
             if id(variable) not in selected:
@@ -133,6 +149,10 @@ class Optimizer:
     def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
         """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
         yield set()
+
+    def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Within the scope, tables are updated by their lookups, `counts` by the tables' `ref()`."""
+        return contextlib.nullcontext()
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
@@ -276,6 +296,13 @@ class _Legacy(_TFKeras):
             parts.append(parts[-1]._optimizer)
         return parts
 
+    @property
+    def needs_lookups(self) -> bool:
+        return untouched_rows.treated_apart(self.parts[-1])
+
+    def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        return replaced(untouched_rows.in_sparse_form(self.parts[-1], counts))
+
     def _knows(self, variable: Any) -> bool:
         return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
 
@@ -283,11 +310,62 @@ class _Legacy(_TFKeras):
         self.optimizer._create_all_weights(variables)
 
 
+class _AddonsMulti(Optimizer):
+    """tensorflow_addons.optimizers.MultiOptimizer: an optimizer for the weights of some layers each, by their names.
+
+    A weight of none of these layers is not trained, as in tensorflow-addons.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._groups = [(get(spec["optimizer"]), spec["weights"]) for spec in optimizer.optimizer_specs]
+        super().__init__(optimizer)
+
+    @property
+    def parts(self) -> list[Any]:
+        return [self.optimizer, *(part for inner, _ in self._groups for part in inner.parts)]
+
+    @property
+    def needs_lookups(self) -> bool:
+        return any(inner.needs_lookups for inner, _ in self._groups)
+
+    @contextlib.contextmanager
+    def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> Iterator[None]:
+        with contextlib.ExitStack() as scopes:
+            for inner, _ in self._groups:
+                own = {v.ref() for v in inner._model_variables}
+                scopes.enter_context(inner._knowing({table: c for table, c in counts.items() if table in own}))
+            yield
+
+    def _knows(self, variable: Any) -> bool:
+        return all(inner._knows(variable) for inner, names in self._groups if variable.name in names)
+
+    def _create(self, variables: list[Any]) -> None:
+        known = [name for _, names in self._groups for name in names]
+        if not any(v.name in known for v in variables):
+            raise ValueError(
+                f"optimizer={type(self.optimizer).__name__} has optimizers for the weights {known}, and the model "
+                "trains none of these: it knows weights by their names in tf_keras layers. For a Keras 3 model use "
+                "keras.optimizers.MultiOptimizer."
+            )
+        for inner, names in self._groups:
+            inner.build([v for v in variables if v.name in names])
+        self.optimizer.iterations  # noqa: B018  # made when first asked for
+
+    def _update(self, pairs: Pairs) -> None:
+        for inner, names in self._groups:
+            # Once for each time that a layer was named, as there.
+            own = [(g, v) for g, v in pairs for name in names if _raw(v).name == name]
+            if own:
+                inner._update(own)
+        self.iterations.assign_add(1)
+
+
 # The first that fits. By name, since tf_keras is imported only by those who use it.
 _FAMILIES = {
     "keras.MultiOptimizer": _KerasMulti,
     "keras.Optimizer": _Keras,
     "tf_keras.Optimizer": _TFKeras,
+    "tensorflow_addons.MultiOptimizer": _AddonsMulti,
     "tf_keras.OptimizerV2": _Legacy,
 }
 
@@ -309,7 +387,8 @@ def _held(value: Any) -> Iterator[tf.Variable]:
 
 def _refuse(optimizer: Any) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
-    kinds, rate = _kinds(optimizer), getattr(optimizer, "_learning_rate", None)
+    kinds, hyper = _kinds(optimizer), getattr(optimizer, "_hyper", {})
+    rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     scale = getattr(optimizer, "loss_scale_factor", None)
     step_does = "which is the train step's work: make it without, and pass Trainer"
@@ -324,8 +403,6 @@ def _refuse(optimizer: Any) -> None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
     elif isinstance(rate, (int, float)) and not math.isfinite(rate):
         problem = f"has learning_rate={rate}: pass a finite one"
-    elif "tensorflow_addons.MultiOptimizer" in kinds:
-        problem = "knows tf_keras layers only: use keras.optimizers.MultiOptimizer"
     elif "tf_keras.Nadam" in kinds and "tf_keras.OptimizerV2" not in kinds:
         problem = "counts updates in Python, which no compiled program does: use tf_keras.optimizers.legacy.Nadam"
     elif "keras.Optimizer" in kinds and "tf_keras.LearningRateSchedule" in _kinds(rate):

@@ -13,7 +13,7 @@ from fastaccum import checks
 from fastaccum.adapters import optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
-from fastaccum.kernels.gradients import FactoredAccumulator, SumAccumulator, accumulator
+from fastaccum.kernels.gradients import FactoredAccumulator, LookupAccumulator, SumAccumulator, accumulator
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.program import Program, converted
@@ -48,6 +48,8 @@ class Accumulated(NamedTuple):
     weight_sum: tf.Tensor  # float32 scalar
     scale: tf.Tensor  # float32 scalar, the same on every device
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
+    # How often each row of a table was looked up, by the variable's place; where the optimizer must know.
+    lookups: dict[int, tf.Tensor] = {}  # noqa: RUF012
 
 
 class Objective:
@@ -212,7 +214,13 @@ class TrainStep:
         steps = trip_count(stack)
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
+        unmet = [tf.zeros(v.shape[:1]) for v in self.variables]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
+
+        def accumulating(j, gradient, wholes):
+            if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
+                return LookupAccumulator(start[j], gradient, sums.lookups.get(j, unmet[j]))
+            return accumulator(start[j], gradient, steps, lambda t: wholes.get(t.ref()))
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
         @tf.function(autograph=False)
@@ -231,7 +239,7 @@ class TrainStep:
             wholes = {part.ref(): whole for part, whole in slices if part is not None}
             for j, gradient in enumerate(grads):
                 if gradient is not None:
-                    summed[j] = accumulator(start[j], gradient, steps, lambda t: wholes.get(t.ref()))
+                    summed[j] = accumulating(j, gradient, wholes)
             return loss_i, weight_i, [each.terms for each in summed.values()]
 
         micro_step = micro_step.get_concrete_function(tf.TensorSpec([], tf.int32))
@@ -246,11 +254,13 @@ class TrainStep:
 
         carried = [each.start() for each in summed.values()]
         loss_sum, weight_sum, carried = loop(steps, body, [sums.loss_sum, sums.weight_sum, carried])
-        totals = list(sums.gradients)
+        totals, lookups = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
             for (j, each), of_loop in zip(summed.items(), carried, strict=True):
                 totals[j] = each.total(of_loop)
-        return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum)
+                if isinstance(each, LookupAccumulator):
+                    lookups[j] = each.counts(of_loop)
+        return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, lookups=lookups)
 
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
         """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.
@@ -261,7 +271,7 @@ class TrainStep:
         weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
-        penalty, grads = self._with_penalty(sums.gradients, denominator)
+        penalty, grads, lookups = self._with_penalty(sums, denominator)
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
         loss += penalty
         counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted
@@ -270,22 +280,25 @@ class TrainStep:
         ok = finite & counted
         with tf.name_scope("update"):
             final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
-            self.optimizer.apply(final, self.trained, ok)
+            self.optimizer.apply(final, self.trained, ok, lookups)
             _keep_where(ok, objective.state, sums.state)
         before = [v.read_value() for v in self.loss_scale.variables]
         self.loss_scale.update(reduced.finite)
         _keep_where(counted, self.loss_scale.variables, before)
         return StepResult(loss, weight_sum, reduced.norm, finite, self.loss_scale.scale())
 
-    def _with_penalty(self, grads, denominator):
-        """The penalty, and the accumulators with its gradient added at their own scale."""
+    def _with_penalty(self, sums, denominator):
+        """The penalty, the accumulators with its gradient added at their own scale, and lookups that it leaves be."""
+        grads, lookups = sums.gradients, [sums.lookups.get(j) for j in range(len(self.variables))]
         with tf.GradientTape() as tape:
             penalty = self.objective.penalty()
         if penalty is None:
-            return tf.constant(0.0), grads
+            return tf.constant(0.0), grads, lookups
         added = [_times(g, denominator) for g in tape.gradient(penalty, self.variables)]
         total = [a if g is None else g if a is None else g + a for g, a in zip(grads, added, strict=True)]
-        return tf.cast(penalty, tf.float32), total
+        # With its own gradient, that of a table is one of all rows.
+        lookups = [counts if a is None else None for counts, a in zip(lookups, added, strict=True)]
+        return tf.cast(penalty, tf.float32), total, lookups
 
 
 def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from every_optimizer import KERAS, TF_KERAS, TFA, make_model, own_apply, raw, tf_keras
 
+import fastaccum as fa
 from fastaccum import addons
 from fastaccum.adapters import optimizers
 
@@ -355,3 +356,68 @@ def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
         step(gradients, tf.constant(True))
         own_apply(reference, gradients, theirs)
     close(raw(ours), raw(theirs))
+
+
+def make_tf_keras_model():
+    import tf_keras as k
+
+    model = k.Sequential([k.Input((3,)), k.layers.Dense(5), k.layers.ReLU(), k.layers.Dense(2), k.layers.Dense(1)])
+    rng = np.random.default_rng(0)
+    for v in model.weights:
+        v.assign(rng.normal(size=v.shape))
+    return model
+
+
+def test_the_multi_optimizer_of_tensorflow_addons():
+    """An optimizer for some layers each, by the names of their weights; a layer of none stays as it is."""
+    legacy = tf_keras().legacy
+
+    def make_optimizer(model):
+        first, nothing, second, _ = model.layers
+        pairs = [(legacy.SGD(0.1), [first, nothing]), (legacy.Adam(0.1), second), (legacy.SGD(0.1), nothing)]
+        return addons.optimizers.MultiOptimizer(pairs)
+
+    fused, reference = make_tf_keras_model(), make_tf_keras_model()
+    untrained = snapshot(fused.layers[-1].weights)
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(12, 3)).astype("float32"), rng.normal(size=(12, 1)).astype("float32")
+    reference.compile(make_optimizer(reference), "mse")
+    reference.fit(x, y, batch_size=12, epochs=3, shuffle=False, verbose=0)
+    trainer = fa.Trainer(fused, make_optimizer(fused), "mse", gradient_accumulation_steps=3, jit_compile=False)
+    trainer.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+    close(fused.weights, reference.weights)
+    assert snapshot(fused.layers[-1].weights) == untrained
+    assert int(trainer.optimizer.iterations) == 3
+
+    x[0] = np.nan
+    state = [*fused.weights, *reachable(trainer.optimizer)]
+    before = snapshot(state)
+    assert not trainer.train_step((x.reshape(3, 4, 3), y.reshape(3, 4, 1))).grads_finite
+    assert snapshot(state) == before
+    held = {id(v) for v in trainer._optimizer.variables}
+    assert all(id(v) in held for v in reachable(trainer.optimizer))
+
+
+def test_the_multi_optimizer_of_tensorflow_addons_on_keras_3():
+    model = make_model()
+    optimizer = addons.optimizers.MultiOptimizer([(tf_keras().legacy.SGD(0.1), model.layers[0])])
+    with pytest.raises(ValueError, match=r"the weights \['kernel', 'bias'\].*use keras\.optimizers\.MultiOptimizer"):
+        optimizers.get(optimizer).build(model.trainable_variables)
+    diverging = [(tf_keras().legacy.SGD(np.nan), model.layers[0])]
+    with pytest.raises(ValueError, match=r"SGD has learning_rate=nan"):
+        optimizers.get(addons.optimizers.MultiOptimizer(diverging))
+
+
+def test_trainable_switched_after_building():
+    """Whoever froze a layer may want it back, and not a new optimizer."""
+    model = make_model()
+    model.layers[0].trainable = False
+    optimizer = optimizers.get("sgd")
+    optimizer.build(model.trainable_variables)
+    model.layers[0].trainable = True
+    with pytest.raises(
+        ValueError, match=r"without '.*kernel.*: make a new one; or, if the `trainable` .* switch it back"
+    ):
+        optimizer.build(model.trainable_variables)
+    model.layers[0].trainable = False
+    optimizer.build(model.trainable_variables)

@@ -1,0 +1,110 @@
+"""Rows of a table that no example of a step looked up, under tf_keras.optimizers.legacy and tensorflow-addons.
+
+These optimizers have a form of their own for the gradient of lookups, `_resource_apply_sparse`. Most leave the weights
+of all other rows alone, where the form for dense gradients would decay them or move them by momentum. A train step
+adds up a dense gradient and counts how often each row was looked up; a table's update is then that of the other form,
+with the lookups of the whole step, each row once:
+
+    touched = dense form(gradient)                    # on these rows the two are equal
+    others  = sparse form(of no row)
+    table   = where(looked up, touched, others)       # its slots likewise
+
+The optimizers of Keras 3, and those of tf_keras since 2.11, treat all rows alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import tensorflow as tf
+
+# By the class that defines the sparse form. What does the same to every row as the dense form, what does nothing at all
+# to other rows (kernels mostly, which XLA lacks), and what must be asked.
+_DENSE = {"Adagrad", "Adam", "COCOB", "LAMB", "NonFusedAdam", "OptimizerV2", "RMSprop", "SGD"}
+_NOTHING = {"Adadelta", "Adagrad", "ConditionalGradient", "Ftrl", "NovoGrad", "ProximalAdagrad", "with momentum"}
+_TO_ASK = {"AdaBelief", "Adam", "Adamax", "LazyAdam", "NonFusedAdam", "Nadam", "RMSprop", "RectifiedAdam", "Yogi"}
+
+
+def treated_apart(optimizer: Any) -> bool:
+    """Whether the optimizer does another thing to rows that no example looked up than to those of gradient zero.
+
+    Raises ValueError if that is not known.
+    """
+    return _Forms(optimizer).to_others != "as dense"
+
+
+def in_sparse_form(optimizer: Any, counts: Mapping[Any, tf.Tensor]) -> Iterator[tuple[Any, str, Callable]]:
+    """What to set, `(object, name, value)`, for the optimizer's dense form to update tables as its sparse one does.
+
+    `counts` has for each table, by its `ref()`, how often each row was looked up.
+    """
+    if not counts:
+        return
+    own, forms = optimizer._resource_apply_dense, _Forms(optimizer)
+
+    def apply(gradient, variable, **state):
+        if variable.ref() not in counts:
+            return own(gradient, variable, **state)
+        slots = [optimizer.get_slot(variable, name) for name in optimizer.get_slot_names()]
+        tables = [variable, *(slot for slot in slots if slot.shape[:1] == variable.shape[:1])]
+        before = [t.read_value() for t in tables]
+        forms.dense(gradient, variable, **state)
+        touched, others = [t.read_value() for t in tables], before
+        if forms.to_others == "ask":
+            for table, value in zip(tables, before, strict=True):
+                table.assign(value)
+            forms.sparse(gradient[:0], variable, tf.zeros([0], tf.int32), **state)
+            others = [t.read_value() for t in tables]
+        for table, new, other in zip(tables, touched, others, strict=True):
+            looked_up = tf.reshape(counts[variable.ref()] > 0, [-1] + [1] * (len(table.shape) - 1))
+            table.assign(tf.where(looked_up, new, other))
+        return tf.no_op()
+
+    apply.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # which says whether to pass a state
+    yield optimizer, "_resource_apply_dense", apply
+
+
+class _Forms:
+    """The two forms of an optimizer's update, and what the sparse one does to other rows."""
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+        dense, sparse = (self._defined(f"_resource_apply_{kind}") for kind in ("dense", "sparse"))
+        decays = any(map(_decays, sparse))
+        (own_dense, *_), (own_sparse, *_) = ([f for f in each if not _decays(f)] for each in (dense, sparse))
+        family = own_sparse.__qualname__.split(".")[0]
+        self.dense: Callable = optimizer._resource_apply_dense
+        self.to_others: Literal["as dense", "nothing", "ask"]
+        if getattr(optimizer, "_momentum", False) and family in ("SGD", "RMSprop"):
+            family = "with momentum"
+        theirs = all(f.__module__.split(".")[0] in ("tf_keras", "tensorflow_addons") for f in (own_dense, own_sparse))
+        if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
+            self.to_others = "as dense"
+        elif theirs and family == "SGD":  # whose sparse form goes past that of the weight decay
+            self.dense, self.to_others = functools.partial(own_dense, optimizer), "nothing"
+        elif theirs and family in _NOTHING | _TO_ASK:
+            self.to_others = "nothing" if family in _NOTHING else "ask"
+        else:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"optimizer={name} updates embeddings by a `_resource_apply_sparse` that is not known to be exact "
+                f"here. Set {name}._resource_apply_sparse = "
+                "tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse to have all rows updated by its "
+                "`_resource_apply_dense`, or use an optimizer of Keras 3."
+            )
+
+    def sparse(self, gradient: tf.Tensor, variable: tf.Variable, indices: tf.Tensor, **state: Any) -> None:
+        """The sparse form, with as much of the state as it takes."""
+        form = self._optimizer._resource_apply_sparse
+        taken = inspect.signature(form).parameters
+        form(gradient, variable, indices, **{name: value for name, value in state.items() if name in taken})
+
+    def _defined(self, name: str) -> list[Callable]:
+        return [vars(c)[name] for c in type(self._optimizer).__mro__ if name in vars(c)]
+
+
+def _decays(form: Callable) -> bool:
+    return form.__qualname__.startswith("DecoupledWeightDecayExtension")  # before that of any other class
