@@ -15,7 +15,7 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import models, optimizers
 from fastaccum.adapters.callbacks import Callbacks, LateLogs
-from fastaccum.adapters.losses import Losses, takes_class_indices
+from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.checkpoint.saver import Saver
@@ -316,10 +316,9 @@ class Trainer:
 
     def _names_in_order(self, logs: Mapping[str, float]) -> list[str]:
         """Log names in the order in which Keras's `evaluate` lists them."""
-        losses = [f"{output.name}_loss" for output in self._losses.outputs]
-        if self._outputs.is_dict:
-            losses.sort()
-        known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *losses]
+        if self._outputs.legacy:
+            return list(logs)
+        known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *self._losses.log_names]
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
     def _evaluation_data(self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None) -> Any:
@@ -423,7 +422,7 @@ class Trainer:
         return step.compiled_execute, batch
 
     def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
-        sparse = takes_class_indices(self._compile_arguments["loss"])
+        sparse = sparse_labels(self._compile_arguments["loss"])
         return source.of(x, y, sample_weight, sparse_labels=sparse, **options)
 
     def _layout(self, exact_rows: bool, steps_per_execution: int = 1) -> Layout:
@@ -478,9 +477,10 @@ class Trainer:
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 compilable.require(self._model)
-            self._outputs = Outputs(self._model.output_names, y_pred)
+            loss = self._compile_arguments["loss"]
+            self._outputs = Outputs(self._model.output_names, y_pred, loss, y_true, self._model.legacy)
             self._losses.build(self._outputs, y_true)
-            self._metrics.build(self._outputs, y_true)
+            self._metrics.build(self._outputs, y_true, self._losses.log_names)
             step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
             # As the attributes are, which a subclass may define.
             options = Options(**{name: getattr(self, name) for name in Options.NAMES})
@@ -504,7 +504,7 @@ class Trainer:
                 "that it moved then. Make a new Trainer, or switch it back."
             )
         # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
-        self._outputs.match(sample.y, "y")
+        self._losses.require_targets(self._outputs, sample.y)
         return self._step
 
 

@@ -1,5 +1,6 @@
 """The order of the files, and what one test must not leave behind for the next."""
 
+import importlib
 import signal
 
 import keras
@@ -26,3 +27,9 @@ def clean_keras():
     keras.config.set_dtype_policy("float32")
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(params=["keras", "tf_keras"])
+def K(request):
+    """Keras 3, then tf_keras: what holds for the models of both."""
+    return importlib.import_module(request.param)

@@ -618,7 +618,7 @@ def masked(array):
         ({"x": []}, ValueError, r"x=\[\] holds no array"),
         ({"x": {}}, ValueError, r"x=\{\} holds no array"),
         ({"x": [None]}, TypeError, r"x holds None \(NoneType\); pass arrays"),
-        ({"y": [None]}, TypeError, r"y holds None \(NoneType\); pass arrays"),
+        ({"y": [None]}, ValueError, r"Output '.*' has a loss but no target: y holds \[\]"),
         ({"x": [X, X]}, ValueError, r"x has 2 arrays, but the model has 1 inputs: pass one for each"),
         ({"x": X[:, 0]}, ValueError, r"(?si)expected .*(2,|axis)"),
         ({"x": X[:, :0]}, ValueError, r"(?si)expected .*(0\)|axis)"),

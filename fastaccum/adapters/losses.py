@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known, whole
+from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known, whole
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
@@ -27,7 +28,7 @@ class Term(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A model output with its loss. `classes` is set where labels are class indices."""
+    """A model output with a loss of its. `classes` is set where labels are class indices."""
 
     position: int
     name: str
@@ -53,48 +54,53 @@ class Losses:
             require_known("loss", each, "Keras loss", keras.losses.get, _SHORTHANDS)
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
+        self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
     def build(self, outputs: Outputs, y_true: Any) -> None:
         """Matches losses with outputs; `y_true` holds specs of one batch of targets."""
-        targets = outputs.match(y_true, "y")
-        losses = outputs.match(self._loss, "loss", repeat=True)
-        weights = outputs.match(self._loss_weights, "loss_weights", repeat=True)
-        self.outputs = []
-        for i, (name, loss, target) in enumerate(zip(outputs.names, losses, targets, strict=True)):
-            if loss is None:
+        targets, self.outputs = outputs.targets(y_true), []
+        several = len(outputs.names) > 1 and not outputs.legacy  # else Keras takes the first, or refuses them
+        weights = outputs.match(self._loss_weights, "loss_weights", True, several)
+        for i, of_output in outputs.placed(self._loss, "loss", True, several).items():
+            name, target = outputs.names[i], targets[i]
+            if target is None and outputs.legacy:  # as tf_keras
                 continue
-            if target is None:
-                given = [n for n, each in zip(outputs.names, targets, strict=True) if each is not None]
-                raise ValueError(f"Output {name!r} has a loss but no target: y holds {given}.")
-            if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
-                loss = get_loss(loss, target, outputs.specs[i])
-            if _reduction(loss) is None:
-                raise ValueError(
-                    f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
-                    "reduction='sum_over_batch_size' (the mean) or 'sum'."
-                )
-            if type(loss).__name__ == "Circle":
-                raise ValueError(
-                    f"The loss of output {name!r} is Circle, which compares the rows of a batch with each other: no "
-                    "sum over micro-batches equals it. Pass a loss of single rows."
-                )
-            weight: Any = 1.0 if weights[i] is None else weights[i]
-            if not (isinstance(weight, numbers.Real) and abs(weight) <= checks.LARGEST):  # type: ignore[operator]
-                raise ValueError(f"loss_weights={weight!r} of output {name!r} must be a finite number.")
-            classes = None
-            if takes_class_indices(loss):
-                classes = outputs.specs[i].shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
-            self.outputs.append(Output(i, name, loss, float(weight), classes))
+            _require_target(i, outputs, targets)
+            for loss, weight in _with_weights(of_output, weights[i], name):
+                if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
+                    loss = get_loss(loss, target, outputs.specs[i])
+                _require_sum_of_rows(loss, name, outputs.specs[i])
+                classes = None
+                if takes_class_indices(loss):
+                    classes = outputs.specs[i].shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
+                self.outputs.append(Output(i, name, loss, weight, classes))
+        if not self.outputs:
+            raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
+        logged = len(outputs.names if outputs.legacy else self.outputs) > 1
+        self.log_names = distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
 
-    def take_over_heads(self, model: Model) -> list[str]:
+    def require_targets(self, outputs: Outputs, y_true: Any) -> None:
+        """Raises ValueError unless targets are for outputs that exist, and for each that was built with a loss."""
+        targets = outputs.targets(y_true)
+        for o in self.outputs:
+            _require_target(o.position, outputs, targets)
+
+    def take_over_heads(self, model: Model) -> list[Output]:
         """Gives each `LinearCrossEntropy` the layer that it leaves out; returns the outputs without logits then."""
+        with_loss = [o.position for o in self.outputs]
+        for o in self.outputs:
+            if isinstance(o.loss, LinearCrossEntropy) and with_loss.count(o.position) > 1:
+                raise ValueError(
+                    f"Output {o.name!r} has another loss beside LinearCrossEntropy, which never computes the logits: "
+                    "use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                )
         self.outputs = [
             o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
             if isinstance(o.loss, LinearCrossEntropy)
             else o
             for o in self.outputs
         ]
-        return [o.name for o in self._with_heads]
+        return self._with_heads
 
     @property
     def _with_heads(self) -> list[Output]:
@@ -192,6 +198,46 @@ def term(
     return Term(loss_sum, weight_sum)
 
 
+def _require_target(position: int, outputs: Outputs, targets: Sequence[Any]) -> None:
+    if targets[position] is None:
+        given = [name for name, each in zip(outputs.names, targets, strict=True) if each is not None]
+        raise ValueError(f"Output {outputs.names[position]!r} has a loss but no target: y holds {given}.")
+
+
+def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
+    """The losses of one output, each with its weight."""
+    losses = [each for each in loss if each is not None] if isinstance(loss, (list, tuple)) else [loss]
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [1.0 if weight is None else weight] * len(losses)
+    if len(weights) != len(losses):
+        raise ValueError(f"loss_weights={weights} for the {len(losses)} losses of output {name!r}: pass one for each.")
+    for each in weights:
+        if not (isinstance(each, numbers.Real) and abs(each) <= checks.LARGEST):  # type: ignore[operator]
+            raise ValueError(f"loss_weights={each!r} of output {name!r} must be a finite number.")
+    return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
+
+
+def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
+    if _reduction(loss) is None:
+        raise ValueError(
+            f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
+            "reduction='sum_over_batch_size' (the mean) or 'sum'."
+        )
+    if type(loss).__name__ == "Circle":
+        raise ValueError(
+            f"The loss of output {name!r} is Circle, which compares the rows of a batch with each other: no "
+            "sum over micro-batches equals it. Pass a loss of single rows."
+        )
+    if _loss_name(loss) in ("dice", "tversky"):
+        axis, rank = loss._fn_kwargs.get("axis"), len(spec.shape)
+        if axis is None or {0, -rank} & set(np.atleast_1d(axis).tolist()):
+            own = tuple(range(1, rank))
+            raise ValueError(
+                f"The loss of output {name!r} is {type(loss).__name__}(axis={axis}), which compares the whole batch at "
+                f"once: no sum over micro-batches equals it. Pass keras.losses.{_loss_name(loss).title()}(axis={own}), "
+                "one loss for each row."
+            )
+
+
 def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """`tensor` with trailing axes of 1 added or dropped until its rank is that of `values`."""
     original = tensor.shape
@@ -253,6 +299,14 @@ def _loss_name(loss: Any) -> Any:
 def _reduction(loss: Any) -> str | None:
     # tf_keras names "auto" what is "sum_over_batch_size".
     return {"auto": "sum_over_batch_size", "none": None}.get(loss.reduction, loss.reduction)
+
+
+def sparse_labels(loss: Any) -> bool | None:
+    """Whether all losses of a nest take class indices as labels; None where that depends on the labels' shape."""
+    losses = [each for each in tf.nest.flatten(loss) if each is not None]
+    if any(isinstance(each, str) and each.lower() in _SHORTHANDS for each in losses):
+        return None
+    return bool(losses) and all(map(takes_class_indices, losses))
 
 
 def takes_class_indices(loss: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from fastaccum.adapters.outputs import Matched, Outputs, mask_of, require_known
+from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
@@ -26,28 +27,45 @@ class Metrics:
         self._user = metrics or None, weighted_metrics or None
         self.compiled: CompileMetrics  # from `build` on
 
-    def build(self, outputs: Outputs, y_true: Any) -> None:
-        """Creates the metrics' variables; `y_true` holds specs of one batch of targets."""
-        plain, weighted = (list(m) if isinstance(m, tuple) else m for m in self._user)
-        for each in (plain, weighted):
-            if isinstance(each, dict):  # Keras drops what it cannot place
-                outputs.match(each, "metrics")
-        self._names, targets = outputs.names, outputs.match(y_true, "y")
+    def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = ()) -> None:
+        """Creates the metrics' variables; `y_true` holds specs of one batch of targets, `taken` names in the logs."""
+        targets = outputs.targets(y_true)
+        plain, weighted = (_by_output(each, outputs, targets) for each in self._user)
         self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
         self.compiled.build(targets, outputs.specs)
         self._plain, self._weighted = (
             [(i, metric) for i, metrics in enumerate(by_output) if metrics for metric in metrics.metrics]
             for by_output in (self.compiled._flat_metrics, self.compiled._flat_weighted_metrics)
         )
-        self._by_batch = any(_one_value(metric, targets[i], outputs.specs[i]) for i, metric in self._plain)
+        placed = [*self._plain, *self._weighted]
+        for metric in (metrics := [metric for _, metric in placed]):
+            if sum(metric is each for each in metrics) > 1:
+                raise ValueError(
+                    f"The metric {metric.name!r} is given twice, and would count all rows twice: pass two."
+                )
+        self._by_batch = any(_one_value(metric, targets[i], outputs.specs[i]) for i, metric in placed)
+        self._named = self._with_names(outputs, taken)
 
-    def require_none(self, output: str) -> None:
+    def _with_names(self, outputs: Outputs, taken: Sequence[str]) -> list[tuple[str, keras.Metric]]:
+        """The metrics by the names that Keras logs them by, in its order."""
+        named = []
+        for i, metric in self._plain:
+            named.append((i, f"{outputs.names[i]}_{metric.name}" if len(outputs.names) > 1 else metric.name))
+        for i, metric in self._weighted:
+            name, prefix = f"weighted_{metric.name}", f"{outputs.names[i]}_" if len(outputs.names) > 1 else ""
+            is_alone = all(each != prefix + metric.name for _, each in named)
+            named.append((i, prefix + (metric.name if is_alone else name)))
+        names = distinct((name for _, name in named), ("loss", *taken))
+        placed = zip((i for i, _ in named), names, (m for _, m in (*self._plain, *self._weighted)), strict=True)
+        in_order = sorted(placed, key=lambda each: each[0]) if outputs.legacy else placed
+        return [(name, metric) for _, name, metric in in_order]
+
+    def require_none(self, output: int, name: str) -> None:
         """Raises ValueError if an output has metrics: its logits are never computed."""
-        placed = (*self._plain, *self._weighted)
-        names = [metric.name for i, metric in placed if self._names[i] == output]
+        names = [metric.name for i, metric in (*self._plain, *self._weighted) if i == output]
         if names:
             raise ValueError(
-                f"The metrics {names} of output {output!r} need the logits, which LinearCrossEntropy never "
+                f"The metrics {names} of output {name!r} need the logits, which LinearCrossEntropy never "
                 "computes. Leave them out, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
 
@@ -85,16 +103,38 @@ class Metrics:
 
     def result(self) -> dict[str, tf.Tensor]:
         """Every metric's value by its log name."""
-        results = self.compiled.result()
+        results = [(name, metric.result()) for name, metric in self._named]
         return {
             k: tf.cast(tf.convert_to_tensor(v), tf.float32)
-            for name, value in results.items()
+            for name, value in results
             for k, v in (value.items() if isinstance(value, dict) else [(name, value)])
         }
 
     def reset(self) -> None:
         """Starts every metric anew."""
         self.compiled.reset_state()
+
+
+def _by_output(metrics: Any, outputs: Outputs, targets: Sequence[Any]) -> list[Any]:
+    """A list of metrics for each output."""
+    if metrics is not None and not isinstance(metrics, (list, tuple, dict)) and not outputs.legacy:
+        raise ValueError(f"metrics must be a list, tuple, or dict, as in Keras; got {metrics!r}.")
+    if len(outputs.names) == 1 and not isinstance(metrics, dict):
+        found = [tf.nest.flatten(metrics)]
+    elif outputs.legacy and isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics)):
+        # In tf_keras a plain list is for every output.
+        own = (lambda m: type(m).from_config(m.get_config()) if isinstance(m, keras.Metric) else m), list(metrics)
+        found = [list(map(*own)) for _ in outputs.names]
+    else:
+        found = [
+            tf.nest.flatten([] if m is None else m)
+            for m in outputs.match(metrics, "metrics", outputs.legacy, several=True)
+        ]
+    found = [[metric for metric in each if metric is not None] for each in found]
+    for name, each, target in zip(outputs.names, found, targets, strict=True):
+        if each and target is None and not outputs.legacy:
+            raise ValueError(f"Output {name!r} has metrics but no target.")
+    return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
 
 
 def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor | None:
@@ -121,4 +161,4 @@ def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
     if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not _own(metric._fn):
         return False
     value: Any = compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
-    return len(value.shape) == 0
+    return len(getattr(value, "shape", ())) == 0  # it may be a number

@@ -30,6 +30,8 @@ def get(model: Any) -> Model:
 class Model:
     """A Keras 3 model."""
 
+    legacy = False  # whether it is tf_keras's
+
     def __init__(self, model: keras.Model):
         self.model = model
         # How the losses that a forward pass adds count: a scalar as the rows' mean, one per row as a sum, as in
@@ -221,13 +223,17 @@ class Model:
 class LegacyModel(Model):
     """A tf_keras (Keras 2) model."""
 
+    legacy = True
+
     def symbolic_call(self, x: Any, training: bool) -> Any:
         # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
         outputs = self.model(zeros, training=False)
         self._note_calls(zeros)
         rows = tf.nest.flatten(x)[0].shape[0]
-        return tf.nest.map_structure(lambda t: keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs)
+        return tf.nest.map_structure(
+            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
+        )
 
     @property
     def called_layers(self) -> list[Any]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from fastaccum.adapters.data_adapters import as_dataset
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, used_up
-from fastaccum.data.rows import checksum, count, require_unmasked
+from fastaccum.data.rows import checksum, count, require_unmasked, without_none
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows, warn_short
 
 
@@ -40,7 +40,7 @@ class DatasetSource:
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
             weight = weight if weigh is None else weigh(y, weight)
-            return Batch(x, () if y is None else y, () if weight is None else weight)
+            return Batch(*without_none((x, y, weight)))
 
         self.dataset = x.map(batch)
         _require_batched(self.dataset.element_spec, self.what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -30,10 +31,16 @@ def as_arrays(batch: tuple) -> Batch:
     """Nests of arrays, checked and as they are: NumPy's are not copied."""
     return Batch(
         *(
-            tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf), () if nest is None else nest)
-            for name, nest in zip(Batch._fields, batch, strict=False)
+            tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf), nest)
+            for name, nest in zip(Batch._fields, without_none(batch), strict=False)
         )
     )
+
+
+def without_none(batch: Sequence[Any]) -> list[Any]:
+    """Inputs, and nests of targets and weights with () for None: a nest without leaves."""
+    x, *others = batch
+    return [x, *(tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest) for nest in others)]
 
 
 def as_tensors(name: str, nest: Any) -> Any:
@@ -50,8 +57,8 @@ def as_stack(stack: Any) -> Batch:
         raise ValueError(f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}{entries}.")
     if stack[1] is None:
         raise ValueError("y=None: a train step needs targets, as in (x, y).")
-    given = [() if each is None else each for each in stack]
-    batch = Batch(*(as_tensors(name, each) for name, each in zip(Batch._fields, given, strict=False)))
+    given = zip(Batch._fields, without_none(stack), strict=False)
+    batch = Batch(*(as_tensors(name, each) for name, each in given))
     trip_count(batch)
     shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
     if len({shape[:2] for shape in shapes}) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:

@@ -21,7 +21,7 @@ def of(
     shuffle: bool = False,
     seed: int | None = None,
     class_weight: dict[int, float] | None = None,
-    sparse_labels: bool = False,
+    sparse_labels: bool | None = False,
     what: str = "x",
 ) -> ArraySource | DatasetSource:
     """The source of the data in `x`, from which `stacks` makes the stacks of a layout.
@@ -31,7 +31,7 @@ def of(
             torch DataLoader of batches.
         shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
         class_weight: a factor for each class, multiplied into the sample weights.
-        sparse_labels: whether `y` holds class indices even where it has more than one axis.
+        sparse_labels: whether `y` holds class indices even where it has more than one axis; None for not known.
         what: the argument's name, for errors.
     """
     weigh = None
@@ -55,11 +55,17 @@ def of(
     return DatasetSource(x, what, shuffle, weigh)
 
 
-def _weigh(class_weight: dict[int, float], sparse_labels: bool, y: Any, sample_weight: Any) -> tf.Tensor:
+def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:
     """The sample weights times the factors of the classes in `y`, indices or one-hot; 1 for a class that has none."""
-    if tf.nest.is_nested(y):
+    targets, weights = ([t for t in tf.nest.flatten(nest) if t is not None] for nest in (y, sample_weight))
+    if len(targets) != 1 or len(weights) > 1:
         raise ValueError(f"class_weight={class_weight} needs a single output, but y holds several.")
-    labels = y
+    labels = (y := targets[0])
+    if sparse_labels is None and y.shape.rank > 1 and y.shape[-1] != 1:
+        raise ValueError(
+            f"class_weight={class_weight} needs to know whether y of shape {tuple(y.shape)} holds class indices: name "
+            "the loss 'sparse_categorical_crossentropy' or 'categorical_crossentropy'."
+        )
     if not sparse_labels and y.shape.rank > 1:
         if y.shape[-1] not in (None, 1) and max(class_weight) >= y.shape[-1]:
             raise ValueError(
@@ -71,8 +77,8 @@ def _weigh(class_weight: dict[int, float], sparse_labels: bool, y: Any, sample_w
     factors = tf.constant(list(class_weight.values()), tf.float32)
     matches = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int64)[..., tf.newaxis] == classes
     factor = tf.where(tf.reduce_any(matches, -1), tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1), 1.0)
-    if sample_weight is None:
+    if not weights:
         return factor
-    weight = tf.cast(sample_weight, tf.float32)
+    weight = tf.cast(weights[0], tf.float32)
     missing = factor.shape.rank - weight.shape.rank
     return weight[(..., *[tf.newaxis] * missing)] * factor[(..., *[tf.newaxis] * -missing)]

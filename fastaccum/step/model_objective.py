@@ -40,14 +40,14 @@ class ModelObjective(Objective):
         lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]
         self._first_embedding = len(labelled)
         for output in losses.take_over_heads(model):
-            metrics.require_none(output)
+            metrics.require_none(output.position, output.name)
         self._added = model.added_reductions
         # The terms are the outputs' losses, then each kind of added loss.
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(self._added)
         self.reductions = [o.loss.reduction for o in losses.outputs] + self._added
         self.has_several_terms = len(self.term_weights) > 1
         self.running = RunningState(
-            [f"{output.name}_loss" for output in losses.outputs if len(losses.outputs) > 1],
+            losses.log_names,
             metrics,
             IndexChecks(lookups),
             StuckSteps(patience=1 if options.on_nonfinite == "raise" else PATIENCE),
@@ -129,7 +129,7 @@ class ModelObjective(Objective):
     def observe_labels(self, stacks: Sequence[Batch]) -> None:
         """Checks the class indices among the targets."""
         for stack in stacks:
-            for i, labels in enumerate(self.losses.class_indices(self.outputs.match(stack.y, "y"))):
+            for i, labels in enumerate(self.losses.class_indices(self.outputs.targets(stack.y))):
                 self.running.index_checks.observe(i, labels)
 
     def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
@@ -145,8 +145,9 @@ class ModelObjective(Objective):
         rows = sum(math.prod(tf.nest.flatten(stack.x)[0].shape[:2]) for stack in stacks)
         if self.has_several_terms:
             return float(rows)
-        targets = tf.nest.flatten(stacks[0].y)
-        inner = targets[0].shape[2:-1] if self.losses.outputs[0].classes is None else targets[0].shape[2:]
+        only = self.losses.outputs[0]
+        target = self.outputs.targets(stacks[0].y)[only.position]
+        inner = target.shape[2:-1] if only.classes is None else target.shape[2:]
         return float(rows * math.prod(inner))
 
     # An evaluation.

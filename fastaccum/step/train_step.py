@@ -77,7 +77,8 @@ class Objective:
 
     def typical_weight(self, stacks: Sequence[Any]) -> float:
         """About what the weight sum will be, known when the step is traced: the number of examples."""
-        return float(sum(math.prod(tf.nest.flatten(stack)[0].shape[:2]) for stack in stacks))
+        first = (next(t for t in tf.nest.flatten(stack) if t is not None) for stack in stacks)
+        return float(sum(math.prod(tensor.shape[:2]) for tensor in first))
 
     def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
         """What the loss sum is divided by: the weight sum, unless the loss is a sum; 0 where nothing is valid."""
