@@ -171,11 +171,14 @@ def term(
     Raises ValueError if the loss returns a mean instead of one value per example, or if a shape does not fit.
     """
     masks = [mask_of(y_pred)]
-    if not isinstance(loss, FusedHeadLoss):
-        dtype = getattr(loss, "dtype", None) or "float32"
-        y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
-        _require_same_shape(loss, y_true, y_pred)
-    values = loss.call(y_true, y_pred)
+    if hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
+        values = getattr(loss, "fn", loss.call)(y_true, y_pred)
+    else:
+        if not isinstance(loss, FusedHeadLoss):
+            dtype = getattr(loss, "dtype", None) or "float32"
+            y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
+            _require_same_shape(loss, y_true, y_pred)
+        values = loss.call(y_true, y_pred)
     _require_per_example(loss, values, y_pred.shape[0])
     masks.append(mask_of(values))
     values = tf.cast(values, tf.float32)

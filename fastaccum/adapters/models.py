@@ -229,6 +229,8 @@ class LegacyModel(Model):
         # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
         zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
         outputs = self.model(zeros, training=False)
+        for layer in self.layers:
+            _require_sum_over_rows(layer)
         self._note_calls(zeros)
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(
@@ -243,7 +245,7 @@ class LegacyModel(Model):
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
 
     def _added_losses(self) -> list[tf.Tensor]:
-        return [loss for layer in self.layers for loss in layer._losses]
+        return [loss for layer in self.layers for loss in layer._eager_losses]
 
     def penalty(self) -> tf.Tensor | None:
         losses = [loss() for layer in self.layers for loss in layer._callable_losses]
@@ -280,6 +282,26 @@ def _components(variable: Any) -> list[tf.Variable]:
 
 def _plain(variables: list[Any]) -> list[tf.Variable]:
     return [v.value if isinstance(v, keras.Variable) else v for v in variables]
+
+
+def _require_sum_over_rows(layer: Any) -> None:
+    """Raises ValueError for an activity regulariser of a user's that is a mean over rows, which tf_keras divides by the
+    number of rows once more: that of each micro-batch.
+    """
+    regularizer = getattr(layer, "activity_regularizer", None)
+    if regularizer is None or type(regularizer).__module__.startswith("tf_keras."):
+        return
+    try:
+        one, two = (float(regularizer(tf.fill([rows, 4], 0.5))) for rows in (1, 2))
+    except Exception:  # it takes other shapes, or a distribution
+        one, two = 0.0, 1.0
+    if one == two != 0.0 or type(regularizer).__name__ == "KLDivergenceRegularizer":
+        name = getattr(regularizer, "__name__", type(regularizer).__name__)
+        raise ValueError(
+            f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows, which tf_keras divides by "
+            "the number of rows once more: its strength would be that of the micro-batch's size. Let it return a sum "
+            "over rows, or add the mean in a layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does."
+        )
 
 
 def _reduction(added_loss: Any) -> str:

@@ -2,7 +2,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import tf_keras
 
 from fastaccum.adapters.losses import Losses, term
 from fastaccum.adapters.outputs import Outputs
@@ -245,8 +244,9 @@ def test_a_loss_without_a_target_says_so():
         losses.build(Outputs(["a", "b"], {"a": spec, "b": spec}), {"a": spec})
 
 
-@pytest.mark.parametrize("family", [keras, tf_keras])
+@pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_only_labels_that_are_class_indices_are_observed(family):
+    family = pytest.importorskip(family)
     losses = Losses({"a": "mse", "b": family.losses.SparseCategoricalCrossentropy(ignore_class=-1)})
     y_pred = {"a": tf.zeros([2, 1]), "b": tf.fill([2, CLASSES], 1 / 3)}
     y_true = {"a": tf.fill([2, 1], 99.0), "b": tf.constant([-1, 2])}
@@ -271,3 +271,19 @@ def test_an_output_may_have_no_loss():
     assert [(output.position, output.name) for output in losses.outputs] == [(1, "b")]
     batch = outputs.matched({"b": tf.zeros([2, 1])}, [tf.ones([2, 1]), tf.fill([2, 1], 3.0)], None)
     assert [float(each.loss_sum) for each in losses.terms(batch, None, {})] == [18.0]
+
+
+def test_a_loss_of_a_distribution_gets_it_as_it_is():
+    class Distribution:  # as tensorflow-probability's layers return them: no tensor until one is drawn
+        shape, dtype = tf.TensorShape([ROWS, 1]), tf.float32
+
+        def log_prob(self, y):
+            return -tf.square(y[:, 0])
+
+    losses = Losses(lambda y, distribution: -distribution.log_prob(y))
+    y = values(ROWS, 1)
+    losses.build(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
+    batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(tf.constant(y), Distribution(), None)
+    ((loss_sum, weight_sum),) = losses.terms(batch, None, {})
+    assert float(loss_sum) == pytest.approx(np.square(y).sum())
+    assert float(weight_sum) == ROWS

@@ -123,6 +123,26 @@ def legacy(tf_keras, *layers):
     return tf_keras.Model(inputs, tf_keras.layers.Dense(1)(x))
 
 
+def test_losses_that_tf_keras_layers_add_are_those_of_the_last_call(tf_keras):
+    own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh", activity_regularizer="l2")) for _ in range(2))
+    own.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    expected = own.fit(X, Y, batch_size=len(X), shuffle=False, verbose=0)
+    trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=4, jit_compile=False)
+    history = trainer.fit(X, Y, batch_size=-(-len(X) // 4), shuffle=False, verbose=0)
+    for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+
+
+def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(tf_keras):
+    def sparse(activations):
+        return tf.reduce_mean(tf.abs(activations))
+
+    model = legacy(tf_keras, tf_keras.layers.Dense(4, activity_regularizer=sparse, name="codes"))
+    with pytest.raises(ValueError, match="activity_regularizer sparse of layer 'codes' is a mean over rows"):
+        fa.Trainer(model, "sgd", "mse").fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("jit_compile", [True, False])
 def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh")) for _ in range(2))
