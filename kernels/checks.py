@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-LARGEST = float(np.finfo(np.float32).max)  # what a compiled program computes with
+# What a compiled program computes with: it takes anything nearer to 0 for 0.
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 Choice = TypeVar("Choice")
 
@@ -20,7 +21,14 @@ def number(name: str, value: Any, rule: str, accepts: Callable[[Any], bool]) -> 
         raise TypeError(f"{name}={value!r} must be {rule}.")
     if not accepts(value):
         raise ValueError(f"{name}={value} must be {rule}.")
+    if 0 < abs(float(value)) < SMALLEST:
+        raise ValueError(f"{name}={value} must be {rule}: in float32 it is 0.")
     return float(value)
+
+
+def in_float32(value: float) -> bool:
+    """Whether a real number is finite in float32, and 0 there only if it is 0."""
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
 def positive(name: str, value: Any, or_else: str = "") -> float:
@@ -30,7 +38,7 @@ def positive(name: str, value: Any, or_else: str = "") -> float:
 
 def fraction(name: str, value: Any) -> float:
     """`value` as a float of at least 0 and below 1."""
-    return number(name, value, "a number of at least 0 and below 1", lambda v: 0 <= v < 1)
+    return number(name, value, "a number of at least 0 and below 1", lambda v: 0 <= v < 1 and bool(np.float32(v) < 1))
 
 
 def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-from fastaccum.kernels.checks import fraction, number, one_of, whole_number
+from fastaccum.kernels.checks import LARGEST, fraction, number, one_of, whole_number
 from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, has_gpu, loop, product
 
 
@@ -277,5 +277,5 @@ def require_options(ignore_index: Any, label_smoothing: Any, z_loss: Any) -> tup
     return (
         whole_number("ignore_index", ignore_index, minimum=None),
         fraction("label_smoothing", label_smoothing),
-        number("z_loss", z_loss, "a finite number of at least 0", lambda v: 0 <= v < math.inf),
+        number("z_loss", z_loss, "a finite number of at least 0", lambda v: 0 <= v <= LARGEST),
     )

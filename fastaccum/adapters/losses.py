@@ -214,8 +214,10 @@ def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
     if len(weights) != len(losses):
         raise ValueError(f"loss_weights={weights} for the {len(losses)} losses of output {name!r}: pass one for each.")
     for each in weights:
-        if not (isinstance(each, numbers.Real) and abs(each) <= checks.LARGEST):  # type: ignore[operator]
-            raise ValueError(f"loss_weights={each!r} of output {name!r} must be a finite number.")
+        if not (isinstance(each, numbers.Real) and checks.in_float32(each)):  # type: ignore[arg-type]
+            raise ValueError(
+                f"loss_weights={each!r} of output {name!r} must be a finite number, and not 0 in float32 unless it is 0."
+            )
     return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
 
 

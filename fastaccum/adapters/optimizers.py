@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from fastaccum import checks
 from fastaccum.adapters import untouched_rows
 from fastaccum.adapters.attributes import replaced
 
@@ -401,8 +401,8 @@ def _refuse(optimizer: Any) -> None:
         problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
     elif scale is not None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
-    elif isinstance(rate, (int, float)) and not math.isfinite(rate):
-        problem = f"has learning_rate={rate}: pass a finite one"
+    elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
+        problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
     elif "tf_keras.Nadam" in kinds and "tf_keras.OptimizerV2" not in kinds:
         problem = "counts updates in Python, which no compiled program does: use tf_keras.optimizers.legacy.Nadam"
     elif "keras.Optimizer" in kinds and "tf_keras.LearningRateSchedule" in _kinds(rate):

@@ -97,7 +97,7 @@ def _positive(value: str) -> float:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number > 0):
+    if not 2.0**-126 <= number < 2.0**128:  # of float32
         raise argparse.ArgumentTypeError(f"{value!r} must be a positive number, such as 0.004")
     return number
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import numbers
 
+import numpy as np
 import tensorflow as tf
 
 from fastaccum.checks import positive, whole_number
+
+SMALLEST = 2.0**-64  # below, gradients that float32 holds would be lost
 
 
 class LossScale(tf.Module):
@@ -55,7 +58,7 @@ class StaticLossScale(LossScale):
 
     def __init__(self, loss_scale: float):
         super().__init__()
-        self.loss_scale = positive("loss_scale", loss_scale)
+        self.loss_scale = _scale("loss_scale", loss_scale)
 
     def scale(self) -> tf.Tensor:
         return tf.constant(self.loss_scale)
@@ -108,16 +111,16 @@ class DynamicLossScale(LossScale):
         max_scale: float = 2.0**24,
     ):
         super().__init__()
-        self.init_scale = positive("init_scale", init_scale)
+        self.init_scale = _scale("init_scale", init_scale)
         self.growth_factor = positive("growth_factor", growth_factor)
         self.backoff_factor = positive("backoff_factor", backoff_factor)
-        self.min_scale = positive("min_scale", min_scale)
-        self.max_scale = positive("max_scale", max_scale)
+        self.min_scale = _scale("min_scale", min_scale)
+        self.max_scale = _scale("max_scale", max_scale)
         self.growth_interval = whole_number("growth_interval", growth_interval)
-        if self.growth_factor <= 1:
-            raise ValueError(f"growth_factor={growth_factor} must be above 1, or the scale never grows.")
-        if self.backoff_factor >= 1:
-            raise ValueError(f"backoff_factor={backoff_factor} must be below 1, or overflows never end.")
+        if np.float32(growth_factor) <= 1:
+            raise ValueError(f"growth_factor={growth_factor} must be above 1 in float32, or the scale never grows.")
+        if np.float32(backoff_factor) >= 1:
+            raise ValueError(f"backoff_factor={backoff_factor} must be below 1 in float32, or overflows never end.")
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"init_scale={init_scale} must lie between min_scale={min_scale} and max_scale={max_scale}."
@@ -137,6 +140,12 @@ class DynamicLossScale(LossScale):
         kept_or_grown = tf.where(grow, grown, self.current_scale)
         self.current_scale.assign(tf.where(grads_finite, kept_or_grown, backed_off))
         self.good_steps.assign(tf.where(grads_finite & ~grow, good_steps, 0))
+
+
+def _scale(name: str, value: float) -> float:
+    if positive(name, value) < SMALLEST:
+        raise ValueError(f"{name}={value} must be at least {SMALLEST:.1e}: scaled by less, gradients are 0 in float32.")
+    return float(value)
 
 
 def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:

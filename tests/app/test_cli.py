@@ -225,6 +225,7 @@ def rewrite(run, **values):
         (["train", "--batch-size", "2.5"], r"--batch-size: '2.5' must be"),
         (["train", "--seed", "-1"], r"--seed: '-1' must be a whole number from 0"),
         (["train", "--lr", "0"], r"--lr: '0' must be a positive number"),
+        (["train", "--lr", "1e-50"], r"--lr: '1e-50' must be a positive number"),
         (["train", "--lr", "nan"], r"--lr: 'nan' must be a positive number"),
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
         (["train", "--preset", "giant"], "--preset 'giant' is unknown: choose nano"),

@@ -13,6 +13,8 @@ from fastaccum.kernels.checks import number
     [
         (number, (-1, "a number of at least 0", lambda v: v >= 0), ValueError, "n=-1 must be a number of at least 0."),
         (checks.positive, (-1.0, ", or None"), ValueError, "n=-1.0 must be a positive, finite number, or None."),
+        (checks.positive, (1e-50,), ValueError, "n=1e-50 must be a positive, finite number: in float32 it is 0."),
+        (checks.fraction, (1 - 1e-9,), ValueError, "n=0.999999999 must be a number of at least 0 and below 1."),
         (checks.fraction, (1.5,), ValueError, "n=1.5 must be a number of at least 0 and below 1."),
         (checks.whole_number, (0,), ValueError, "n=0 must be a whole number of at least 1."),
         (checks.whole_number, (2.5,), ValueError, "n=2.5 must be a whole number of at least 1."),
@@ -35,3 +37,5 @@ def test_what_passes_has_its_type():
     assert checks.class_weight({0: 1, 2: 5.0}) == {0: 1.0, 2: 5.0} and checks.positive_or_none("n", None) is None
     with pytest.raises(ValueError, match=r"class_weight=\{0: 1.0, 1: -5.0\} must map .*; 1: -5.0 does not"):
         checks.class_weight({0: 1.0, 1: -5.0})
+    with pytest.raises(ValueError, match=r"none 0 there that is not 0; 1: 1e-46 does not"):
+        checks.class_weight({0: 0.0, 1: 1e-46})
