@@ -24,7 +24,7 @@ class Metrics:
             if isinstance(each, type):
                 raise TypeError(f"metrics={each!r} must be a Keras 3 metric object: call the class.")
             require_known("metrics", each, "Keras 3 metric", keras.metrics.get, _SHORTHANDS)
-        self._user = metrics or None, weighted_metrics or None
+        self._user = _of_keras_3(metrics or None), _of_keras_3(weighted_metrics or None)
         self.compiled: CompileMetrics  # from `build` on
 
     def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = ()) -> None:
@@ -43,6 +43,9 @@ class Metrics:
                 raise ValueError(
                     f"The metric {metric.name!r} is given twice, and would count all rows twice: pass two."
                 )
+        for i, metric in placed:
+            if isinstance(metric, _LegacyMetric):
+                metric.build(targets[i], outputs.specs[i])
         self._by_batch = any(_one_value(metric, targets[i], outputs.specs[i]) for i, metric in placed)
         self._named = self._with_names(outputs, taken)
 
@@ -72,7 +75,7 @@ class Metrics:
     @property
     def variables(self) -> list[tf.Variable]:
         """The state of every metric."""
-        return [v.value for v in self.compiled.variables]
+        return [v.value if isinstance(v, keras.Variable) else v for v in self.compiled.variables]
 
     @property
     def need_exact_rows(self) -> bool:
@@ -81,7 +84,7 @@ class Metrics:
         True for a metric of the user's own class, which may ignore `sample_weight`, and for a function that returns
         one value for a whole batch.
         """
-        return self._by_batch or any(_own(type(metric)) for metric in self.compiled.metrics)
+        return self._by_batch or any(_own(type(getattr(m, "legacy", m))) for m in self.compiled.metrics)
 
     @property
     def unknown_states(self) -> list[str]:
@@ -113,6 +116,61 @@ class Metrics:
     def reset(self) -> None:
         """Starts every metric anew."""
         self.compiled.reset_state()
+
+
+class _LegacyMetric(keras.metrics.Metric):
+    """A tf_keras metric (tensorflow-addons' are some) as one of Keras 3, updated as tf_keras's `fit` updates it."""
+
+    def __init__(self, legacy: Any):
+        super().__init__(name=legacy.name)
+        self.legacy = legacy
+
+        @tf.function  # by AutoGraph, as in tf_keras
+        def update(y_true, y_pred, sample_weight):
+            legacy.update_state(y_true, y_pred, sample_weight=sample_weight)
+
+        self._update, self._result = update, tf.function(legacy.result)
+
+    @property
+    def variables(self) -> list[Any]:
+        return list(self.legacy.variables)
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        """Makes the variables that the metric makes at its first update."""
+        self.legacy.update_state(*(tf.zeros([1, *t.shape[1:]], t.dtype) for t in (y_true, y_pred)))
+        self.reset_state()
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        if len(y_true.shape) == 1 and len(y_pred.shape) == 2 and y_pred.shape[-1] == 1:
+            y_true = y_true[:, tf.newaxis]
+        mask = mask_of(y_pred)
+        if mask is not None:
+            mask = tf.cast(mask, tf.float32)
+            sample_weight = mask if sample_weight is None else sample_weight * mask
+        self._update(y_true, y_pred, sample_weight)
+
+    def result(self) -> Any:
+        return self._result()
+
+    def reset_state(self) -> None:
+        self.legacy.reset_state()
+
+    def get_config(self) -> dict[str, Any]:
+        return {"legacy": self.legacy}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> _LegacyMetric:
+        legacy = config["legacy"]
+        return cls(type(legacy).from_config(legacy.get_config()))
+
+
+def _of_keras_3(metrics: Any) -> Any:
+    def adopted(metric):
+        classes = type(metric).__mro__
+        legacy = any(c.__name__ == "Metric" and c.__module__.partition(".")[0] == "tf_keras" for c in classes)
+        return _LegacyMetric(metric) if legacy else metric
+
+    return tf.nest.map_structure(adopted, metrics)
 
 
 def _by_output(metrics: Any, outputs: Outputs, targets: Sequence[Any]) -> list[Any]:
@@ -153,7 +211,7 @@ def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tenso
 
 def _own(thing: Any) -> bool:
     """Whether a class or function is the user's, not Keras's."""
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] != "keras"
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] not in ("keras", "tf_keras")
 
 
 def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:

@@ -214,3 +214,61 @@ def test_start_anew_in_every_epoch():
 def test_what_is_no_metric_is_refused(metrics, error, message):
     with pytest.raises(error, match=message):
         fa.Trainer(value(), "sgd", "mse", metrics=metrics)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["rows", "masked tokens"])
+def test_of_tf_keras_are_what_tf_keras_logs(masked):
+    tf_keras = pytest.importorskip("tf_keras")
+    layers, metrics = tf_keras.layers, tf_keras.metrics
+
+    class Largest(metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_weight("value", initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            if tf.reduce_max(y_pred) > self.value:  # for AutoGraph
+                self.value.assign(tf.reduce_max(y_pred))
+
+        def result(self):
+            return self.value
+
+    def compiled():
+        if masked:
+            return [
+                metrics.SparseCategoricalAccuracy(name="accuracy"),
+                metrics.SparseCategoricalCrossentropy(name="ce"),
+            ]
+        return [metrics.AUC(name="auc"), metrics.MeanSquaredError(name="mse"), Largest(), "mae"]
+
+    (x, y), width = (tokens_batch(), CLASSES) if masked else (rows_batch(), 1)
+    own, model = (
+        tf_keras.Sequential(
+            [
+                tf_keras.Input(x.shape[1:]),
+                layers.Masking(),
+                layers.Dense(width, activation="softmax" if masked else "sigmoid"),
+            ]
+        )
+        for _ in range(2)
+    )
+    model.set_weights(own.get_weights())
+    weight = rng.uniform(0.5, 2.0, ROWS).astype("float32")
+    loss = "sparse_categorical_crossentropy" if masked else "binary_crossentropy"
+    weighted = [metrics.SparseCategoricalAccuracy(name="weighted")] if masked else [metrics.AUC(name="weighted")]
+    own.compile(tf_keras.optimizers.SGD(0.0), loss, metrics=compiled(), weighted_metrics=weighted)
+    expected = own.test_on_batch(x, y, weight, return_dict=True)
+    trainer = fa.Trainer(
+        model,
+        tf_keras.optimizers.SGD(0.0),
+        loss,
+        compiled(),
+        weighted_metrics=[type(weighted[0])(name="weighted")],
+        gradient_accumulation_steps=3,
+        jit_compile=not masked,
+    )
+    trained = trainer.fit(x, y, 4, sample_weight=weight, epochs=2, verbose=0).history
+    evaluated = trainer.evaluate(x, y, 4, sample_weight=weight, verbose=0, return_dict=True)
+    for name, value in expected.items():
+        for logged in (trained[name][-1], evaluated[name]):
+            np.testing.assert_allclose(logged, value, rtol=2e-5, atol=1e-6, err_msg=name)
