@@ -304,7 +304,8 @@ class Trainer:
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
         """
-        step, _, stacks = self._evaluation_data(x, y, sample_weight, batch_size, steps)
+        data = self._source(x, y, sample_weight, batch_size=batch_size, steps="steps")
+        step, _, stacks = self._evaluation_data(data, steps)
         dispatches = stacks.steps_per_epoch
         batches = None if dispatches is None else dispatches * stacks.layout.accumulation
         hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=batches, history=False)
@@ -321,15 +322,14 @@ class Trainer:
         known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *self._losses.log_names]
         return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
-    def _evaluation_data(self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None) -> Any:
-        """The step, specs of one micro-batch, and the stacks of a pass that moves no weight."""
+    def _evaluation_data(self, data: Any, steps: int | None, passes: int = 1) -> Any:
+        """The step, specs of one micro-batch, and the stacks of passes that move no weight."""
         steps = capped("steps", steps)
-        data = self._source(x, y, sample_weight, batch_size=batch_size)
         step = self._built(data.sample)
         layout = self._layout(exact_rows=bool(self._model.added_reductions) or self._metrics.need_exact_rows)
         # One micro-batch per dispatch where the caller counts them.
         batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
-        return step, data.sample, data.stacks(layout._replace(accumulation=batches), steps)
+        return step, data.sample, data.stacks(layout._replace(accumulation=batches), steps, passes)
 
     def _evaluate(self, step: ModelStep | ReplicatedStep, stacks: Any, hooks: Callbacks) -> dict[str, float]:
         self._metrics.reset()
@@ -359,9 +359,10 @@ class Trainer:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         # One source for all epochs: it is validated before training starts.
-        step, sample, stacks = self._evaluation_data(
-            x, y, sample_weight, schedule.validation_batch_size or batch_size, schedule.validation_steps
-        )
+        names = {"what": "validation_data", "steps": "validation_steps"}
+        data = self._source(x, y, sample_weight, batch_size=schedule.validation_batch_size or batch_size, **names)
+        passes = sum(map(schedule.validates, range(schedule.initial_epoch, schedule.epochs)))
+        step, sample, stacks = self._evaluation_data(data, schedule.validation_steps, passes)
         if _row_shapes(sample) != _row_shapes(like):
             # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
             one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), sample)

@@ -299,6 +299,34 @@ def test_class_weight_of_tokens_counts_from_the_first_fit():
 # evaluate and predict
 
 
+TOKENS = RNG.integers(0, 3, size=(ROWS, 2))
+
+
+@pytest.mark.parametrize("loss", [lambda: [cross_entropy()], lambda: {"head": cross_entropy()}], ids=["list", "dict"])
+@pytest.mark.parametrize("nest", [lambda y: y, lambda y: [y]], ids=["y", "[y]"])
+def test_class_weight_of_tokens_whatever_nest_the_loss_is_in(loss, nest):
+    """As Keras trains by the weights of the tokens; its own class_weight takes the class of the larger index."""
+
+    def tagger():
+        keras.utils.set_random_seed(1)
+        head = keras.layers.Dense(3, name="head")
+        return keras.Sequential([keras.Input((4,)), keras.layers.Reshape((2, 2)), head])
+
+    class_weight = {0: 0.5, 1: 2.0, 2: 3.0}
+    trainer = fa.Trainer(tagger(), "sgd", loss(), gradient_accumulation_steps=11, jit_compile=False)
+    trainer.fit(X, nest(TOKENS), batch_size=BATCH, class_weight=class_weight, verbose=0)
+    full = tagger()
+    full.compile("sgd", cross_entropy(), jit_compile=False)
+    full.train_on_batch(X, TOKENS, sample_weight=np.vectorize(class_weight.get)(TOKENS).astype("float32"))
+    assert_close(trainer.model.get_weights(), full.get_weights())
+
+
+def test_class_weight_of_labels_that_may_be_either_asks_for_the_loss_by_name():
+    trainer = fa.Trainer(classifier(), "sgd", "crossentropy", jit_compile=False)
+    with pytest.raises(ValueError, match=r"y of shape \(44, 2\) holds class indices: name the loss"):
+        trainer.fit(X, TOKENS, class_weight={0: 2.0}, verbose=0)
+
+
 @pytest.mark.parametrize("return_dict", [False, True])
 def test_evaluate_returns_what_keras_does(trainer, return_dict):
     weight = np.linspace(0.0, 2.0, ROWS).astype("float32")

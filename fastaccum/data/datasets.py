@@ -23,14 +23,21 @@ class DatasetSource:
 
     Args:
         x: yields (x, y) or (x, y, sample_weight).
-        what: the argument's name, for errors.
+        what, steps: the names of the argument, and of that which says how much of it is read at a time, for errors.
         shuffle: whether a PyDataset yields its batches in another order in each pass.
         weigh: maps (y, sample_weight) to the sample weight to use.
     """
 
-    def __init__(self, x: Any, what: str, shuffle: bool = False, weigh: Callable[[Any, Any], Any] | None = None):
+    def __init__(
+        self,
+        x: Any,
+        what: str,
+        shuffle: bool = False,
+        weigh: Callable[[Any, Any], Any] | None = None,
+        steps: str = "steps_per_epoch",
+    ):
         self.what, self.read_once = f"{what} ({type(x).__name__})", hasattr(x, "__next__")
-        origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset))
+        origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
         if isinstance(x, keras.utils.PyDataset):
             origin = origin._replace(shuffled=shuffle, begin=x.on_epoch_begin, end=x.on_epoch_end)
         self.origin = origin
@@ -59,7 +66,7 @@ class DatasetSource:
         ended; raises ValueError if the data does not last for `epochs`, or never ends.
         """
         if self.read_once and steps_per_epoch is None and epochs > 1:
-            raise used_up(self.what)
+            raise used_up(self.origin)
         return DatasetStacks(self, layout, steps_per_epoch)
 
 
@@ -79,7 +86,8 @@ class DatasetStacks:
         self._given_steps = steps_per_epoch or 0  # else epochs are passes
         steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
-            raise ValueError(f"{self.what} is infinite: pass steps_per_epoch, counted in train steps.")
+            counted = ", counted in train steps" if source.origin.steps == "steps_per_epoch" else ""
+            raise ValueError(f"{self.what} is infinite: pass {source.origin.steps}{counted}.")
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
         self.plan: dict[str, Any] = {"batches": batches, "steps_per_epoch": steps_per_epoch}
         self._batch_size = self._checksum = 0

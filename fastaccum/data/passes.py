@@ -27,13 +27,14 @@ class Origin(NamedTuple):
     shuffled: bool = False  # each pass draws its order from Python's `random`, as Keras does for a PyDataset
     begin: Callable[[], Any] = lambda: None
     end: Callable[[], Any] = lambda: None
+    steps: str = "steps_per_epoch"  # the argument that says how much of it is read at a time
 
 
-def used_up(what: str) -> ValueError:
+def used_up(origin: Origin) -> ValueError:
     """The error of data that would be read a second time."""
     return ValueError(
-        f"{what} is used up after one pass, and cannot be read again: pass steps_per_epoch, a keras.utils.PyDataset or "
-        "a tf.data.Dataset."
+        f"{origin.what} is used up after one pass, and cannot be read again: pass {origin.steps} that it lasts for, a "
+        "keras.utils.PyDataset or a tf.data.Dataset."
     )
 
 
@@ -81,7 +82,7 @@ class Passes:
                 self._saved_random = None
             self._random = random.getstate()
         if self._origin.read_once and self._ended:  # Keras would begin with the batches that it peeked at for shapes
-            raise used_up(self._origin.what)
+            raise used_up(self._origin)
         self._origin.begin()
         return self.steps
 

@@ -23,6 +23,7 @@ def of(
     class_weight: dict[int, float] | None = None,
     sparse_labels: bool | None = False,
     what: str = "x",
+    steps: str = "steps_per_epoch",
 ) -> ArraySource | DatasetSource:
     """The source of the data in `x`, from which `stacks` makes the stacks of a layout.
 
@@ -32,7 +33,7 @@ def of(
         shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
         class_weight: a factor for each class, multiplied into the sample weights.
         sparse_labels: whether `y` holds class indices even where it has more than one axis; None for not known.
-        what: the argument's name, for errors.
+        what, steps: the names of `x`, and of the argument that says how much of it is read at a time, for errors.
     """
     weigh = None
     if class_weight is not None:
@@ -52,7 +53,7 @@ def of(
         return ArraySource(arrays, 32 if batch_size is None else batch_size, seed if shuffle else None)
     if y is not None or sample_weight is not None:
         raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
-    return DatasetSource(x, what, shuffle, weigh)
+    return DatasetSource(x, what, shuffle, weigh, steps)
 
 
 def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import fastaccum as fa
 from fastaccum.adapters.losses import Losses, term
 from fastaccum.adapters.outputs import Outputs
 
@@ -261,6 +262,33 @@ def test_a_loss_that_compares_rows_is_refused():
     losses = Losses(LOSSES.Circle())
     with pytest.raises(ValueError, match="Circle, which compares the rows"):
         losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))
+
+
+IMAGES = np.random.default_rng(0).integers(0, 2, size=(10, 4, 4, 2)).astype("float32")
+
+
+@pytest.mark.parametrize("kind", [LOSSES.Dice, LOSSES.Tversky])
+def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_keras(kind):
+    losses, spec = Losses(kind()), keras.KerasTensor((10, 4, 4, 2))
+    with pytest.raises(ValueError, match=rf"losses\.{kind.__name__}\(axis=\(1, 2, 3\)\), one loss for each row"):
+        losses.build(Outputs(["mask"], spec), spec)
+    for axis in (0, (-4, 1), (0, 1, 2)):  # as many losses as there are rows may still be of all rows
+        with pytest.raises(ValueError, match="compares the whole batch"):
+            Losses(kind(axis=axis)).build(Outputs(["mask"], spec), spec)
+
+    def model():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input((4, 4, 2)), keras.layers.Dense(2, activation="sigmoid")])
+
+    full, x = model(), IMAGES[::-1] + 0.5
+    full.compile(keras.optimizers.SGD(0.1), kind(axis=(1, 2, 3)), jit_compile=False)
+    loss = full.train_on_batch(x, IMAGES)
+    sgd = keras.optimizers.SGD(0.1)
+    trainer = fa.Trainer(model(), sgd, kind(axis=(1, 2, 3)), gradient_accumulation_steps=3, jit_compile=False)
+    history = trainer.fit(x, IMAGES, batch_size=4, shuffle=False, verbose=0).history
+    assert history["loss"] == pytest.approx([float(loss)], rel=1e-5)
+    for ours, theirs in zip(trainer.model.get_weights(), full.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_an_output_may_have_no_loss():

@@ -195,6 +195,32 @@ def test_a_function_per_row_and_one_per_batch():
     np.testing.assert_allclose(found, np.mean([errors[i : i + 4].max() for i in range(0, ROWS, 4)]), rtol=1e-5)
 
 
+def test_a_function_may_return_a_number():
+    def steps(y_true, y_pred):
+        return 3.0
+
+    def numpy_scalar(y_true, y_pred):
+        return np.float32(2.0)
+
+    x, y = rows_batch()
+    model = value()
+    model.compile("sgd", "mse", metrics=[steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False)
+    trainer = fa.Trainer(value(), "sgd", "mse", [steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False)
+    theirs = model.evaluate(x, y, verbose=0, return_dict=True)
+    ours = trainer.evaluate(x, y, verbose=0, return_dict=True)
+    assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == 4
+
+
+def test_a_name_that_is_taken_gets_a_number_and_an_object_is_given_once():
+    x, y = rows_batch()
+    mae = keras.metrics.MeanAbsoluteError(name="loss")
+    trainer = fa.Trainer(value(), "sgd", "mse", [mae, "mae"], jit_compile=False)
+    logs = trainer.evaluate(x, y, verbose=0, return_dict=True)
+    assert logs["loss_1"] == logs["mae"] != logs["loss"]
+    with pytest.raises(ValueError, match="The metric 'loss' is given twice"):
+        fa.Trainer(value(), "sgd", "mse", [mae], weighted_metrics=[mae], jit_compile=False).evaluate(x, y, verbose=0)
+
+
 def test_start_anew_in_every_epoch():
     x, y = rows_batch()
     trainer = fa.Trainer(value(), keras.optimizers.SGD(0.0), "mse", metrics=["mae"])

@@ -379,6 +379,20 @@ def test_a_generator_that_is_used_up_ends_the_training(trainer):
     assert any("x (generator) is used up, which ends the training" in str(w.message) for w in said)
 
 
+def test_a_validation_that_cannot_be_read_again_speaks_of_validation_steps(trainer):
+    before = int(trainer.optimizer.iterations)
+    cases = [
+        (batched([4, 4]).as_numpy_iterator(), "is used up .*: pass validation_steps that it lasts for"),
+        (batched([4, 4]).repeat(), "is infinite: pass validation_steps"),
+    ]
+    for validation, match in cases:
+        with pytest.raises(ValueError, match=rf"validation_data \(\w+\) {match}"):
+            trainer.fit(batched([4, 4]), epochs=2, validation_data=validation, verbose=0)
+    with pytest.raises(ValueError, match=r"x \(\w+\) is infinite: pass steps\."):
+        trainer.evaluate(batched([4, 4]).repeat(), verbose=0)
+    assert int(trainer.optimizer.iterations) == before
+
+
 class TestClassWeights:
     CLASS_WEIGHT = {0: 0.5, 2: 3.0}  # noqa: RUF012
     LABELS = np.array([0, 1, 2, 2, 1])

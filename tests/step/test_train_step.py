@@ -280,3 +280,15 @@ def test_the_norm_is_that_of_the_unscaled_gradient_whose_scaled_squares_would_ov
     result = fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0), loss_scale=2.0**80)(np.zeros((1, 1), "float32"))
     assert result.grads_finite and float(result.grad_norm) == 5.0
     assert w.numpy().tolist() == [0.0, 0.0]
+
+
+def test_the_first_leaf_of_a_stack_may_be_none():
+    w = tf.Variable([1.0])
+
+    def squared(micro_batch):
+        nothing, x = micro_batch
+        assert nothing is None
+        return tf.reduce_sum((w * x) ** 2), tf.cast(tf.size(x), tf.float32)
+
+    result = fa.TrainStep(squared, [w], "sgd", jit_compile=False)((None, tf.constant([[1.0, 2.0], [3.0, 4.0]])))
+    assert float(result.loss) == 7.5
