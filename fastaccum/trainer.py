@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -13,11 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import models, optimizers
+from fastaccum.adapters import models, optimizers, own_loss
 from fastaccum.adapters.callbacks import Callbacks, LateLogs
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
+from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.checkpoint.state import Training, describe
 from fastaccum.data import arrays, source
@@ -53,7 +55,9 @@ class Trainer:
         optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name. Its schedules and `iterations`
             count updates.
         loss: a Keras loss or its name; `fn(y_true, y_pred)` that returns one loss per example or per token, each of
-            that row alone; or a list or dict of these by output.
+            that row alone; or a list or dict of these by output. None: the model's own, as in Keras: what it was
+            compiled with (then its metrics too, if none are given), a `compute_loss` that it overrides, what it adds
+            by `add_loss`, or the loss that a Hugging Face model returns. `y` may be left out then.
         metrics: as in Keras's `compile`; computed inside the program.
         loss_weights: factors of the outputs' losses, as in `compile`.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
@@ -69,6 +73,9 @@ class Trainer:
         on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite although the loss scale
             cannot go lower (no scaling, a static scale, or a dynamic one at its floor). Such a step changes nothing.
             "skip" goes on, and raises after 10 of them in a row; "raise" raises at the first.
+        own_loss_reduction: what a scalar that the model computes itself (by `compute_loss`, or added by `add_loss`) is
+            over the rows of a micro-batch: their "mean", or their "sum". What `compute_loss` takes from
+            `super().compute_loss` needs no telling. A loss that compares rows is that of each micro-batch by itself.
 
     Raises:
         TypeError: raised if the model, optimizer, loss or a metric is not one.
@@ -90,6 +97,7 @@ class Trainer:
     fp32_weight_gradients: bool
     jit_compile: bool
     on_nonfinite: OnNonfinite
+    own_loss_reduction: Reduction
 
     def __init__(
         self,
@@ -107,9 +115,19 @@ class Trainer:
         jit_compile: bool = True,
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
+        own_loss_reduction: Reduction = "mean",
     ):
         self._model = models.get(model)
         self.model = model
+        own_loss.require_plain_steps(self._model)
+        if loss is None and (compiled := self._model.compiled_with):
+            loss, loss_weights = compiled["loss"], compiled["loss_weights"]
+            if not metrics and not weighted_metrics:
+                metrics, weighted_metrics = compiled["metrics"], compiled["weighted_metrics"]
+        if all(each is None for each in tf.nest.flatten(loss)):
+            loss = None
+            own_loss.require_any(self._model)
+        self._needs_targets = loss is not None
         self._optimizer = optimizers.get(optimizer)
         self._losses = Losses(loss, loss_weights)
         self._metrics = Metrics(metrics, weighted_metrics)
@@ -121,11 +139,12 @@ class Trainer:
             fp32_weight_gradients=fp32_weight_gradients,
             jit_compile=jit_compile,
             on_nonfinite=on_nonfinite,
+            own_loss_reduction=own_loss_reduction,
         )
         vars(self).update(vars(self._options))
         self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
         self._step: ModelStep | ReplicatedStep | None = None
-        self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers))
+        self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers), self._needs_targets)
         self._replicas = replicas.of(self._model)
         if self._replicas is not None:
             self._replicas.require_optimizer(self._optimizer)
@@ -326,7 +345,8 @@ class Trainer:
         """The step, specs of one micro-batch, and the stacks of passes that move no weight."""
         steps = capped("steps", steps)
         step = self._built(data.sample)
-        layout = self._layout(exact_rows=bool(self._model.added_reductions) or self._metrics.need_exact_rows)
+        own = self._model.couples_losses or not self._needs_targets
+        layout = self._layout(exact_rows=own or self._metrics.need_exact_rows)
         # One micro-batch per dispatch where the caller counts them.
         batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
         return step, data.sample, data.stacks(layout._replace(accumulation=batches), steps, passes)
@@ -424,7 +444,7 @@ class Trainer:
 
     def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
         sparse = sparse_labels(self._compile_arguments["loss"])
-        return source.of(x, y, sample_weight, sparse_labels=sparse, **options)
+        return source.of(x, y, sample_weight, sparse_labels=sparse, needs_targets=self._needs_targets, **options)
 
     def _layout(self, exact_rows: bool, steps_per_execution: int = 1) -> Layout:
         layout = Layout(self.gradient_accumulation_steps, steps_per_execution, exact_rows)
@@ -434,7 +454,7 @@ class Trainer:
 
     def _training_layout(self) -> Layout:
         """Once the model has been called: before, it is not known whether its rows are coupled."""
-        exact = self._model.couples_rows or self._metrics.need_exact_rows
+        exact = self._model.couples_rows or not self._needs_targets or self._metrics.need_exact_rows
         return self._layout(exact, self.steps_per_execution)
 
     def _agreed_seed(self, schedule: Schedule, shuffle: bool) -> int | None:
@@ -478,16 +498,22 @@ class Trainer:
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 compilable.require(self._model)
+            if self._needs_targets or self._metrics.given:
+                y_true, y_pred = self._model.matched(sample.x, y_true, y_pred)
             loss = self._compile_arguments["loss"]
-            self._outputs = Outputs(self._model.output_names, y_pred, loss, y_true, self._model.legacy)
-            self._losses.build(self._outputs, y_true)
-            self._metrics.build(self._outputs, y_true, self._losses.log_names)
+            self._outputs = Outputs(self._model.output_names, y_pred, loss, self._model.legacy)
+            self._losses.build(self._outputs, y_true, self._model.takes_targets_apart)
+            self._metrics.build(self._outputs, y_true, self._losses.log_names, self._model.own_metrics)
+            if not self._losses.outputs:
+                own_loss.require_any(self._model, called=True)
             step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
             # As the attributes are, which a subclass may define.
             options = Options(**{name: getattr(self, name) for name in Options.NAMES})
             self._step = step(self._model, self._outputs, self._losses, self._metrics, self._optimizer, options)
             self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
             self._moving = self._model.moving_layers
+            with contextlib.nullcontext() if self._replicas is None else replicas.first_components():
+                self._step.objective.probe(sample)
         trained, trainable = (
             {id(v): v for v in vs} for vs in (self._step.cycle.trained, self._model.trainable_variables)
         )
@@ -504,8 +530,9 @@ class Trainer:
                 f"`trainable` of {moved} was switched since this Trainer was built, whose step moves the statistics "
                 "that it moved then. Make a new Trainer, or switch it back."
             )
-        # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
-        self._losses.require_targets(self._outputs, sample.y)
+        if not self._model.takes_targets_apart:
+            # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
+            self._losses.require_targets(self._outputs, sample.y)
         return self._step
 
 

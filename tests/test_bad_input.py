@@ -77,7 +77,7 @@ def whole(name, at_least=1):
         ({"clip_norm": inf}, ValueError, r"clip_norm=inf must be a positive, finite number"),
         ({"clip_norm": "1"}, TypeError, r"clip_norm='1' must be a positive, finite number, or None"),
         ({"loss": None}, ValueError, r"loss=None.*Pass a Keras loss"),
-        ({"loss": {}}, ValueError, r"there is nothing to minimise.*Pass a Keras loss"),
+        ({"loss": {}}, ValueError, r"has no loss of its own.*Pass a Keras loss"),
         ({"loss": "msee"}, ValueError, r"loss='msee' is not a Keras loss. Pass a name"),
         ({"loss": 3}, TypeError, r"loss=3 must be a Keras loss, its name, or fn"),
         ({"optimizer": "adamm"}, ValueError, r"optimizer='adamm' is not a Keras optimizer.*'adam'"),

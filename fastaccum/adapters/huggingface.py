@@ -35,6 +35,11 @@ def is_pretrained(model: Any) -> bool:
     return any(c.__name__ == "TFPreTrainedModel" for c in type(model).__mro__)
 
 
+def means(model: Any) -> int:
+    """How many means its own loss consists of."""
+    return 2 if _MEANS_OF_TOKENS.get(_loss_class(model)) is _pretraining else 1
+
+
 def label_names(model: Any) -> list[str]:
     """The arguments of a model's call that take labels."""
     extra = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
@@ -102,10 +107,8 @@ def observed_losses(model: Any, valid: tf.Tensor | None = None) -> Iterator[Seen
         valid: bool [rows], false for rows that only pad and count nowhere; None if all are valid. A loss that the
             model reduces to a scalar by itself has no part for a row: give it stacks without padding.
     """
-    original: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
-    name = getattr(original, "__qualname__", "").removesuffix(".hf_compute_loss")
-    ours = getattr(original, "__module__", "").startswith("transformers.")
-    sums = _MEANS_OF_TOKENS.get(name) if ours else None
+    original: Any = getattr(model, "hf_compute_loss", None)
+    sums = _MEANS_OF_TOKENS.get(_loss_class(model))
     seen = Seen()
 
     @tf.autograph.experimental.do_not_convert
@@ -158,6 +161,13 @@ def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | No
             stacklevel=2,
         )
     return [_rows(loss, rows, valid)]
+
+
+def _loss_class(model: Any) -> str:
+    """The class of Hugging Face's that defines its hf_compute_loss; empty for another's."""
+    method: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
+    of_theirs = getattr(method, "__module__", "").startswith("transformers.")
+    return method.__qualname__.removesuffix(".hf_compute_loss") if of_theirs else ""
 
 
 def _arguments(model: Any) -> list[str]:

@@ -44,21 +44,23 @@ class Losses:
     """
 
     def __init__(self, loss: Any, loss_weights: Any = None):
-        by_output = tf.nest.flatten(loss)
-        if all(each is None for each in by_output):
-            raise ValueError(
-                "loss=None: there is nothing to minimise. Pass a Keras loss, its name, or a function "
-                "fn(y_true, y_pred) that returns one loss per example."
-            )
-        for each in by_output:
+        for each in tf.nest.flatten(loss):
             require_known("loss", each, "Keras loss", keras.losses.get, _SHORTHANDS)
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
-    def build(self, outputs: Outputs, y_true: Any) -> None:
-        """Matches losses with outputs; `y_true` holds specs of one batch of targets."""
-        targets, self.outputs = outputs.targets(y_true), []
+    def build(self, outputs: Outputs, y_true: Any, targets_are_own: bool = False) -> None:
+        """Matches losses with outputs; `y_true` holds specs of one batch of targets, which a `compute_loss` of the
+        model's own may take apart differently (`targets_are_own`).
+        """
+        self.outputs = []
+        try:
+            targets = outputs.targets(y_true)
+        except ValueError:
+            if not targets_are_own:
+                raise
+            targets = outputs.specs
         several = len(outputs.names) > 1 and not outputs.legacy  # else Keras takes the first, or refuses them
         weights = outputs.match(self._loss_weights, "loss_weights", True, several)
         for i, of_output in outputs.placed(self._loss, "loss", True, several).items():
@@ -74,7 +76,7 @@ class Losses:
                 if takes_class_indices(loss):
                     classes = outputs.specs[i].shape[getattr(loss, "_fn_kwargs", {}).get("axis", -1)]
                 self.outputs.append(Output(i, name, loss, weight, classes))
-        if not self.outputs:
+        if not self.outputs and self._loss is not None:
             raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
         logged = len(outputs.names if outputs.legacy else self.outputs) > 1
         self.log_names = distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
@@ -144,12 +146,6 @@ class Losses:
                 found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
         return found
 
-    def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
-        """What a single output's loss sum is divided by; 0 where nothing was valid."""
-        if len(self.outputs) == 1 and _reduction(self.outputs[0].loss) == "sum":
-            return tf.cast(weight_sum > 0.0, weight_sum.dtype)
-        return weight_sum
-
 
 def term(
     loss: Any,
@@ -167,7 +163,7 @@ def term(
         weight_sum = sum(v)            # "sum_over_batch_size", "mean", "sum"; a weight of 0 counts, as in Keras
         weight_sum = sum(v * w)        # "mean_with_sample_weight"
 
-    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing: see `Losses.denominator`).
+    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing).
     Raises ValueError if the loss returns a mean instead of one value per example, or if a shape does not fit.
     """
     masks = [mask_of(y_pred)]
@@ -216,7 +212,7 @@ def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
     for each in weights:
         if not (isinstance(each, numbers.Real) and checks.in_float32(each)):  # type: ignore[arg-type]
             raise ValueError(
-                f"loss_weights={each!r} of output {name!r} must be a finite number, and not 0 in float32 unless it is 0."
+                f"loss_weights={each!r} of output {name!r} must be a finite number that float32 does not round to 0."
             )
     return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,10 +26,17 @@ class Metrics:
             require_known("metrics", each, "Keras 3 metric", keras.metrics.get, _SHORTHANDS)
         self._user = _of_keras_3(metrics or None), _of_keras_3(weighted_metrics or None)
         self.compiled: CompileMetrics  # from `build` on
+        self.own: list[Any] = []
+        # What the model's own `compute_metrics` returned last, beyond the results of metrics.
+        self.returned: dict[str, tf.Variable] = {}
 
-    def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = ()) -> None:
-        """Creates the metrics' variables; `y_true` holds specs of one batch of targets, `taken` names in the logs."""
-        targets = outputs.targets(y_true)
+    def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = (), own: Sequence[Any] = ()) -> None:
+        """Creates the metrics' variables; `y_true` holds specs of one batch of targets, `taken` names in the logs.
+
+        `own` are metrics that the model updates itself, reset and logged with the others.
+        """
+        self.own, self.returned = list(own), {}
+        targets = outputs.targets(y_true) if self.given else outputs.specs
         plain, weighted = (_by_output(each, outputs, targets) for each in self._user)
         self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
         self.compiled.build(targets, outputs.specs)
@@ -48,6 +55,11 @@ class Metrics:
                 metric.build(targets[i], outputs.specs[i])
         self._by_batch = any(_one_value(metric, targets[i], outputs.specs[i]) for i, metric in placed)
         self._named = self._with_names(outputs, taken)
+
+    @property
+    def given(self) -> bool:
+        """Whether the user passed any."""
+        return any(each is not None for each in self._user)
 
     def _with_names(self, outputs: Outputs, taken: Sequence[str]) -> list[tuple[str, keras.Metric]]:
         """The metrics by the names that Keras logs them by, in its order."""
@@ -75,7 +87,8 @@ class Metrics:
     @property
     def variables(self) -> list[tf.Variable]:
         """The state of every metric."""
-        return [v.value if isinstance(v, keras.Variable) else v for v in self.compiled.variables]
+        variables = [v for metric in (self.compiled, *self.own) for v in metric.variables]
+        return [*(v if isinstance(v, tf.Variable) else v.value for v in variables), *self.returned.values()]
 
     @property
     def need_exact_rows(self) -> bool:
@@ -84,7 +97,8 @@ class Metrics:
         True for a metric of the user's own class, which may ignore `sample_weight`, and for a function that returns
         one value for a whole batch.
         """
-        return self._by_batch or any(_own(type(getattr(m, "legacy", m))) for m in self.compiled.metrics)
+        metrics = self.compiled.metrics
+        return self._by_batch or bool(self.own) or any(_own(type(getattr(m, "legacy", m))) for m in metrics)
 
     @property
     def unknown_states(self) -> list[str]:
@@ -92,7 +106,8 @@ class Metrics:
         what derives from Keras's Mean and Sum.
         """
         sums = keras.metrics.Mean, keras.metrics.Sum
-        return [m.name for m in self.compiled.metrics if _own(type(m)) and not isinstance(m, sums)]
+        metrics: list[Any] = [*self.compiled.metrics, *self.own]
+        return [*(m.name for m in metrics if _own(type(m)) and not isinstance(m, sums)), *self.returned]
 
     def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
         """Updates every metric with one micro-batch's valid rows."""
@@ -107,15 +122,29 @@ class Metrics:
     def result(self) -> dict[str, tf.Tensor]:
         """Every metric's value by its log name."""
         results = [(name, metric.result()) for name, metric in self._named]
+        results += [(metric.name, metric.result()) for metric in self.own] + list(self.returned.items())
         return {
             k: tf.cast(tf.convert_to_tensor(v), tf.float32)
             for name, value in results
             for k, v in (value.items() if isinstance(value, dict) else [(name, value)])
         }
 
+    def keep(self, returned: Mapping[str, Any], known: Sequence[str] = ()) -> None:
+        """Keeps what `compute_metrics` returned beyond the results of metrics and what is `known`."""
+        results: dict[str, Any] = self.compiled.result()
+        names = {*known, *results, *(metric.name for metric in self.own)}
+        for name, value in returned.items():
+            if name in names:
+                continue
+            if name not in self.returned:
+                with tf.init_scope():
+                    self.returned[name] = tf.Variable(0.0, trainable=False, name=name)
+            self.returned[name].assign(tf.cast(value, tf.float32))
+
     def reset(self) -> None:
         """Starts every metric anew."""
-        self.compiled.reset_state()
+        for metric in (self.compiled, *self.own):
+            metric.reset_state()
 
 
 class _LegacyMetric(keras.metrics.Metric):

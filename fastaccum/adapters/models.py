@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
+from fastaccum.adapters import huggingface
 from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import replaced
 from fastaccum.kernels import fp32_layers
@@ -22,7 +23,9 @@ def get(model: Any) -> Model:
     """The adapter for a Keras 3 or tf_keras model."""
     if isinstance(model, keras.Model):
         return Model(model)
-    if any(c.__module__.partition(".")[0] == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__):
+    if huggingface.is_pretrained(model):
+        return PretrainedModel(model)
+    if any(_package(c) == "tf_keras" and c.__name__ == "Model" for c in type(model).__mro__):
         return LegacyModel(model)
     raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
 
@@ -54,7 +57,7 @@ class Model:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
         outputs = self.model(inputs, training=training)
-        if any(map(_may_do_more, self.layers)):
+        if self.may_add_losses:
             self._note_calls(
                 tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
             )
@@ -69,6 +72,82 @@ class Model:
     def __call__(self, x: Any, training: bool) -> Any:
         return self.model(x, training=training)
 
+    def overrides(self, method: str) -> bool:
+        """Whether a method of Keras's Model is the model's own."""
+        return method in vars(self.model) or getattr(type(self.model), method) is not getattr(self._family, method)
+
+    @property
+    def _family(self) -> type:
+        return keras.Model
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        """The losses and metrics that the model was compiled with, as arguments of `compile`; empty without a loss."""
+        loss, metrics = getattr(self.model, "_compile_loss", None), getattr(self.model, "_compile_metrics", None)
+        if loss is None:
+            return {}
+        return {
+            "loss": loss._user_loss,
+            "loss_weights": loss._user_loss_weights,
+            "metrics": getattr(metrics, "_user_metrics", None),
+            "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
+        }
+
+    @property
+    def returned_losses(self) -> int:
+        """How many means the loss consists of that the model returns by itself, where it is given no other."""
+        return 0
+
+    def with_losses(
+        self, x: Any, y: Any, training: bool, valid: tf.Tensor | None
+    ) -> tuple[Any, list[tuple[tf.Tensor, tf.Tensor]]]:
+        """What the model returns, and the value and the weight sum of each of these means over the `valid` rows."""
+        raise NotImplementedError
+
+    @property
+    def takes_targets_apart(self) -> bool:
+        """Whether targets need not have the structure of the outputs: the model, or its adapter, finds what belongs to
+        which.
+        """
+        return self.overrides("compute_loss")
+
+    def matched(self, x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
+        """Targets and what they are compared with, in one structure."""
+        return y, y_pred
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+        """The model's own `compute_loss`."""
+        return self.model._compute_loss(x, y, y_pred, sample_weight, training=training)
+
+    @contextmanager
+    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
+        """Within the scope, after a forward pass, `compute_loss` finds `compiled` for the compiled loss, and each of
+        `self.losses` as `rescaled(loss, is_regularizer)`.
+        """
+        losses = [rescaled(loss, False) for loss in self._added_losses()]
+        losses += [rescaled(v.regularizer(v), True) for v in self._regularised()]
+        if compiled is not None:
+            compiled.metrics = []  # type: ignore[attr-defined] # as Keras's has
+        with replaced([(self.model, "_compile_loss", compiled), (self.model, "_losses_override", losses)]):
+            yield
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, update: Callable) -> dict[str, Any]:
+        """What the model's own `compute_metrics` returns; `update(y, y_pred, sample_weight)` is `compile`'s part."""
+        with replaced([(self.model._compile_metrics, "update_state", update)]):
+            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+
+    @property
+    def own_metrics(self) -> list[Any]:
+        """Metrics that the model and its layers hold and update themselves, as Keras would log them."""
+        model = self.model
+        of_compile = [model._loss_tracker, model._compile_metrics, *getattr(model._compile_loss, "metrics", ())]
+        return [m for m in model.metrics if all(m is not each for each in of_compile)]
+
+    @property
+    def metric_variables(self) -> list[tf.Variable]:
+        """What the metrics of all layers hold."""
+        return [v.value for layer in self.layers for metric in layer._metrics for v in metric.variables]
+
     @property
     def trainable_variables(self) -> list[Any]:
         """What the optimizer trains, in the form that an optimizer of the same family takes."""
@@ -79,8 +158,7 @@ class Model:
         """Variables that a forward pass may assign (moving statistics, random seeds), frozen weights left out."""
         own = [v for layer in self.layers for v in self._own_state(layer)]
         # A SpectralNormalization assigns a weight of another layer, and layers of the user's own what they like.
-        metrics = _plain([v for metric in self.model.metrics for v in metric.variables])
-        known = {id(v) for v in (*own, *metrics)}
+        known = {id(v) for v in (*own, *self.metric_variables)}
         return [*own, *(v for v in _plain(self._assigned) if id(v) not in known)]
 
     @property
@@ -130,6 +208,11 @@ class Model:
         model = getattr(self.model, "_functional", None) or self.model
         return list(getattr(model, "output_names", None) or [])
 
+    @property
+    def may_add_losses(self) -> bool:
+        """False where it is known that a call adds no loss."""
+        return any(map(_may_do_more, self.layers))
+
     def _added_losses(self) -> list[tf.Tensor]:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
@@ -166,7 +249,12 @@ class Model:
     def couples_rows(self) -> bool:
         """Whether rows share statistics or losses, so that one that only pads would be felt; known after a call."""
         assigned = any(v.dtype.is_floating for v in _plain(self._assigned))
-        return assigned or bool(self.moving_layers) or bool(self.added_reductions)
+        return assigned or bool(self.moving_layers) or self.couples_losses
+
+    @property
+    def couples_losses(self) -> bool:
+        """Whether losses or metrics are of the model's own, which know a batch's rows as one."""
+        return bool(self.added_reductions) or self.overrides("compute_loss") or self.overrides("compute_metrics")
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
@@ -242,7 +330,13 @@ class LegacyModel(Model):
         return self.layers
 
     def _own_state(self, layer: Any) -> list[tf.Variable]:
+        if hasattr(layer, "update_state"):  # a metric, which is a layer here
+            return []
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
+
+    @property
+    def may_add_losses(self) -> bool:
+        return True
 
     def _added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in layer._eager_losses]
@@ -255,6 +349,79 @@ class LegacyModel(Model):
     @contextmanager
     def fp32_weight_gradients(self) -> Iterator[None]:
         yield
+
+    @property
+    def _family(self) -> type:
+        return next(c for c in type(self.model).__mro__ if c.__name__ == "Model" and _package(c) == "tf_keras")
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        losses, metrics = getattr(self.model, "compiled_loss", None), getattr(self.model, "compiled_metrics", None)
+        if losses is None or losses._user_losses is None:
+            return {}
+        return {
+            "loss": losses._user_losses,
+            "loss_weights": losses._user_loss_weights,
+            "metrics": getattr(metrics, "_user_metrics", None),
+            "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
+        }
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+        return self.model.compute_loss(x, y, y_pred, sample_weight)
+
+    @contextmanager
+    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
+        with replaced([(self.model, "compiled_loss", compiled)]):
+            yield
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, update: Callable) -> dict[str, Any]:
+        compiled = types.SimpleNamespace(update_state=update, metrics=[])
+        with replaced([(self.model, "compiled_metrics", compiled)]):
+            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+
+    @property
+    def own_metrics(self) -> list[Any]:
+        return [metric for layer in self.layers for metric in layer._metrics]
+
+    @property
+    def metric_variables(self) -> list[tf.Variable]:
+        return [v for metric in self.own_metrics for v in metric.variables]
+
+
+class PretrainedModel(LegacyModel):
+    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
+
+    @property
+    def _family(self) -> type:
+        return next(c for c in type(self.model).__mro__ if c.__name__ == "TFPreTrainedModel")
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        return {} if getattr(self.model, "_using_dummy_loss", True) else super().compiled_with
+
+    @property
+    def returned_losses(self) -> int:
+        return huggingface.means(self.model)
+
+    def with_losses(
+        self, x: Any, y: Any, training: bool, valid: tf.Tensor | None
+    ) -> tuple[Any, list[tuple[tf.Tensor, tf.Tensor]]]:
+        inputs = huggingface.with_labels(self.model, x, y)
+        with huggingface.observed_losses(self.model, valid) as seen:
+            outputs = self.model(inputs, training=training, **huggingface.call_options(self.model))
+        rows = tf.nest.flatten(x)[0].shape[0]
+        return outputs, [tuple(each) for each in huggingface.terms(self.model, outputs, seen, rows, valid)]
+
+    @property
+    def takes_targets_apart(self) -> bool:
+        return True
+
+    def matched(self, x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
+        return huggingface.matched(self.model, x, y if tf.nest.flatten(y) else None, y_pred)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _may_do_more(layer: Any) -> bool:

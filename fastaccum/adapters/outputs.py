@@ -28,7 +28,6 @@ class Outputs:
         names: the model's own, in that order; empty or too few for a model that names none.
         y_pred: symbolic outputs, a nest of tensors; None where there is none.
         loss: as the user passes it: which outputs have one tells what fewer targets than outputs are for.
-        y_true: specs of the targets, which choose among the outputs of a Hugging Face model, as its `train_step` does.
         legacy: whether the model is tf_keras's, which names and matches outputs by rules of its own.
 
     Attributes:
@@ -37,18 +36,9 @@ class Outputs:
         specs: the symbolic outputs by position.
     """
 
-    def __init__(self, names: list[str], y_pred: Any, loss: Any = None, y_true: Any = None, legacy: bool = False):
+    def __init__(self, names: list[str], y_pred: Any, loss: Any = None, legacy: bool = False):
         self.legacy, self._paths = legacy, list[tuple]()
-        if hasattr(y_pred, "to_tuple"):
-            keys = [key for key in y_pred if key != "loss"]
-            chosen = keys[: len(y_true)] if isinstance(y_true, (list, tuple)) else keys[:1]
-            chosen = [key for key in keys if key in y_true] if isinstance(y_true, Mapping) else chosen
-            y_pred = {key: y_pred[key] for key in chosen}
-            self._tree = self._positions(y_pred)
-            if not isinstance(y_true, Mapping):
-                self._tree = tuple(self._tree.values()) if isinstance(y_true, (list, tuple)) else self._tree[chosen[0]]
-        else:
-            self._tree = self._positions(y_pred)
+        self._tree = self._positions(y_pred)
         if len(names) != len(self._paths):
             names = [_pseudo_name(p) if legacy else f"output_{i}" for i, p in enumerate(self._paths)]
         if not legacy and isinstance(self._tree, dict) and all(len(path) == 1 for path in self._paths):

@@ -26,6 +26,7 @@ class DatasetSource:
         what, steps: the names of the argument, and of that which says how much of it is read at a time, for errors.
         shuffle: whether a PyDataset yields its batches in another order in each pass.
         weigh: maps (y, sample_weight) to the sample weight to use.
+        needs_targets: False for a model whose loss is its own.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class DatasetSource:
         shuffle: bool = False,
         weigh: Callable[[Any, Any], Any] | None = None,
         steps: str = "steps_per_epoch",
+        needs_targets: bool = True,
     ):
         self.what, self.read_once = f"{what} ({type(x).__name__})", hasattr(x, "__next__")
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
@@ -50,7 +52,7 @@ class DatasetSource:
             return Batch(*without_none((x, y, weight)))
 
         self.dataset = x.map(batch)
-        _require_batched(self.dataset.element_spec, self.what)
+        _require_batched(self.dataset.element_spec, self.what, needs_targets)
         self.batches = int(x.cardinality())
         if self.batches == 0:
             raise ValueError(f"{self.what} is empty: it has no batch to work on.")
@@ -252,8 +254,8 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
     return tf.nest.map_structure(rows, batch), lengths
 
 
-def _require_batched(spec: Batch, what: str) -> None:
-    if not tf.nest.flatten(spec.y):
+def _require_batched(spec: Batch, what: str, needs_targets: bool) -> None:
+    if needs_targets and not tf.nest.flatten(spec.y):
         raise ValueError(f"{what} yields no targets: it must yield (x, y) or (x, y, sample_weight).")
     for leaf in tf.nest.flatten(spec):
         if not isinstance(leaf, tf.TensorSpec):

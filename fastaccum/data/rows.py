@@ -48,16 +48,18 @@ def as_tensors(name: str, nest: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf), ...), nest)
 
 
-def as_stack(stack: Any) -> Batch:
-    """`(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays as tensors; a `Batch` as it is."""
+def as_stack(stack: Any, needs_targets: bool = True) -> Batch:
+    """`(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays as tensors; a `Batch` as it is. Without
+    `needs_targets` also `(x,)`.
+    """
     if isinstance(stack, Batch):
         return stack
-    if not isinstance(stack, (tuple, list)) or len(stack) not in (2, 3):
+    if not isinstance(stack, (tuple, list)) or not 1 + needs_targets <= len(stack) <= 3:
         entries = f" of {len(stack)} entries" if isinstance(stack, (tuple, list)) else ""
         raise ValueError(f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}{entries}.")
-    if stack[1] is None:
+    if needs_targets and stack[1] is None:
         raise ValueError("y=None: a train step needs targets, as in (x, y).")
-    given = zip(Batch._fields, without_none(stack), strict=False)
+    given = zip(Batch._fields, without_none((*stack, None)[: max(2, len(stack))]), strict=False)
     batch = Batch(*(as_tensors(name, each) for name, each in given))
     trip_count(batch)
     shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]

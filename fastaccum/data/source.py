@@ -22,6 +22,7 @@ def of(
     seed: int | None = None,
     class_weight: dict[int, float] | None = None,
     sparse_labels: bool | None = False,
+    needs_targets: bool = True,
     what: str = "x",
     steps: str = "steps_per_epoch",
 ) -> ArraySource | DatasetSource:
@@ -33,6 +34,7 @@ def of(
         shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
         class_weight: a factor for each class, multiplied into the sample weights.
         sparse_labels: whether `y` holds class indices even where it has more than one axis; None for not known.
+        needs_targets: False for a model whose loss is its own.
         what, steps: the names of `x`, and of the argument that says how much of it is read at a time, for errors.
     """
     weigh = None
@@ -43,7 +45,7 @@ def of(
     if isinstance(x, (list, tuple, dict)) and not tf.nest.flatten(x):
         raise ValueError(f"{what}={x!r} holds no array: there is no data to work on.")
     if rows.is_array_nest(x) or isinstance(x, (list, tuple, dict)) or hasattr(x, "toarray"):
-        if y is None:
+        if y is None and needs_targets:
             raise ValueError(f"y=None: arrays need targets beside {what}. Pass y, or a dataset of (x, y).")
         arrays = rows.as_arrays((x, y, sample_weight))
         if weigh is not None:
@@ -53,7 +55,7 @@ def of(
         return ArraySource(arrays, 32 if batch_size is None else batch_size, seed if shuffle else None)
     if y is not None or sample_weight is not None:
         raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
-    return DatasetSource(x, what, shuffle, weigh, steps)
+    return DatasetSource(x, what, shuffle, weigh, steps, needs_targets)
 
 
 def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:

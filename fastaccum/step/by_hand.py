@@ -21,8 +21,8 @@ class StacksByHand:
     `build` makes the model's step, fit for the specs of one micro-batch; `layers` lists those whose `trainable` counts.
     """
 
-    def __init__(self, build: Callable[[Batch], Any], layers: Callable[[], list[Any]]):
-        self._build, self._all_layers = build, layers
+    def __init__(self, build: Callable[[Batch], Any], layers: Callable[[], list[Any]], needs_targets: bool):
+        self._build, self._all_layers, self._needs_targets = build, layers, needs_targets
         self._step: Any = None
         self._layers: list[Any] = []
         self._known: set[tuple] = set()
@@ -33,7 +33,7 @@ class StacksByHand:
         batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
         if isinstance(batch, Batch) and self._signature(batch) in self._known:
             return self._step, batch
-        batch = as_stack(stack)
+        batch = as_stack(stack, self._needs_targets)
         if self._signature(batch) not in self._known:
             self._step = self._build(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
             self._layers = self._all_layers()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,6 +15,7 @@ from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
+from fastaccum.adapters.own_loss import TELLING_ROWS, OwnLoss, coupled_rows
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu, loop
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -28,7 +31,8 @@ class ModelObjective(Objective):
 
         sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses  +  regularisers
 
-    where a scalar added loss is a mean over the rows of its micro-batch, as activity regularisers are.
+    where a scalar added loss is a mean over the rows of its micro-batch, as activity regularisers are; or the model's
+    own: `compute_loss` where it overrides that, or the loss that a Hugging Face model returns.
     """
 
     def __init__(self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, options: Options):
@@ -39,13 +43,22 @@ class ModelObjective(Objective):
         lookups = [(f"labels of output {name!r}", classes) for name, classes in labelled]
         lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]
         self._first_embedding = len(labelled)
+        self.own = OwnLoss(model, options.own_loss_reduction) if model.overrides("compute_loss") else None
+        self._own_metrics = model.overrides("compute_metrics")
         for output in losses.take_over_heads(model):
             metrics.require_none(output.position, output.name)
-        self._added = model.added_reductions
-        # The terms are the outputs' losses, then each kind of added loss.
-        self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(self._added)
-        self.reductions = [o.loss.reduction for o in losses.outputs] + self._added
-        self.has_several_terms = len(self.term_weights) > 1
+            if self.own is not None or self._own_metrics:
+                raise ValueError(
+                    f"{type(model.model).__name__} has a compute_loss or compute_metrics of its own, which is given "
+                    "the logits that LinearCrossEntropy never computes: use "
+                    "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                )
+        # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
+        self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
+        others = [self.own.reduction] if self.own else ["mean"] * self._returned + model.added_reductions
+        self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
+        self.reductions = [o.loss.reduction for o in losses.outputs] + list(others)
+        self.has_several_terms = len(self.term_weights) > 1 or self.own is not None
         self.running = RunningState(
             losses.log_names,
             metrics,
@@ -55,10 +68,13 @@ class ModelObjective(Objective):
 
     # One micro-batch.
 
-    def terms(self, batch: Batch, training: bool, observe: bool = True) -> tuple[list[Term], Matched]:
-        """Every output's loss sum and weight sum, then those of added losses; and the outputs with their targets.
+    def terms(
+        self, batch: Batch, training: bool, observe: bool = True, prepared: list[tf.Tensor] | None = None
+    ) -> tuple[list[Term], Any]:
+        """Every output's loss sum and weight sum, then those of other losses; and what the model returned.
 
-        With `observe` the ids that embeddings look up are checked.
+        With `observe` the ids that embeddings look up are checked. A `compute_loss` of the model's own takes part of
+        a step in training, whose denominators are `prepared`, and else of the micro-batch by itself.
         """
         checks = self.running.index_checks
         with contextlib.ExitStack() as scopes:
@@ -66,18 +82,79 @@ class ModelObjective(Objective):
                 first = self._first_embedding
                 scopes.enter_context(self.model.observed_ids(lambda i, ids: checks.observe(first + i, ids)))
             hidden = scopes.enter_context(self.losses.heads_left_out())
-            y_pred = self.model(batch.x, training=training)
-        matched = self.outputs.matched(batch.y, y_pred, batch.weights)
-        terms = self.losses.terms(matched, batch.mask, hidden)
+            if self._returned:
+                y_pred, means = self.model.with_losses(batch.x, _targets(batch), training, batch.mask)
+            else:
+                y_pred, means = self.model(batch.x, training=training), []
         rows = _rows(batch)
-        for reduction in self._added:
+        if self.own is not None:
+            return self._own_terms(self.own, batch, y_pred, training, observe, prepared), y_pred
+        terms = [Term(value * weight_sum, weight_sum) for value, weight_sum in means]
+        if self.losses.outputs:
+            matched = self._matched(batch, y_pred)
+            if observe and self.model.takes_targets_apart:
+                self._observe(matched.y_true)
+            terms = self.losses.terms(matched, batch.mask, hidden)
+        for reduction in self.model.added_reductions:
             added = self.model.added_loss(reduction)
             terms.append(Term(added * rows if reduction == "mean" else added, rows))
-        return terms, matched
+        return terms, y_pred
+
+    def _own_terms(
+        self,
+        own: OwnLoss,
+        batch: Batch,
+        y_pred: Any,
+        training: bool,
+        observe: bool,
+        prepared: list[tf.Tensor] | None,
+    ) -> list[Term]:
+        asked: list[Term] = []
+        part = tf.constant(0.0)
+        rows, share = _rows(batch), None
+        if prepared is not None:
+            share = rows / prepared[-1]
+
+        def compiled(y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+            nonlocal part
+            matched = self.outputs.matched(y, y_pred, sample_weight)
+            if observe:
+                self._observe(matched.y_true)
+            asked.extend(self.losses.terms(matched, None, {}))
+            denominators = prepared
+            if denominators is None:
+                denominators = [
+                    tf.constant(1.0) if reduction == "sum" else t.weight_sum
+                    for t, reduction in zip(asked, self.reductions, strict=False)
+                ]
+            part = _weighted(self.term_weights, asked, denominators)
+            return part if share is None or own.reduction == "sum" else part / share
+
+        given = compiled if self.losses.outputs else None
+        value = own(batch.x, _targets(batch), y_pred, batch.weights, training, given, share)
+        if prepared is None:
+            value -= part
+        nothing = [Term(tf.constant(0.0), tf.constant(0.0))] * (len(self.losses.outputs) - len(asked))
+        return [*asked, *nothing, Term(value * rows if own.reduction == "mean" else value, rows)]
+
+    def _matched(self, batch: Batch, y_pred: Any) -> Matched:
+        return self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
+
+    def _update_metrics(self, batch: Batch, y_pred: Any) -> None:
+        if not self._own_metrics:
+            if self.metrics.compiled.metrics:
+                self.metrics.update(self._matched(batch, y_pred), batch.mask)
+            return
+
+        def update(y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.metrics.update(self.outputs.matched(y, y_pred, sample_weight), None)
+
+        returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
+        self.metrics.keep(returned, known=["loss", *self.running.losses])
 
     def sums(self, batch: Batch, prepared: list[tf.Tensor] | None) -> tuple[tf.Tensor, tf.Tensor]:
-        terms, matched = self.terms(batch, training=True)
-        self.metrics.update(matched, batch.mask)
+        terms, y_pred = self.terms(batch, training=True, prepared=prepared)
+        self._update_metrics(batch, y_pred)
         if prepared is None:
             (only,), (weight,) = terms, self.term_weights
             return weight * only.loss_sum, only.weight_sum
@@ -87,11 +164,41 @@ class ModelObjective(Objective):
         share = rows / all_rows
         counts = [share if r == "sum" else t.weight_sum for t, r in zip(terms, self.reductions, strict=True)]
         self.running.add_terms(terms, counts)
-        parts = [
-            weight * tf.math.divide_no_nan(t.loss_sum, denominator)
-            for weight, t, denominator in zip(self.term_weights, terms, denominators, strict=True)
-        ]
-        return all_rows * tf.add_n(parts), rows
+        # A `compute_loss` of the model's own has those of the outputs in it.
+        first = 0 if self.own is None else len(self.losses.outputs)
+        total = _weighted(self.term_weights[first:], terms[first:], denominators[first:])
+        return all_rows * total, rows
+
+    def probe(self, sample: Batch) -> None:
+        """Traces one micro-batch like `sample`, a nest of specs, where the model computes losses or metrics itself: it
+        shows what `compute_metrics` returns, and a loss that compares rows, of which it warns.
+        """
+        if self.own is None and not self._own_metrics and not self.model.added_reductions:
+            return
+
+        def forward(batch: Batch) -> tf.Tensor:
+            terms, y_pred = self.terms(batch, training=True, observe=False)
+            self._update_metrics(batch, y_pred)
+            return tf.add_n([t.loss_sum for t in terms])
+
+        def traced(rows: int | None) -> Any:
+            specs = tf.nest.map_structure(
+                lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), sample
+            )
+            return tf.function(forward, autograph=False).get_concrete_function(specs)
+
+        try:
+            coupling = coupled_rows(traced(TELLING_ROWS).graph, TELLING_ROWS)
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
+            traced(None)
+            return
+        if coupling is not None:
+            warnings.warn(
+                f"{type(self.model.model).__name__} compares the rows of a batch with each other ({coupling}): that "
+                "loss is of each micro-batch as if it were the batch: batch_size says how many rows are compared, not "
+                "gradient_accumulation_steps.",
+                stacklevel=2,
+            )
 
     # One step.
 
@@ -118,32 +225,45 @@ class ModelObjective(Objective):
         return [*(tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums), rows]
 
     def count(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Each term's weight sum over the stacks, and the number of valid rows."""
+        """Each term's weight sum over the stacks, and the number of valid rows. Leaves all state as it was."""
 
         def count(batch):
+            if not self.losses.outputs and not self._returned:
+                return [_rows(batch)] * (len(self.term_weights) + 1)
             terms, _ = self.terms(batch, training=False, observe=False)
             return [*(t.weight_sum for t in terms), _rows(batch)]
 
-        return _sum_over(stacks, count, len(self.term_weights) + 1)
+        state = [*self.state, *self.model.metric_variables]
+        before = [v.read_value() for v in state]
+        sums = _sum_over(stacks, count, len(self.term_weights) + 1)
+        for variable, value in zip(state, before, strict=True):
+            variable.assign(value)
+        return sums
 
     def observe_labels(self, stacks: Sequence[Batch]) -> None:
-        """Checks the class indices among the targets."""
-        for stack in stacks:
-            for i, labels in enumerate(self.losses.class_indices(self.outputs.targets(stack.y))):
-                self.running.index_checks.observe(i, labels)
+        """Checks the class indices among the targets, but for those that are only found in a micro-batch."""
+        for stack in () if self.model.takes_targets_apart else stacks:
+            self._observe(self.outputs.targets(stack.y))
+
+    def _observe(self, y_true: list[Any]) -> None:
+        for i, labels in enumerate(self.losses.class_indices(y_true)):
+            self.running.index_checks.observe(i, labels)
 
     def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
-        return weight_sum if self.has_several_terms else self.losses.denominator(weight_sum)
+        if self.has_several_terms or self.reductions != ["sum"]:
+            return weight_sum
+        return tf.cast(weight_sum > 0.0, weight_sum.dtype)
 
     def penalty(self) -> tf.Tensor | None:
-        return self.model.penalty()
+        # A `compute_loss` of the model's own adds it, or does not.
+        return None if self.own is not None else self.model.penalty()
 
     def accepts(self) -> tf.Tensor:
         return self.running.fine()
 
     def typical_weight(self, stacks: Sequence[Batch]) -> float:
         rows = sum(math.prod(tf.nest.flatten(stack.x)[0].shape[:2]) for stack in stacks)
-        if self.has_several_terms:
+        if self.has_several_terms or not self.losses.outputs:
             return float(rows)
         only = self.losses.outputs[0]
         target = self.outputs.targets(stacks[0].y)[only.position]
@@ -156,8 +276,8 @@ class ModelObjective(Objective):
         """Sums over the stacks: every term's loss sum, then every term's weight sum. Updates the metrics."""
 
         def sums(batch):
-            terms, matched = self.terms(batch, training=False)
-            self.metrics.update(matched, batch.mask)
+            terms, y_pred = self.terms(batch, training=False)
+            self._update_metrics(batch, y_pred)
             return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
 
         self.observe_labels(stacks)
@@ -181,6 +301,12 @@ class ModelObjective(Objective):
         return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result().items()}}
 
 
+def _weighted(weights: Sequence[float], terms: Sequence[Term], denominators: Sequence[tf.Tensor]) -> tf.Tensor:
+    """What terms come to, each over its denominator; there may be more weights and denominators than terms."""
+    parts = zip(weights, terms, denominators, strict=False)
+    return tf.add_n([weight * tf.math.divide_no_nan(t.loss_sum, denominator) for weight, t, denominator in parts])
+
+
 def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], size: int) -> list[tf.Tensor]:
     """The sums of `fn(micro_batch)`, a list of `size` float32 scalars, over every micro-batch."""
     totals = [tf.constant(0.0)] * size
@@ -192,6 +318,11 @@ def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], s
 
         totals = loop(trip_count(stack), body, totals)
     return totals
+
+
+def _targets(batch: Batch) -> Any:
+    """The targets, or None."""
+    return batch.y if tf.nest.flatten(batch.y) else None
 
 
 def _rows(batch: Batch) -> tf.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import keras
 
 from fastaccum import checks
+from fastaccum.adapters.own_loss import Reduction
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.loss_scale import LossScale
 
@@ -26,6 +27,7 @@ class Options:
     fp32_weight_gradients: bool = True
     jit_compile: bool = True
     on_nonfinite: OnNonfinite = "skip"
+    own_loss_reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         def check(name: str, checked: Any) -> None:
@@ -38,9 +40,11 @@ class Options:
         check("loss_scale", loss_scales.get(self.loss_scale, compute_dtype="float32"))
         check("clip_norm", checks.positive_or_none("clip_norm", self.clip_norm))
         check("on_nonfinite", checks.one_of("on_nonfinite", self.on_nonfinite, ("skip", "raise")))
+        kinds = ("mean", "sum")
+        check("own_loss_reduction", checks.one_of("own_loss_reduction", self.own_loss_reduction, kinds))
 
     # What a step is built with; the others say how data are cut, which every fit may do anew.
-    BUILT_IN = ("loss_scale", "clip_norm", "fp32_weight_gradients", "jit_compile", "on_nonfinite")
+    BUILT_IN = ("loss_scale", "clip_norm", "fp32_weight_gradients", "jit_compile", "on_nonfinite", "own_loss_reduction")
     NAMES = ("gradient_accumulation_steps", "steps_per_execution", *BUILT_IN)
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:

@@ -189,8 +189,6 @@ def test_a_function_and_a_name_are_losses_too():
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
-        (None, ValueError, "nothing to minimise"),
-        ([None, None], ValueError, "nothing to minimise"),
         ("mean_sqared_error", ValueError, "'mean_sqared_error' is not a Keras loss"),
         (3, TypeError, "loss=3"),
     ],

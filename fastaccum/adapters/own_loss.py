@@ -1,0 +1,107 @@
+"""What a model computes itself: a `compute_loss` of its own, and what of it a fused train step cannot take over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from fastaccum.adapters.models import Model
+
+Reduction = Literal["mean", "sum"]
+
+# Of a batch that is only traced: no other axis of a model is as long.
+TELLING_ROWS = 1031
+_REPLACED = "train_step", "test_step", "make_train_function", "make_test_function"
+
+
+def require_plain_steps(model: Model) -> None:
+    """Raises ValueError for a model whose class writes the train or test step itself, which would never run."""
+    overridden = [name for name in _REPLACED if model.overrides(name)]
+    if overridden:
+        raise ValueError(
+            f"{type(model.model).__name__} overrides {' and '.join(overridden)}, which Trainer would never call: it "
+            "computes gradients and updates itself. Override compute_loss(x, y, y_pred, sample_weight) with the loss "
+            "(and compute_metrics with the metrics); or write the update with fastaccum.TrainStep(loss_fn, variables, "
+            "optimizer)."
+        )
+
+
+def require_any(model: Model, called: bool = False) -> None:
+    """Raises ValueError for a model without a loss of its own; what it adds is known only once it has been `called`."""
+    adds = model.added_reductions if called else model.may_add_losses
+    if not (adds or model.overrides("compute_loss") or model.returned_losses):
+        raise ValueError(
+            f"loss=None, and {type(model.model).__name__} has no loss of its own: it was not compiled with one, adds "
+            "none (add_loss), and does not override compute_loss. Pass a Keras loss, its name, or a function "
+            "fn(y_true, y_pred) that returns one loss per example."
+        )
+
+
+class OwnLoss:
+    """The `compute_loss` that a model overrides, one scalar for each micro-batch.
+
+    What it takes from Keras is given to it at a scale that makes it exact over all micro-batches: the compiled loss
+    (`super().compute_loss(...)`), whose denominators are those of the full batch, and `self.losses`. The rest of it
+    counts as a mean over the micro-batch's rows, or as a sum over them.
+    """
+
+    def __init__(self, model: Model, reduction: Reduction):
+        self._model, self.reduction = model, reduction
+        self._name = f"{type(model.model).__name__}.compute_loss"
+
+    def __call__(
+        self,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any,
+        training: bool,
+        compiled: Callable[[Any, Any, Any], tf.Tensor] | None,
+        share: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """Its value for one micro-batch: float32 scalar.
+
+        Args:
+            compiled: `compiled(y, y_pred, sample_weight)` stands for the compiled loss; None where there is none.
+            share: this micro-batch's share of all rows of the step; None for a batch by itself.
+        """
+        calls = 0
+
+        def once(y: Any, y_pred: Any, sample_weight: Any = None, regularization_losses: Sequence = ()) -> tf.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ValueError(
+                    f"{self._name} computes the compiled loss more than once, and each would need denominators of its "
+                    "own: call a Keras loss object for the others."
+                )
+            loss = compiled(y, y_pred, sample_weight)  # type: ignore[misc]
+            return tf.add_n([loss, *(tf.cast(each, tf.float32) for each in regularization_losses)])
+
+        def rescaled(loss: tf.Tensor, is_regularizer: bool) -> tf.Tensor:
+            if share is None:
+                return loss
+            if self.reduction == "mean":  # a loss for each row is summed over all of them, as in Keras
+                return loss / tf.cast(share, loss.dtype) if len(loss.shape) else loss
+            return loss * tf.cast(share, loss.dtype) if is_regularizer else loss
+
+        with self._model.own_losses(None if compiled is None else once, rescaled):
+            value = self._model.compute_loss(x, y, y_pred, sample_weight, training)
+        if not tf.is_tensor(value) or value.shape.rank or not value.dtype.is_floating:
+            raise ValueError(
+                f"{self._name} returned {value!r}; it must return a floating-point scalar, the loss of the batch."
+            )
+        return tf.cast(value, tf.float32)
+
+
+def coupled_rows(graph: tf.Graph, rows: int) -> str | None:
+    """The name of an operation of a traced loss that compares the rows of a batch with each other, where there is one:
+    its result has two axes of so many rows.
+    """
+    for operation in graph.get_operations():
+        for output in operation.outputs:
+            if output.shape.rank and list(output.shape).count(rows) > 1:
+                return operation.name
+    return None
