@@ -82,9 +82,12 @@ def _in_scope(layer: Any) -> bool:
     )
 
 
-def _switches(layer: Any, inputs: Any) -> bool:
-    """Whether a switched layer may leave Keras's own call: it may have been given LoRA since, or sparse inputs."""
-    return _in_scope(layer) and isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype
+def _switches(layer: Any, inputs: Any, weight: Any) -> bool:
+    """Whether a switched layer may leave Keras's own call: it may have been given LoRA since, or sparse inputs, or
+    read its float32 `weight` without a cast, as one without autocast does within a model.
+    """
+    halves = isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype == weight.dtype
+    return halves and _in_scope(layer)
 
 
 def _float32(variable: Any) -> tf.Tensor:
@@ -117,7 +120,7 @@ class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if not _switches(self, inputs):
+        if not _switches(self, inputs, self._kernel):
             return super().call(inputs, training=training)
         return _finish(self, matmul_fp32_wgrad(inputs, _float32(self._kernel)))
 
@@ -127,7 +130,7 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if not (_switches(self, inputs) and matmul_axes(self.equation, inputs, self._kernel)):
+        if not (_switches(self, inputs, self._kernel) and matmul_axes(self.equation, inputs, self._kernel)):
             return super().call(inputs, training=training)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, _float32(self._kernel)))
 
@@ -137,7 +140,7 @@ class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
     def call(self, inputs: Any) -> Any:
-        if not _switches(self, inputs):
+        if not _switches(self, inputs, self._kernel):
             return super().call(inputs)
         if self.padding != "causal":
             return _convolution(self, self.convolution_op, inputs)
@@ -154,7 +157,7 @@ class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
 
     def call(self, inputs: Any) -> Any:
-        if not _switches(self, inputs):
+        if not _switches(self, inputs, self._kernel):
             return super().call(inputs)
         return _convolution(self, self.convolution_op, inputs)
 
@@ -164,7 +167,7 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
 
     def call(self, inputs: Any, reverse: bool = False) -> Any:
-        if not (reverse and self.reverse_dtype is None and _switches(self, inputs)):
+        if not (reverse and self.reverse_dtype is None and _switches(self, inputs, self._embeddings)):
             return super().call(inputs, reverse=reverse)
         kernel = tf.transpose(_float32(self._embeddings)) if self.tie_weights else _float32(self.reverse_embeddings)
         logits = matmul_fp32_wgrad(inputs, kernel)

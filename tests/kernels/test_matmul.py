@@ -473,3 +473,19 @@ def test_a_head_that_is_the_embedding_too(tie_weights):
     (gradient,) = tape.gradient(logits, layer.trainable_variables[-1:])
     assert logits.dtype == tf.float16
     np.testing.assert_array_equal(gradient, np.full(gradient.shape, 360_000.0))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_weights_that_a_layer_reads_in_float32_are_not_rounded(policy):
+    # An embedding, and what is told not to autocast, multiply by float32 weights inside a model: so must we.
+    ids = keras.Input((3,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(7, 4, dtype=policy)
+    hidden = keras.layers.Dense(4, dtype=policy, autocast=False)(table(ids))
+    model = keras.Model(ids, [hidden, table(hidden, reverse=True)])
+    model.dtype_policy = keras.dtype_policies.get(policy)
+    x = tf.constant([[1, 5, 2]])
+    expected = model(x)
+    assert fa.kernels.fp32_weight_gradients(model)
+    for ours, theirs in zip(model(x), expected, strict=True):
+        assert ours.dtype == theirs.dtype == tf.float32
+        np.testing.assert_array_equal(ours, theirs)
