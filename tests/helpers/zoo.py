@@ -99,10 +99,14 @@ def row(
     assert tolerance <= TOLERANCE or note, f"{name}: a tolerance of {tolerance} owes a note"
     policies = ["float32", *(MIXED if mixed else ())]
 
-    def decorate(build: Callable[[], Case | Steps]) -> Callable:
+    def decorate(written: Callable[[], Case | Steps]) -> Callable:
+        def build() -> Case | Steps:
+            keras.utils.set_random_seed(0)
+            return written()
+
         @pytest.mark.zoo
         @pytest.mark.parametrize("policy", policies)
-        @functools.wraps(build)
+        @functools.wraps(written)
         def test(policy, record_property):
             record_property("zoo", {"family": family, "name": name, "note": note or why, "policy": policy})
             if refused is not None:

@@ -1,0 +1,437 @@
+"""KerasHub: its tasks at a tiny size, with data as its preprocessors make it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from zoo import Case, row
+
+keras_hub = pytest.importorskip("keras_hub")
+hub = keras_hub.models
+
+VOCABULARY, LENGTH, ROWS = 23, 6, 7
+
+
+def _tokens(seed=0):
+    """Right-padded token ids and their mask; 7 rows, which two micro-batches do not share evenly."""
+    rng = np.random.default_rng(seed)
+    mask = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (ROWS, 1))
+    return np.where(mask, rng.integers(1, VOCABULARY, mask.shape), 0), mask.astype("int32")
+
+
+def _next_token(model, **options):
+    """As a CausalLMPreprocessor makes it: the next token for each, weighted by the mask."""
+    ids, mask = _tokens()
+    y, weight = np.roll(ids, -1, 1), np.roll(mask, -1, 1) * mask
+    return Case(
+        model,
+        {"token_ids": ids, "padding_mask": mask},
+        y,
+        sample_weight=weight.astype("float32"),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
+        **options,
+    )
+
+
+def _masked_lm(model, segments=False):
+    """As a MaskedLMPreprocessor makes it: positions that are masked, of which some rows have fewer."""
+    ids, mask = _tokens()
+    rng = np.random.default_rng(1)
+    weight = (np.arange(2) < rng.integers(1, 3, (ROWS, 1))).astype("float32")
+    positions = np.array([rng.choice(2, 2, replace=False) for _ in ids]) * (weight > 0)
+    y = rng.integers(1, VOCABULARY, positions.shape) * (weight > 0)
+    x = {"token_ids": ids, "padding_mask": mask, "mask_positions": positions}
+    if segments:
+        x["segment_ids"] = np.zeros_like(ids)
+    return Case(
+        model,
+        x,
+        y,
+        sample_weight=weight,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
+    )
+
+
+def _classified(model, segments=False, **options):
+    ids, mask = _tokens()
+    x = {"token_ids": ids, "padding_mask": mask}
+    if segments:
+        x["segment_ids"] = np.zeros_like(ids)
+    return Case(
+        model,
+        x,
+        np.arange(ROWS) % 3,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy()],
+        **options,
+    )
+
+
+def _without_dropout(model):
+    """For layers whose rate is not an argument."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0
+    return model
+
+
+def _images(model, size=32, rows=4, classes=3, **options):
+    rng = np.random.default_rng(0)
+    return Case(
+        model,
+        rng.normal(size=(rows, size, size, 3)).astype("float32"),
+        np.arange(rows) % classes,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy()],
+        **options,
+    )
+
+
+# Decoders.
+
+COUPLED = "The balance between experts is that of a micro-batch, so compared with a loop over micro-batches."
+
+
+def _even(case):
+    """Micro-batches of as many rows each, for a loop over them."""
+    case.x, case.y, case.sample_weight = tf.nest.map_structure(lambda a: a[:6], (case.x, case.y, case.sample_weight))
+    case.by_micro_batch = True
+    return case
+
+
+DECODER = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
+HEADS = {"num_heads": 2, "dropout": 0.0, "max_sequence_length": LENGTH}
+GROUPED = {"num_query_heads": 4, "num_key_value_heads": 2}
+
+
+@row("KerasHub", "GPT-2, causal language model", mixed=True, quick=True)
+def test_gpt2():
+    return _next_token(hub.GPT2CausalLM(hub.GPT2Backbone(**DECODER, **HEADS)))
+
+
+@row("KerasHub", "GPT-2, AdamW without decay of biases and norms")
+def test_gpt2_adamw():
+    def optimizer():
+        made = keras.optimizers.AdamW(1e-3, weight_decay=0.01, epsilon=1e-3)
+        made.exclude_from_weight_decay(var_names=["bias", "beta", "gamma"])
+        return made
+
+    return _next_token(hub.GPT2CausalLM(hub.GPT2Backbone(**DECODER, **HEADS)), optimizer=optimizer)
+
+
+@row("KerasHub", "OPT, causal language model")
+def test_opt():
+    return _next_token(hub.OPTCausalLM(hub.OPTBackbone(**DECODER, **HEADS)))
+
+
+@row("KerasHub", "Bloom, causal language model")
+def test_bloom():
+    return _next_token(hub.BloomCausalLM(hub.BloomBackbone(**DECODER, num_heads=2)))
+
+
+@row("KerasHub", "Falcon, causal language model")
+def test_falcon():
+    return _next_token(hub.FalconCausalLM(hub.FalconBackbone(**DECODER, num_attention_heads=2)))
+
+
+@row("KerasHub", "GPT-NeoX, causal language model")
+def test_gpt_neo_x():
+    return _next_token(hub.GPTNeoXCausalLM(hub.GPTNeoXBackbone(**DECODER, **HEADS)))
+
+
+@row("KerasHub", "Llama, causal language model")
+def test_llama():
+    return _next_token(hub.LlamaCausalLM(hub.LlamaBackbone(**DECODER, **GROUPED)))
+
+
+@row("KerasHub", "Llama 3, causal language model", mixed=True)
+def test_llama3():
+    return _next_token(hub.Llama3CausalLM(hub.Llama3Backbone(**DECODER, **GROUPED)))
+
+
+@row("KerasHub", "Mistral with a sliding window, causal language model")
+def test_mistral():
+    return _next_token(hub.MistralCausalLM(hub.MistralBackbone(**DECODER, **GROUPED, sliding_window=3)))
+
+
+@row("KerasHub", "Qwen 2.5, causal language model")
+def test_qwen():
+    return _next_token(hub.QwenCausalLM(hub.QwenBackbone(**DECODER, **GROUPED)))
+
+
+@row("KerasHub", "Qwen 3, causal language model")
+def test_qwen3():
+    return _next_token(hub.Qwen3CausalLM(hub.Qwen3Backbone(**DECODER, **GROUPED, head_dim=4)))
+
+
+@row("KerasHub", "Phi-3, causal language model")
+def test_phi3():
+    return _next_token(hub.Phi3CausalLM(hub.Phi3Backbone(**DECODER, **GROUPED)))
+
+
+def _gemma():
+    backbone = hub.GemmaBackbone(**DECODER, **GROUPED, head_dim=4, attention_logit_soft_cap=50, final_logit_soft_cap=30)
+    return hub.GemmaCausalLM(backbone)
+
+
+@row("KerasHub", "Gemma 2 with soft caps, causal language model", mixed=True)
+def test_gemma():
+    return _next_token(_gemma())
+
+
+@row("KerasHub", "Gemma, LoRA fine-tuning", mixed=True, quick=True)
+def test_gemma_lora():
+    model = _gemma()
+    model.backbone.enable_lora(rank=2)
+    for weight in model.trainable_weights:  # lora_b starts at zero, where lora_a has no gradient
+        if "lora_kernel_b" in weight.path or "lora_embeddings_b" in weight.path:
+            weight.assign(np.random.default_rng(0).normal(0, 0.1, weight.shape))
+    return _next_token(model)
+
+
+@row("KerasHub", "Mixtral, a mixture of experts with a load-balancing loss", note=COUPLED)
+def test_mixtral():
+    backbone = hub.MixtralBackbone(**DECODER, **GROUPED, num_experts=3, output_router_logits=True)
+    return _even(_next_token(hub.MixtralCausalLM(backbone)))
+
+
+@row("KerasHub", "Qwen MoE with shared experts, causal language model", note=COUPLED)
+def test_qwen_moe():
+    experts = {"moe_intermediate_dim": 8, "shared_expert_intermediate_dim": 8, "num_experts": 3, "top_k": 2}
+    backbone = hub.QwenMoeBackbone(**DECODER, **GROUPED, **experts, output_router_logits=True)
+    return _even(_next_token(hub.QwenMoeCausalLM(backbone)))
+
+
+@row("KerasHub", "GPT-OSS with attention sinks, a mixture of experts")
+def test_gpt_oss():
+    backbone = hub.GptOssBackbone(**DECODER, **GROUPED, num_experts=3, sliding_window=4, head_dim=4)
+    return _next_token(hub.GptOssCausalLM(backbone))
+
+
+# Encoders.
+
+ENCODER = {**DECODER, **HEADS}
+
+
+@row("KerasHub", "BERT, text classifier", mixed=True, quick=True)
+def test_bert_classifier():
+    return _classified(hub.BertTextClassifier(hub.BertBackbone(**ENCODER), 3, dropout=0.0), segments=True)
+
+
+@row("KerasHub", "BERT with a frozen backbone, text classifier")
+def test_bert_frozen():
+    model = hub.BertTextClassifier(hub.BertBackbone(**ENCODER), 3, dropout=0.0)
+    model.backbone.trainable = False
+    return _classified(model, segments=True)
+
+
+@row("KerasHub", "BERT, masked language model")
+def test_bert_masked_lm():
+    return _masked_lm(hub.BertMaskedLM(hub.BertBackbone(**ENCODER)), segments=True)
+
+
+@row("KerasHub", "RoBERTa, text classifier")
+def test_roberta():
+    return _classified(hub.RobertaTextClassifier(hub.RobertaBackbone(**ENCODER), 3, dropout=0.0))
+
+
+@row("KerasHub", "RoBERTa, masked language model")
+def test_roberta_masked_lm():
+    return _masked_lm(hub.RobertaMaskedLM(hub.RobertaBackbone(**ENCODER)))
+
+
+@row("KerasHub", "DistilBERT, text classifier")
+def test_distil_bert():
+    return _classified(hub.DistilBertTextClassifier(hub.DistilBertBackbone(**ENCODER), 3, dropout=0.0))
+
+
+@row("KerasHub", "ALBERT with shared layers, text classifier")
+def test_albert():
+    backbone = hub.AlbertBackbone(**ENCODER, embedding_dim=8, num_inner_repetitions=2)
+    return _classified(hub.AlbertTextClassifier(backbone, 3, dropout=0.0), segments=True)
+
+
+@row("KerasHub", "DeBERTaV3, text classifier", mixed=True)
+def test_deberta_v3():
+    backbone = hub.DebertaV3Backbone(**ENCODER, bucket_size=4)
+    return _classified(hub.DebertaV3TextClassifier(backbone, 3, dropout=0.0))
+
+
+@row("KerasHub", "FNet, text classifier")
+def test_f_net():
+    backbone = hub.FNetBackbone(**DECODER, dropout=0.0, max_sequence_length=LENGTH)
+    case = _classified(hub.FNetTextClassifier(backbone, 3, dropout=0.0), segments=True)
+    del case.x["padding_mask"]
+    return case
+
+
+# Encoders with decoders.
+
+
+def _seq2seq(model):
+    ids, mask = _tokens(1)
+    case = _next_token(model)
+    decoder = {f"decoder_{name}": value for name, value in case.x.items()}
+    case.x = {"encoder_token_ids": ids, "encoder_padding_mask": mask, **decoder}
+    return case
+
+
+@row("KerasHub", "T5 with tied embeddings, sequence to sequence", mixed=True)
+def test_t5():
+    backbone = hub.T5Backbone(**DECODER, num_heads=2, dropout=0.0)
+    return _seq2seq(hub.T5Seq2SeqLM(backbone))
+
+
+@row("KerasHub", "BART, sequence to sequence")
+def test_bart():
+    return _seq2seq(hub.BartSeq2SeqLM(hub.BartBackbone(**ENCODER)))
+
+
+@row("KerasHub", "Whisper's backbone with a head, speech to text")
+def test_whisper():
+    backbone = hub.WhisperBackbone(
+        **DECODER, num_heads=2, num_mels=5, max_encoder_sequence_length=8, max_decoder_sequence_length=LENGTH
+    )
+    hidden = backbone.output["decoder_sequence_output"]
+    model = keras.Model(backbone.input, backbone.token_embedding(hidden, reverse=True))
+    case = _next_token(model)
+    frames = np.random.default_rng(2).normal(size=(ROWS, 8, 5)).astype("float32")
+    case.x = {
+        "encoder_features": frames,
+        "decoder_token_ids": case.x["token_ids"],
+        "decoder_padding_mask": case.x["padding_mask"],
+    }
+    return case
+
+
+# Images.
+
+NO_GRADIENT = (
+    "The largest error is that of a bias whose gradient is 0 in exact arithmetic, a key's or one before a "
+    "normalization: noise of either step's rounding, in float64 as far from Keras's as from ours."
+)
+
+
+def _segmented(model):
+    case = _images(model, by_micro_batch=True)
+    case.y = np.eye(3, dtype="float32")[np.random.default_rng(1).integers(0, 3, (4, 32, 32))]
+    case.loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    case.metrics = None
+    return case
+
+
+@row("KerasHub", "ViT, image classifier", mixed=True, quick=True, tolerance=5e-5, note=NO_GRADIENT)
+def test_vit():
+    backbone = hub.ViTBackbone((32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24)
+    return _images(hub.ViTImageClassifier(backbone, 3), rows=7)
+
+
+@row("KerasHub", "ResNet v1, image classifier", mixed=True)
+def test_resnet():
+    backbone = hub.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[7],
+        stackwise_num_filters=[64],
+        stackwise_num_blocks=[2],
+        stackwise_num_strides=[1],
+        block_type="basic_block",
+        image_shape=(32, 32, 3),
+    )
+    return _images(hub.ResNetImageClassifier(backbone, 3), rows=8, by_micro_batch=True)
+
+
+@row("KerasHub", "ResNet v2 with a frozen backbone, image classifier")
+def test_resnet_frozen():
+    backbone = hub.ResNetBackbone([8], [7], [64], [1], [1], "bottleneck_block", True, image_shape=(32, 32, 3))
+    backbone.trainable = False
+    return _images(hub.ResNetImageClassifier(backbone, 3), rows=7)
+
+
+@row(
+    "KerasHub",
+    "DenseNet, image classifier",
+    tolerance=1e-4,
+    note="The largest error is in the first normalization's beta, whose gradients cancel to a thousandth of the "
+    "others: 2e-5 from float64 in Keras's step, 1e-5 in ours.",
+)
+def test_densenet():
+    backbone = hub.DenseNetBackbone([2, 2], image_shape=(32, 32, 3), growth_rate=4)
+    return _images(hub.DenseNetImageClassifier(backbone, 3), rows=8, by_micro_batch=True)
+
+
+@row("KerasHub", "VGG, image classifier")
+def test_vgg():
+    backbone = hub.VGGBackbone([1, 1], [8, 8], image_shape=(32, 32, 3))
+    return _images(_without_dropout(hub.VGGImageClassifier(backbone, 3, pooling_hidden_dim=16)), rows=7)
+
+
+@row("KerasHub", "Xception, image classifier")
+def test_xception():
+    backbone = hub.XceptionBackbone([[8, 8], [8, 8]], [True, False], image_shape=(32, 32, 3))
+    return _images(hub.XceptionImageClassifier(backbone, 3), rows=8, by_micro_batch=True)
+
+
+@row("KerasHub", "CSPNet, image classifier")
+def test_cspnet():
+    backbone = hub.CSPNetBackbone(
+        stem_filters=8,
+        stem_kernel_size=3,
+        stem_strides=2,
+        stackwise_depth=[1, 1],
+        stackwise_strides=[1, 2],
+        stackwise_num_filters=[8, 16],
+        block_type="dark_block",
+        stage_type="dark",
+        image_shape=(32, 32, 3),
+    )
+    return _images(hub.CSPNetImageClassifier(backbone, 3), rows=8, by_micro_batch=True)
+
+
+@row("KerasHub", "Swin Transformer with shifted windows, image classifier")
+def test_swin():
+    backbone = hub.SwinTransformerBackbone(
+        (32, 32, 3), embed_dim=8, depths=[2, 1], num_heads=[1, 2], window_size=4, drop_path=0.0
+    )
+    return _images(hub.SwinTransformerImageClassifier(backbone, 3), rows=7)
+
+
+def _mit():
+    return hub.MiTBackbone(
+        layerwise_depths=[1, 1],
+        num_layers=2,
+        layerwise_num_heads=[1, 2],
+        layerwise_sr_ratios=[2, 1],
+        max_drop_path_rate=0.0,
+        layerwise_patch_sizes=[7, 3],
+        layerwise_strides=[4, 2],
+        image_shape=(32, 32, 3),
+        hidden_dims=[8, 16],
+    )
+
+
+@row("KerasHub", "MiT, image classifier", tolerance=5e-5, note=NO_GRADIENT)
+def test_mit():
+    return _images(_without_dropout(hub.MiTImageClassifier(_mit(), 3)), rows=7)
+
+
+@row("KerasHub", "SegFormer, image segmenter", tolerance=2e-4, note=NO_GRADIENT)
+def test_segformer():
+    model = hub.SegFormerImageSegmenter(hub.SegFormerBackbone(_mit(), projection_filters=8), 3)
+    return _segmented(_without_dropout(model))
+
+
+@row("KerasHub", "DeepLabV3+, image segmenter", tolerance=1e-4, note=NO_GRADIENT)
+def test_deeplab_v3():
+    encoder = hub.ResNetBackbone([8], [7], [64, 64], [1, 1], [1, 2], "bottleneck_block", image_shape=(32, 32, 3))
+    backbone = hub.DeepLabV3Backbone(
+        encoder,
+        spatial_pyramid_pooling_key="P3",
+        low_level_feature_key="P2",
+        upsampling_size=2,
+        dilation_rates=[1, 2],
+        projection_filters=8,
+        image_shape=(32, 32, 3),
+    )
+    return _segmented(_without_dropout(hub.DeepLabV3ImageSegmenter(backbone, 3)))
