@@ -1,5 +1,3 @@
-"""Weight gradients against float64 and against autodiff in the same precision, layer by layer and in a whole step."""
-
 import re
 
 import keras
@@ -257,7 +255,7 @@ def test_a_switched_layer_has_the_same_outputs_and_exact_gradients(name):
         assert max(errors) <= min(3e-6, 0.2 * max(plain_errors)), (errors, plain_errors)
 
 
-EQUATIONS = {  # with the axes of an output, and of its bias
+DENSE_EQUATIONS = {  # with the axes of an output, and of its bias
     "abc,cd->abd": ((3, 5), "d"),
     "abc,cd->ad": (5, "d"),  # sums over b, which is of the input alone
     "abc,c->a": ((), None),
@@ -272,9 +270,9 @@ EQUATIONS = {  # with the axes of an output, and of its bias
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("equation", DENSE_EQUATIONS)
 def test_whatever_equation_keras_takes_it_computes(equation, policy):
-    output_shape, bias_axes = EQUATIONS[equation]
+    output_shape, bias_axes = DENSE_EQUATIONS[equation]
     layer = build(lambda: keras.layers.EinsumDense(equation, output_shape, bias_axes=bias_axes), (3, 4), policy)
     x = tf.cast(draw((2, 3, 4), "float16"), layer.compute_dtype)
     outputs, gradients = weight_gradients(layer, x)
