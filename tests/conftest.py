@@ -29,7 +29,7 @@ def clean_keras():
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.fixture(params=["keras", "tf_keras"])
+@pytest.fixture(params=["keras", "tf_keras"], scope="session")
 def K(request):
     """Keras 3, then tf_keras: what holds for the models of both."""
     return importlib.import_module(request.param)

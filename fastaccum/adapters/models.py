@@ -266,7 +266,7 @@ class Model:
 
     def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
-        if not (isinstance(optimizer, keras.Optimizer) and isinstance(self.model, keras.Model)):
+        if not isinstance(optimizer, keras.Optimizer):
             self.model.optimizer = optimizer
             return
         self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
@@ -345,6 +345,13 @@ class LegacyModel(Model):
         losses = [loss() for layer in self.layers for loss in layer._callable_losses]
         losses = [loss for loss in losses if loss is not None]
         return tf.add_n(losses) if losses else None
+
+    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
+        losses = [each for each in tf.nest.flatten(loss) if each is not None]
+        of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
+        if losses and not of_keras_3 and self.model.compiled_loss is None:
+            self.model.compile(optimizer, loss, loss_weights=loss_weights)  # or `save` leaves the optimizer out
+        self.model.optimizer = optimizer
 
     @contextmanager
     def fp32_weight_gradients(self) -> Iterator[None]:
