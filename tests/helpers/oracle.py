@@ -1,5 +1,7 @@
 """What a full-batch step must do: a small model by hand in float64 NumPy, and Keras's own `train_on_batch`."""
 
+import sys
+
 import keras
 import numpy as np
 
@@ -70,6 +72,12 @@ def assert_same(ours, theirs, tolerance=2e-6):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * (1 + np.abs(other).max()))
 
 
+def family(model):
+    """The Keras that a model is of: keras, or tf_keras."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    return sys.modules["tf_keras" if "tf_keras" in packages else "keras"]
+
+
 def keras_steps(model, loss, batches, learning_rate=LEARNING_RATE, **options):
     """Trains `model` by Keras's own `train_on_batch`, one full-batch SGD step for each batch.
 
@@ -77,7 +85,10 @@ def keras_steps(model, loss, batches, learning_rate=LEARNING_RATE, **options):
         The logs of the last step.
     """
     # Eager, since each batch would otherwise compile a program of its own.
-    model.compile(keras.optimizers.SGD(learning_rate), loss, run_eagerly=True, auto_scale_loss=False, **options)
+    K = family(model)
+    if K is keras:
+        options["auto_scale_loss"] = False
+    model.compile(K.optimizers.SGD(learning_rate), loss, run_eagerly=True, **options)
     for batch in batches:
         logs = model.train_on_batch(*batch, return_dict=True)
     return logs
