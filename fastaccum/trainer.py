@@ -231,7 +231,9 @@ class Trainer:
         saver = Saver(checkpoint_dir, checkpoint_every, keep)
         class_weight = checks.class_weight(class_weight)
         if checks.fraction("validation_split", validation_split) and validation_data is None:
-            (x, y, sample_weight), validation_data = arrays.split((x, y, sample_weight), validation_split)
+            (x, y, sample_weight), validation_data = arrays.split(
+                (x, y, sample_weight), validation_split, text=self._takes_text or self._model.preprocess is not None
+            )
         seed = self._agreed_seed(schedule, checks.true_or_false("shuffle", shuffle))
         data = self._source(
             x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed, class_weight=class_weight
@@ -419,7 +421,7 @@ class Trainer:
                 wait for, at the next call).
             NonFiniteError: raised if training can only skip its steps (likewise; see `on_nonfinite`).
         """
-        step, batch = self._by_hand.prepare(stack)
+        step, batch = self._by_hand.prepare(stack, text=self._takes_text)
         if self._replicas is not None:
             batch = self._training_layout().shard(batch)
         with compilable.explained(self._model):
@@ -439,12 +441,17 @@ class Trainer:
                 f"Under {type(self._replicas.strategy).__name__} a train step is several programs: ask for that of the "
                 "same model made outside the scope, with the batch_size of one replica."
             )
-        step, batch = self._by_hand.prepare(stack)
+        step, batch = self._by_hand.prepare(stack, text=self._takes_text)
         return step.compiled_execute, batch
 
     def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
         sparse = sparse_labels(self._compile_arguments["loss"])
-        return source.of(x, y, sample_weight, sparse_labels=sparse, needs_targets=self._needs_targets, **options)
+        options |= {"sparse_labels": sparse, "needs_targets": self._needs_targets, "text": self._takes_text}
+        return source.of(x, y, sample_weight, preprocess=self._model.preprocess, **options)
+
+    @property
+    def _takes_text(self) -> bool:
+        return not self.jit_compile and self._model.may_take_text
 
     def _layout(self, exact_rows: bool, steps_per_execution: int = 1) -> Layout:
         layout = Layout(self.gradient_accumulation_steps, steps_per_execution, exact_rows)

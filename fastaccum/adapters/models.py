@@ -69,8 +69,28 @@ class Model:
         if expected and isinstance(x, (list, tuple)) and (given := len(tf.nest.flatten(x))) != expected:
             raise ValueError(f"x has {given} arrays, but the model has {expected} inputs: pass one for each.")
 
+    @property
+    def may_take_text(self) -> bool:
+        """Whether strings may be among its inputs, as far as is known."""
+        inputs = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
+        return not inputs or any(tf.as_dtype(each.dtype) == tf.string for each in inputs)
+
+    @property
+    def preprocess(self) -> Callable[..., Any] | None:
+        """What makes a KerasHub task's batches of raw (x, y, sample_weight); None for any other model."""
+        if getattr(self.model, "preprocessor", None) is None:
+            return None
+        return getattr(self.model, "preprocess_samples", None)
+
     def __call__(self, x: Any, training: bool) -> Any:
-        return self.model(x, training=training)
+        outputs = self.model(x, training=training)
+        rows = tf.nest.flatten(x)[0].shape[0]
+        for output in tf.nest.flatten(outputs):
+            # Lookups of text forget how many rows they were given.
+            if tf.is_tensor(output) and output.shape.rank and output.shape[0] is None:
+                tf.debugging.assert_equal(tf.shape(output)[0], rows)
+                output.set_shape([rows, *output.shape[1:]])
+        return outputs
 
     def overrides(self, method: str) -> bool:
         """Whether a method of Keras's Model is the model's own."""

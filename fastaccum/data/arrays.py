@@ -186,13 +186,13 @@ def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatc
         wanted.put(False)
 
 
-def split(arrays: tuple, fraction: float) -> tuple[tuple, tuple]:
+def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tuple]:
     """The first rows of every array, and the last `fraction` of them, as Keras's `validation_split` does."""
     if not rows.is_array_nest(arrays[0]):
         raise ValueError(
             f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."
         )
-    batch = rows.as_arrays(arrays)
+    batch = rows.as_arrays(arrays, text)
     count = rows.count(ArraySource.what, batch)
     at = math.floor(count * (1 - fraction))
     if at in (0, count):

@@ -14,7 +14,7 @@ import tensorflow as tf
 from fastaccum.adapters.data_adapters import as_dataset
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, used_up
-from fastaccum.data.rows import checksum, count, require_unmasked, without_none
+from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows, warn_short
 
 
@@ -27,6 +27,7 @@ class DatasetSource:
         shuffle: whether a PyDataset yields its batches in another order in each pass.
         weigh: maps (y, sample_weight) to the sample weight to use.
         needs_targets: False for a model whose loss is its own.
+        text: whether x may hold strings.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class DatasetSource:
         weigh: Callable[[Any, Any], Any] | None = None,
         steps: str = "steps_per_epoch",
         needs_targets: bool = True,
+        text: bool = False,
     ):
         self.what, self.read_once = f"{what} ({type(x).__name__})", hasattr(x, "__next__")
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
@@ -49,10 +51,10 @@ class DatasetSource:
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
             weight = weight if weigh is None else weigh(y, weight)
-            return Batch(*without_none((x, y, weight)))
+            return tf.nest.map_structure(_dense, Batch(*without_none((x, y, weight))))
 
         self.dataset = x.map(batch)
-        _require_batched(self.dataset.element_spec, self.what, needs_targets)
+        _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batches = int(x.cardinality())
         if self.batches == 0:
             raise ValueError(f"{self.what} is empty: it has no batch to work on.")
@@ -254,14 +256,22 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
     return tf.nest.map_structure(rows, batch), lengths
 
 
-def _require_batched(spec: Batch, what: str, needs_targets: bool) -> None:
+def _dense(tensor: Any) -> Any:
+    """A sparse tensor as a dense one; any other as it is."""
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor
+    return tf.ensure_shape(tf.sparse.to_dense(tf.sparse.reorder(tensor)), tensor.shape)
+
+
+def _require_batched(spec: Batch, what: str, needs_targets: bool, text: bool) -> None:
     if needs_targets and not tf.nest.flatten(spec.y):
         raise ValueError(f"{what} yields no targets: it must yield (x, y) or (x, y, sample_weight).")
     for leaf in tf.nest.flatten(spec):
         if not isinstance(leaf, tf.TensorSpec):
-            raise TypeError(f"{what} yields {leaf}: XLA needs dense tensors. Map them to dense ones first.")
-        if not (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool):
-            raise TypeError(f"{what} yields dtype {leaf.dtype.name}: pass numbers, with text encoded beforehand.")
+            raise TypeError(f"{what} yields {leaf}: {DENSE}")
+        is_text = text and leaf.dtype == tf.string and any(leaf is each for each in tf.nest.flatten(spec.x))
+        if not (is_text or leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool):
+            raise TypeError(f"{what} yields dtype {leaf.dtype.name}: {NUMBERS}")
         if leaf.shape.rank is None:
             raise ValueError(
                 f"{what} yields a tensor of unknown rank: give it a shape (output_signature, ensure_shape)."

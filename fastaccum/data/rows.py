@@ -15,6 +15,15 @@ import tensorflow as tf
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu
 
+NUMBERS = (
+    "pass numbers, with text and objects encoded beforehand; or text to a model that encodes it, with "
+    "jit_compile=False."
+)
+DENSE = (
+    "the rows of a stack have one shape. Pad them (.to_tensor(), or .padded_batch), and mask what is padding "
+    "(mask_zero, Masking, or a sample_weight of 0)."
+)
+
 
 def is_array_nest(x: Any) -> bool:
     """Whether `x` is an array, or a nest that holds arrays or numbers alone, dense or not."""
@@ -22,16 +31,55 @@ def is_array_nest(x: Any) -> bool:
         return False
     leaves = tf.nest.flatten(x)
     return bool(leaves) and all(
-        hasattr(leaf, "__array__") or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor, int, float, str, bytes))
+        hasattr(leaf, "__array__")
+        or _is_sparse(leaf)
+        or isinstance(leaf, (tf.RaggedTensor, SparseRows, int, float, str, bytes))
         for leaf in leaves
     )
 
 
-def as_arrays(batch: tuple) -> Batch:
-    """Nests of arrays, checked and as they are: NumPy's are not copied."""
+class SparseRows:
+    """A sparse array (a tf.SparseTensor, SciPy's or JAX's) whose rows become dense as they are taken."""
+
+    def __init__(self, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]):
+        order = np.argsort(indices[:, 0], kind="stable")
+        self._indices, self._values = indices[order], values[order]
+        self._starts = np.searchsorted(self._indices[:, 0], np.arange(shape[0] + 1))
+        self.shape, self.dtype = shape, values.dtype
+
+    @staticmethod
+    def of(array: Any) -> SparseRows:
+        """Of any kind of sparse array."""
+        shape = tuple(int(size) for size in array.shape)
+        if isinstance(array, tf.SparseTensor):
+            return SparseRows(array.indices.numpy(), array.values.numpy(), shape)
+        if hasattr(array, "tocoo"):
+            array = array.tocoo()
+            return SparseRows(np.stack([array.row, array.col], -1), array.data, shape)
+        return SparseRows(np.asarray(array.indices), np.asarray(array.data), shape)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """These rows, dense."""
+        rows = np.arange(self.shape[0])[rows]
+        taken = rows.ravel()
+        counts = self._starts[taken + 1] - self._starts[taken]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        entries = np.repeat(self._starts[taken], counts) + within
+        dense = np.zeros((len(taken), *self.shape[1:]), self.dtype)
+        places = (np.repeat(np.arange(len(taken)), counts), *self._indices[entries, 1:].T)
+        np.add.at(dense, places, self._values[entries])  # an element given twice is their sum
+        return dense.reshape(*rows.shape, *self.shape[1:])
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, tf.SparseTensor) or hasattr(leaf, "tocoo") or hasattr(leaf, "todense")
+
+
+def as_arrays(batch: tuple, text: bool = False) -> Batch:
+    """Nests of arrays, checked and as they are: NumPy's are not copied. With `text` x may hold strings."""
     return Batch(
         *(
-            tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf), nest)
+            tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf, text and name == "x"), nest)
             for name, nest in zip(Batch._fields, without_none(batch), strict=False)
         )
     )
@@ -43,14 +91,14 @@ def without_none(batch: Sequence[Any]) -> list[Any]:
     return [x, *(tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest) for nest in others)]
 
 
-def as_tensors(name: str, nest: Any) -> Any:
+def as_tensors(name: str, nest: Any, text: bool = False) -> Any:
     """A nest of arrays as tensors, float64 as Keras's default float, as in Keras."""
-    return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf), ...), nest)
+    return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf, text), ...), nest)
 
 
-def as_stack(stack: Any, needs_targets: bool = True) -> Batch:
+def as_stack(stack: Any, needs_targets: bool = True, text: bool = False) -> Batch:
     """`(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays as tensors; a `Batch` as it is. Without
-    `needs_targets` also `(x,)`.
+    `needs_targets` also `(x,)`; with `text` x may hold strings.
     """
     if isinstance(stack, Batch):
         return stack
@@ -60,7 +108,7 @@ def as_stack(stack: Any, needs_targets: bool = True) -> Batch:
     if needs_targets and stack[1] is None:
         raise ValueError("y=None: a train step needs targets, as in (x, y).")
     given = zip(Batch._fields, without_none((*stack, None)[: max(2, len(stack))]), strict=False)
-    batch = Batch(*(as_tensors(name, each) for name, each in given))
+    batch = Batch(*(as_tensors(name, each, text and name == "x") for name, each in given))
     trip_count(batch)
     shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
     if len({shape[:2] for shape in shapes}) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
@@ -80,24 +128,42 @@ def count(what: str, batch: Batch) -> int:
     return first
 
 
-def _checked(name: str, leaf: Any) -> np.ndarray | tf.Tensor:
-    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(leaf, "toarray"):
-        remedies = {tf.RaggedTensor: "to_tensor()", tf.SparseTensor: "tf.sparse.to_dense"}
-        remedy = remedies.get(type(leaf), ".toarray()")
-        raise TypeError(f"{name} holds a {type(leaf).__name__}: XLA needs dense tensors. Use {remedy} first.")
+def _checked(name: str, leaf: Any, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
+    if isinstance(leaf, tf.RaggedTensor):
+        raise TypeError(f"{name} holds a RaggedTensor: {DENSE}")
+    if _is_sparse(leaf) or isinstance(leaf, SparseRows):
+        return leaf if isinstance(leaf, SparseRows) else SparseRows.of(leaf)
     if not hasattr(leaf, "__array__"):
         raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
     require_unmasked(name, leaf)
-    array = tf.convert_to_tensor(leaf) if isinstance(leaf, (tf.Tensor, tf.Variable)) else np.asarray(leaf)
+    array = tf.convert_to_tensor(leaf) if isinstance(leaf, (tf.Tensor, tf.Variable)) else _as_numpy(leaf)
     try:
-        dtype = tf.as_dtype(array.dtype) if array.dtype != object else None
+        dtype = _dtype(array)
     except TypeError:  # datetimes, records, long doubles: TensorFlow has none
         dtype = None
+    if dtype == tf.string and text:
+        return tf.convert_to_tensor(array if isinstance(array, tf.Tensor) else array.astype(object))
     if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-        raise TypeError(f"{name} has dtype {array.dtype}: pass numbers, with text and objects encoded beforehand.")
+        raise TypeError(f"{name} has dtype {array.dtype}: {NUMBERS}")
     if len(array.shape) == 0:
         raise ValueError(f"{name}={leaf!r} is a scalar: the first axis must count examples.")
     return array
+
+
+def _dtype(array: np.ndarray | tf.Tensor) -> tf.DType | None:
+    if array.dtype != np.dtype(object) or isinstance(array, tf.Tensor):
+        return tf.as_dtype(array.dtype)
+    return tf.string if all(isinstance(each, (str, bytes)) for each in array.flat) else None
+
+
+def _as_numpy(leaf: Any) -> np.ndarray:
+    if not hasattr(leaf, "iloc"):
+        return np.asarray(leaf)
+    # As Keras does with pandas: a column of a Series, and one dtype for a table of numbers.
+    if leaf.ndim == 1:
+        return np.expand_dims(leaf.to_numpy(), -1)
+    mixed = len(set(leaf.dtypes)) > 1 and all(dtype.kind in "biuf" for dtype in leaf.dtypes)
+    return (leaf.astype(keras.config.floatx()) if mixed else leaf).to_numpy()
 
 
 def require_unmasked(name: str, leaf: Any) -> None:
@@ -109,18 +175,20 @@ def require_unmasked(name: str, leaf: Any) -> None:
         )
 
 
-def model_dtype(array: np.ndarray | tf.Tensor) -> tf.DType:
+def model_dtype(array: np.ndarray | tf.Tensor | SparseRows) -> tf.DType:
     """The dtype in which an array reaches the model: float64 as Keras's default float, as in Keras."""
     dtype = tf.as_dtype(array.dtype)
     return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
 
 
-def take(array: np.ndarray | tf.Tensor, rows: Any) -> tf.Tensor:
+def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
     """Rows of an array as a tensor; all of them for `...`."""
     if isinstance(array, tf.Tensor):
         return tf.cast(array if rows is ... else tf.gather(array, rows), model_dtype(array))
     dtype = np.dtype(model_dtype(array).as_numpy_dtype)
-    if rows is ... or not array.flags.c_contiguous:  # of such a one `take` would copy the whole array
+    if (
+        rows is ... or isinstance(array, SparseRows) or not array.flags.c_contiguous
+    ):  # of such a one `take` would copy the whole array
         return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
     if dtype.kind not in "fiu" or has_gpu():
         return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
@@ -142,5 +210,8 @@ def checksum(nest: Any) -> int:
     """CRC-32 of the bytes of all tensors of a nest."""
     value = 0
     for tensor in tf.nest.flatten(nest):
-        value = zlib.crc32(np.ascontiguousarray(tensor.numpy()).view(np.uint8), value)  # type: ignore[arg-type]
+        array = tensor.numpy()
+        if tensor.dtype == tf.string:
+            array = np.frombuffer(b"\0".join(array.ravel()), np.uint8)
+        value = zlib.crc32(np.ascontiguousarray(array).view(np.uint8), value)  # type: ignore[arg-type]
     return value

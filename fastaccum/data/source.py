@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from fastaccum import checks
 from fastaccum.data import rows
 from fastaccum.data.arrays import ArraySource
 from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.stacks import Batch
 
 
 def of(
@@ -23,6 +26,8 @@ def of(
     class_weight: dict[int, float] | None = None,
     sparse_labels: bool | None = False,
     needs_targets: bool = True,
+    text: bool = False,
+    preprocess: Callable[..., Any] | None = None,
     what: str = "x",
     steps: str = "steps_per_epoch",
 ) -> ArraySource | DatasetSource:
@@ -34,6 +39,8 @@ def of(
         shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
         class_weight: a factor for each class, multiplied into the sample weights.
         sparse_labels: whether `y` holds class indices even where it has more than one axis; None for not known.
+        text: whether x may hold strings.
+        preprocess: makes a batch of (x, y, sample_weight) what the model takes: arrays then keep their order.
         needs_targets: False for a model whose loss is its own.
         what, steps: the names of `x`, and of the argument that says how much of it is read at a time, for errors.
     """
@@ -44,10 +51,13 @@ def of(
         raise ValueError(f"{what}=None: there is no data to work on.")
     if isinstance(x, (list, tuple, dict)) and not tf.nest.flatten(x):
         raise ValueError(f"{what}={x!r} holds no array: there is no data to work on.")
-    if rows.is_array_nest(x) or isinstance(x, (list, tuple, dict)) or hasattr(x, "toarray"):
+    if preprocess is not None and not isinstance(x, tf.data.Dataset):
+        x = _batches(x, y, sample_weight, batch_size, what)
+        y = sample_weight = None
+    if rows.is_array_nest(x) or isinstance(x, (list, tuple, dict)):
         if y is None and needs_targets:
             raise ValueError(f"y=None: arrays need targets beside {what}. Pass y, or a dataset of (x, y).")
-        arrays = rows.as_arrays((x, y, sample_weight))
+        arrays = rows.as_arrays((x, y, sample_weight), text)
         if weigh is not None:
             rows.count(ArraySource.what, arrays)
             weights = None if arrays.weights is None else rows.as_tensors("sample_weight", arrays.weights)
@@ -55,7 +65,40 @@ def of(
         return ArraySource(arrays, 32 if batch_size is None else batch_size, seed if shuffle else None)
     if y is not None or sample_weight is not None:
         raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
-    return DatasetSource(x, what, shuffle, weigh, steps, needs_targets)
+    if isinstance(x, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+        raise TypeError(
+            f"{what} is a {type(x).__name__}: pass the tf.data.Dataset itself, which a Trainer distributes if the "
+            "model was made under a strategy."
+        )
+    if preprocess is not None:
+        x = x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+    return DatasetSource(x, what, shuffle, weigh, steps, needs_targets, text)
+
+
+def _batches(x: Any, y: Any, sample_weight: Any, batch_size: int | None, what: str) -> tf.data.Dataset:
+    """Batches of what a model's own preprocessing takes, of which a list is one tensor, as in KerasHub."""
+
+    def tensors(nest):
+        if isinstance(nest, tuple):
+            return tuple(map(tensors, nest))
+        if isinstance(nest, dict):
+            return {name: tensors(each) for name, each in nest.items()}
+        return nest if isinstance(nest, tf.RaggedTensor) else tf.convert_to_tensor(nest)
+
+    if not rows.is_array_nest(x):
+        raise TypeError(
+            f"{what} is a {type(x).__name__}, but this model preprocesses what it is given: pass arrays, lists or a "
+            "tf.data.Dataset of its raw inputs, or set model.preprocessor = None for batches that are preprocessed."
+        )
+    if y is None and sample_weight is not None:
+        raise ValueError("sample_weight without y: weights that are the preprocessing's own are made from x.")
+    batch = Batch(*(() if each is None else tensors(each) for each in (x, y, sample_weight)))
+    if any(each.shape.rank == 0 for each in tf.nest.flatten(batch)):
+        raise ValueError(f"{what} holds a scalar: the first axis must count examples, as in a list of strings.")
+    rows.count(ArraySource.what, batch)
+    size = checks.whole_number("batch_size", 32 if batch_size is None else batch_size)
+    given = tuple(each for each in batch if not isinstance(each, tuple) or each)
+    return tf.data.Dataset.from_tensor_slices(given).batch(size)
 
 
 def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:

@@ -28,12 +28,12 @@ class StacksByHand:
         self._known: set[tuple] = set()
         self._unread: Unread | None = None
 
-    def prepare(self, stack: Any) -> tuple[Any, Batch]:
+    def prepare(self, stack: Any, text: bool = False) -> tuple[Any, Batch]:
         """The model's step, and the stack as it takes it; one like a stack before is not checked again."""
         batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
         if isinstance(batch, Batch) and self._signature(batch) in self._known:
             return self._step, batch
-        batch = as_stack(stack, self._needs_targets)
+        batch = as_stack(stack, self._needs_targets, text)
         if self._signature(batch) not in self._known:
             self._step = self._build(tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch))
             self._layers = self._all_layers()

@@ -537,3 +537,42 @@ def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
     assert not tensors
     resumed.restore(plain, tensors)
     assert rows(next(resumed.epochs(Position(0, 0, 2))), 3) == rows(next(other.epochs(Position(0, 0))), 5)[2:]
+
+
+def sparse_kinds():
+    scipy, values = pytest.importorskip("scipy.sparse"), X * (np.abs(X) > 0.7)
+    twice = tf.SparseTensor([[0, 1], [0, 1], [2, 0]], [1.0, 2.0, 3.0], [3, 3])
+    return {
+        "tf": (tf.sparse.from_dense(values), values),
+        "tf, twice": (twice, np.array([[0, 3, 0], [0, 0, 0], [3, 0, 0]], "float32")),
+        "tf, three axes": (tf.sparse.from_dense(values.reshape(11, 2, 3)), values.reshape(11, 2, 3)),
+        **{name: (getattr(scipy, f"{name}_matrix")(values), values) for name in ("csr", "csc", "coo", "lil", "bsr")},
+    }
+
+
+@pytest.mark.parametrize("kind", ["tf", "tf, twice", "tf, three axes", "csr", "csc", "coo", "lil", "bsr"])
+def test_sparse_arrays_become_dense_a_stack_at_a_time(kind):
+    sparse, dense = sparse_kinds()[kind]
+    source = data.of(sparse, np.zeros(len(dense)), batch_size=2, shuffle=True, seed=3)
+    assert source.sample.x == tf.TensorSpec([2, *dense.shape[1:]], tf.float32)
+    stacks = source.stacks(Layout(2))
+    found = [dispatch.stacks[0] for dispatch in epochs_of(stacks, 1)[0]]
+    rows = np.concatenate([stack.x.numpy()[stack.valid.numpy()] for stack in found])
+    np.testing.assert_array_equal(rows, dense[stacks.order(0)])
+
+
+@pytest.mark.parametrize("kind", ["tf", "csr", "dataset", "generator"])
+def test_fit_learns_the_same_from_sparse_data(trainer, kind):
+    dense = X * (np.abs(X) > 0.7)
+    expected = trained(trainer, dense, Y, 4)
+    loss = trainer.evaluate(dense, Y, 4, verbose=0)
+    if kind in ("tf", "csr"):
+        given = (sparse_kinds()[kind][0], Y, 4)
+    else:
+        batches = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), Y)).batch(4)
+        given = (batches if kind == "dataset" else (batch for batch in batches),)
+    found = trained(trainer, *given)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+    if kind != "generator":
+        np.testing.assert_allclose(trainer.evaluate(*given, verbose=0), loss, rtol=1e-5)
