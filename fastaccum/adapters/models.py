@@ -237,13 +237,14 @@ class Model:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
-    def _note_calls(self, x: Any) -> None:
+    def _note_calls(self, x: Any) -> Any:
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
             traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
             if training:
                 self._assigned = _assigned(traced.graph, self.model.variables)
             self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self._added_losses())})
+        return traced.structured_outputs
 
     def added_loss(self, reduction: str) -> tf.Tensor:
         """The sum of the last call's added losses of one kind of `added_reductions`: float32 scalar."""
@@ -334,12 +335,17 @@ class LegacyModel(Model):
     legacy = True
 
     def symbolic_call(self, x: Any, training: bool) -> Any:
-        # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
-        zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
-        outputs = self.model(zeros, training=False)
+        if not self.model.built:
+            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
+            self.model(
+                tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x), training=False
+            )
         for layer in self.layers:
             _require_sum_over_rows(layer)
-        self._note_calls(zeros)
+        # Not called with numbers, which would move the state of a model that has some.
+        outputs = self._note_calls(
+            tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
+        )
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(
             lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
@@ -455,7 +461,7 @@ def _may_do_more(layer: Any) -> bool:
     """Whether a call may add losses, or assign variables of others: of Keras's own layers few do."""
     few = keras.layers.SpectralNormalization, keras.layers.Lambda
     own = type(layer).__module__.startswith("keras.") and not isinstance(layer, few)
-    return not own or layer.activity_regularizer is not None
+    return not own or layer.activity_regularizer is not None or getattr(layer, "stateful", False)
 
 
 def _assigned(graph: Any, of_keras: list[Any]) -> list[Any]:
