@@ -62,6 +62,11 @@ class ReplicatedStep:
                 f"The model's call assigns {names}, tf.Variables that no layer has made by `add_weight`: under "
                 f"{type(replicas.strategy).__name__}, make them by self.add_weight(..., trainable=False)."
             )
+        if model.overrides("compute_metrics"):
+            raise ValueError(
+                f"{type(model.model).__name__} overrides compute_metrics, whose results cannot be added up over "
+                "replicas: update metrics of the model's own in compute_loss or call, or pass metrics=[...]."
+            )
         self._replicas = replicas
         self._optimizers = [part for part in optimizer.parts if hasattr(part, "_distribution_strategy")]
         for part in self._optimizers:  # that of the scope in which it was made, if any

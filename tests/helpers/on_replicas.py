@@ -162,6 +162,50 @@ def check_several_outputs():
     assert_same_on_all(trainer)
 
 
+class Own(keras.Model):
+    """A loss and a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")
+        self.out = keras.layers.Dense(3)
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        self.size.update_state(tf.reduce_sum(tf.abs(y_pred), 1))
+        return loss + tf.reduce_mean(y_pred**2)
+
+
+def check_a_loss_and_a_metric_of_its_own():
+    """The compiled loss within it is that of all rows, by their weights."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = Own()
+        model.build((None, 6))
+        return model
+
+    def fit(trainer):
+        given = {"sample_weight": WEIGHTS[:20], "batch_size": 4, "verbose": 0}
+        return trainer.fit(X[:20], Y[:20], epochs=2, **given).history, trainer.evaluate(X[:20], Y[:20], **given)
+
+    def options():
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        return {"optimizer": "sgd", "loss": loss, "gradient_accumulation_steps": 2, "jit_compile": False}
+
+    compare(make, fit, options, X)
+    metrics = type("Metrics", (Own,), {"compute_metrics": lambda self, *arrays: {}})
+    try:
+        fit(fa.Trainer(replicated(metrics), **options()))
+        raise AssertionError("a compute_metrics was not refused")
+    except ValueError as error:
+        assert "overrides compute_metrics" in str(error)
+
+
 def check_overflow():
     """mixed_float16: one replica's rows overflow, all replicas skip the step and back off alike."""
     x = X.copy()
