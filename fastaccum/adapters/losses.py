@@ -217,16 +217,23 @@ def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
     return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
 
 
+# Of Keras, and of tensorflow-addons.
+_COMPARE_ROWS = (
+    *("Circle", "TripletSemiHardLoss", "TripletHardLoss", "LiftedStructLoss", "NpairsLoss", "NpairsMultilabelLoss"),
+    "WeightedKappaLoss",
+)
+
+
 def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
+    if type(loss).__name__ in _COMPARE_ROWS:
+        raise ValueError(
+            f"The loss of output {name!r} is {type(loss).__name__}, which compares the rows of a batch with each "
+            "other: no sum over micro-batches equals it. Pass a loss of single rows."
+        )
     if _reduction(loss) is None:
         raise ValueError(
             f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
             "reduction='sum_over_batch_size' (the mean) or 'sum'."
-        )
-    if type(loss).__name__ == "Circle":
-        raise ValueError(
-            f"The loss of output {name!r} is Circle, which compares the rows of a batch with each other: no "
-            "sum over micro-batches equals it. Pass a loss of single rows."
         )
     if _loss_name(loss) in ("dice", "tversky"):
         axis, rank = loss._fn_kwargs.get("axis"), len(spec.shape)

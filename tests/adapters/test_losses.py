@@ -289,6 +289,13 @@ def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_ke
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_a_loss_of_addons_that_compares_rows_is_refused_for_that():
+    pytest.importorskip("tf_keras")
+    losses = Losses(fa.addons.losses.TripletSemiHardLoss())  # whose reduction is none
+    with pytest.raises(ValueError, match="TripletSemiHardLoss, which compares the rows"):
+        losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))
+
+
 def test_an_output_may_have_no_loss():
     losses = Losses({"b": "mse"})
     spec = keras.KerasTensor((2, 1))
