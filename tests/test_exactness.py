@@ -13,6 +13,7 @@ from oracle import (
     assert_is_step,
     assert_same,
     coefficients,
+    family,
     keras_steps,
     softmax_cross_entropy,
     squared_error,
@@ -29,34 +30,34 @@ seeds = st.integers(0, 2**32 - 1)
 # What a batch is: rows, tokens behind a Masking layer, tokens with labels to ignore, ids of which 0 is masked.
 
 
-def rows_model(features=3, hidden=4, outputs=2):
-    return keras.Sequential(
+def rows_model(K, features=3, hidden=4, outputs=2):
+    return K.Sequential(
         [
-            keras.Input((features,)),
-            keras.layers.Dense(hidden, activation="tanh"),
-            keras.layers.Dense(outputs),
+            K.Input((features,)),
+            K.layers.Dense(hidden, activation="tanh"),
+            K.layers.Dense(outputs),
         ]
     )
 
 
-def tokens_model():
-    return keras.Sequential(
+def tokens_model(K):
+    return K.Sequential(
         [
-            keras.Input((TIME, 3)),
-            keras.layers.Masking(),
-            keras.layers.Dense(4, activation="tanh"),
-            keras.layers.Dense(CLASSES),
+            K.Input((TIME, 3)),
+            K.layers.Masking(),
+            K.layers.Dense(4, activation="tanh"),
+            K.layers.Dense(CLASSES),
         ]
     )
 
 
-def ids_model():
-    return keras.Sequential(
+def ids_model(K):
+    return K.Sequential(
         [
-            keras.Input((TIME,), dtype="int32"),
-            keras.layers.Embedding(IDS, 4, mask_zero=True),
-            keras.layers.Activation("tanh"),
-            keras.layers.Dense(CLASSES),
+            K.Input((TIME,), dtype="int32"),
+            K.layers.Embedding(IDS, 4, mask_zero=True),
+            K.layers.Activation("tanh"),
+            K.layers.Dense(CLASSES),
         ]
     )
 
@@ -89,14 +90,12 @@ def ids_batch(rng, rows):
 
 
 def cross_entropy(**options):
-    return lambda reduction: keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction=reduction, **options
-    )
+    return lambda K, reduction: K.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction, **options)
 
 
-# kind: (model, batch, Keras loss of a reduction, loss by hand)
+# kind: (model, batch, loss of a Keras and a reduction, loss by hand)
 KINDS = {
-    "rows": (rows_model, rows_batch, lambda r: keras.losses.MeanSquaredError(reduction=r), squared_error),
+    "rows": (rows_model, rows_batch, lambda K, r: K.losses.MeanSquaredError(reduction=r), squared_error),
     "masked": (tokens_model, masked_batch, cross_entropy(), softmax_cross_entropy),
     "ignored": (tokens_model, ignored_batch, cross_entropy(ignore_class=-1), softmax_cross_entropy),
     "ids": (ids_model, ids_batch, cross_entropy(), softmax_cross_entropy),
@@ -104,14 +103,15 @@ KINDS = {
 
 
 @functools.cache
-def trainer_of(kind, reduction, accumulation, weighted, *sizes):
+def trainer_of(K, kind, reduction, accumulation, weighted, *sizes):
     """One trainer for each compiled program; `weighted` only keys the cache."""
     model, _, loss, _ = KINDS[kind]
     return fa.Trainer(
-        model(*sizes),
-        keras.optimizers.SGD(LEARNING_RATE),
-        loss(reduction),
+        model(K, *sizes),
+        K.optimizers.SGD(LEARNING_RATE),
+        loss(K, reduction),
         gradient_accumulation_steps=accumulation,
+        jit_compile=K is keras,
     )
 
 
@@ -144,11 +144,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "reduction", "weighted"), CASES)
-def test_a_step_is_that_of_the_full_batch(kind, reduction, weighted):
+def test_a_step_is_that_of_the_full_batch(K, kind, reduction, weighted):
+    if K is not keras and "mean" in reduction:
+        pytest.skip("tf_keras has no such reduction")
     accumulation, batch_size = 3, 4
-    trainer = trainer_of(kind, reduction, accumulation, weighted)
+    trainer = trainer_of(K, kind, reduction, accumulation, weighted)
     model_of, batch_of, loss_of, loss_by_hand = KINDS[kind]
-    twin = model_of()
+    twin = model_of(K)
 
     @quick
     @given(seed=seeds, tail=st.integers(1, batch_size), data=st.data())
@@ -173,7 +175,7 @@ def test_a_step_is_that_of_the_full_batch(kind, reduction, weighted):
         np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5, atol=1e-6)
 
         twin.set_weights(before)
-        logs = keras_steps(twin, loss_of(reduction), [batch])
+        logs = keras_steps(twin, loss_of(K, reduction), [batch])
         assert_same(trainer.model.get_weights(), twin.get_weights(), tolerance=4e-6)
         np.testing.assert_allclose(history["loss"], [logs["loss"]], rtol=1e-5, atol=1e-6)
 
@@ -184,8 +186,8 @@ def test_a_step_is_that_of_the_full_batch(kind, reduction, weighted):
     ("features", "hidden", "outputs", "accumulation", "batch_size"),
     [(1, 1, 1, 1, 1), (3, 4, 2, 1, 7), (2, 5, 3, 5, 2), (4, 2, 1, 2, 1)],
 )
-def test_of_any_shape(features, hidden, outputs, accumulation, batch_size):
-    trainer = trainer_of("rows", "sum_over_batch_size", accumulation, False, features, hidden, outputs)
+def test_of_any_shape(K, features, hidden, outputs, accumulation, batch_size):
+    trainer = trainer_of(K, "rows", "sum_over_batch_size", accumulation, False, features, hidden, outputs)
 
     @quick
     @given(seed=seeds, tail=st.integers(1, batch_size))
@@ -206,7 +208,7 @@ def test_of_any_shape(features, hidden, outputs, accumulation, batch_size):
 def test_a_weight_per_row_holds_for_each_of_its_tokens():
     """Keras itself cannot broadcast [rows] weights over [rows, time] losses."""
     rng = np.random.default_rng(4)
-    trainer = trainer_of("masked", "mean_with_sample_weight", 3, "per row")
+    trainer = trainer_of(keras, "masked", "mean_with_sample_weight", 3, "per row")
     before = random_weights(trainer.model, rng)
     x, y, valid = masked_batch(rng, 10)
     weights = sample_weights(rng, 10)
@@ -243,10 +245,10 @@ class TestTheMeanOfMeans:
         assert_is_step(self.mean_of_means(valid), self.before, self.gradients(valid))
 
     def test_is_what_keras_accumulates(self):
-        model = tokens_model()
+        model = tokens_model(keras)
         model.set_weights(self.before)
         optimizer = keras.optimizers.SGD(LEARNING_RATE, gradient_accumulation_steps=3)
-        model.compile(optimizer, cross_entropy()("mean"), run_eagerly=True, auto_scale_loss=False)
+        model.compile(optimizer, cross_entropy()(keras, "mean"), run_eagerly=True, auto_scale_loss=False)
         model.fit(self.x, self.y, batch_size=4, shuffle=False, verbose=0)
         assert_same(model.get_weights(), self.mean_of_means(self.valid), tolerance=1e-5)
         with pytest.raises(AssertionError):
@@ -259,13 +261,15 @@ class TestTheMeanOfMeans:
 def same_as_keras(make_model, loss, x, y, sample_weight=None, *, rows, accumulation=3, batch_size=4, **compiled):
     """Trains twins over the same rows, and compares weights and the logs of the last step."""
     ours, theirs = make_model(), make_model()
+    K = family(ours)
     random_weights(ours, np.random.default_rng(8))
     theirs.set_weights(ours.get_weights())
     trainer = fa.Trainer(
         ours,
-        keras.optimizers.SGD(0.1),
+        K.optimizers.SGD(0.1),
         loss,
         gradient_accumulation_steps=accumulation,
+        jit_compile=K is keras,
         **compiled,
     )
     history = trainer.fit(x, y, batch_size, sample_weight=sample_weight, shuffle=False, verbose=0).history
@@ -277,13 +281,13 @@ def same_as_keras(make_model, loss, x, y, sample_weight=None, *, rows, accumulat
     return history, logs
 
 
-def test_regularisers_count_once_a_step():
+def test_regularisers_count_once_a_step(K):
     def make_model():
-        return keras.Sequential(
+        return K.Sequential(
             [
-                keras.Input((3,)),
-                keras.layers.Dense(4, "tanh", kernel_regularizer=keras.regularizers.L2(0.3)),
-                keras.layers.Dense(2, bias_regularizer=keras.regularizers.L1(0.2)),
+                K.Input((3,)),
+                K.layers.Dense(4, "tanh", kernel_regularizer=K.regularizers.L2(0.3)),
+                K.layers.Dense(2, bias_regularizer=K.regularizers.L1(0.2)),
             ]
         )
 
@@ -293,25 +297,27 @@ def test_regularisers_count_once_a_step():
     np.testing.assert_allclose(history["loss"], [logs["loss"]], rtol=1e-5)
 
 
-class MeanSquare(keras.layers.Layer):
-    def __init__(self, axis=None):
-        super().__init__()
-        self.axis = axis
+def mean_square(K, axis):
+    class MeanSquare(K.layers.Layer):
+        def call(self, x):
+            self.add_loss(0.3 * tf.reduce_mean(tf.square(x), axis=axis))
+            return x
 
-    def call(self, x):
-        self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x), axis=self.axis))
-        return x
+    return MeanSquare()
 
 
 @pytest.mark.parametrize("axis", [None, -1], ids=["a mean", "one per row"])
-def test_added_losses_count_by_the_rows_of_a_ragged_tail(axis):
+def test_added_losses_count_by_the_rows_of_a_ragged_tail(K, axis):
+    if K is not keras and axis is not None:
+        pytest.skip("tf_keras adds up losses of one shape only")
+
     def make_model():
-        return keras.Sequential(
+        return K.Sequential(
             [
-                keras.Input((3,)),
-                keras.layers.Dense(4, "tanh", activity_regularizer=keras.regularizers.L2(0.2)),
-                MeanSquare(axis),
-                keras.layers.Dense(2, kernel_regularizer="l2"),
+                K.Input((3,)),
+                K.layers.Dense(4, "tanh", activity_regularizer=K.regularizers.L2(0.2)),
+                mean_square(K, axis),
+                K.layers.Dense(2, kernel_regularizer="l2"),
             ]
         )
 
@@ -321,38 +327,41 @@ def test_added_losses_count_by_the_rows_of_a_ragged_tail(axis):
     np.testing.assert_allclose(history["loss"], [logs["loss"]], rtol=1e-5)
 
 
-class InOneMode(keras.layers.Layer):
-    def __init__(self, mode):
-        super().__init__()
-        self.mode = mode
+def in_one_mode(K, mode):
+    class InOneMode(K.layers.Layer):
+        def call(self, x, training=False):
+            if training == mode:
+                self.add_loss(tf.reduce_mean(tf.square(x)))
+            return x
 
-    def call(self, x, training=False):
-        if training == self.mode:
-            self.add_loss(keras.ops.mean(keras.ops.square(x)))
-        return x
+    return InOneMode()
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "inference"])
-def test_losses_that_are_added_in_one_mode_only(mode):
+def test_losses_that_are_added_in_one_mode_only(K, mode):
+    if K is not keras and not mode:
+        pytest.skip("tf_keras trains by the loss that its construction of the model left behind")
+
     def make_model():
-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), InOneMode(mode), keras.layers.Dense(2)])
+        return K.Sequential([K.Input((3,)), K.layers.Dense(4), in_one_mode(K, mode), K.layers.Dense(2)])
 
     x, y, _ = rows_batch(np.random.default_rng(0), 10)
     same_as_keras(make_model, "mse", x, y, rows=10)
     model = make_model()
-    ours = fa.Trainer(model, "sgd", "mse").evaluate(x, y, batch_size=10, verbose=0)
+    trainer = fa.Trainer(model, K.optimizers.SGD(), "mse", jit_compile=False)
+    ours = trainer.evaluate(x, y, batch_size=10, verbose=0)
     np.testing.assert_allclose(ours, model.evaluate(x, y, batch_size=10, verbose=0), rtol=1e-5)
 
 
-def two_tasks(as_dict):
+def two_tasks(K, as_dict):
     """Rows and tokens in; a value per row and classes per token, behind a mask, out."""
-    row, tokens = keras.Input((2,), name="row"), keras.Input((TIME, 3), name="tokens")
-    hidden = keras.layers.Dense(4, activation="tanh")(keras.layers.Masking()(tokens))
-    pooled = keras.layers.GlobalAveragePooling1D()(hidden)
-    value = keras.layers.Dense(1, name="value")(keras.layers.Concatenate()([row, pooled]))
-    classes = keras.layers.Dense(CLASSES, name="classes")(hidden)
+    row, tokens = K.Input((2,), name="row"), K.Input((TIME, 3), name="tokens")
+    hidden = K.layers.Dense(4, activation="tanh")(K.layers.Masking()(tokens))
+    pooled = K.layers.GlobalAveragePooling1D()(hidden)
+    value = K.layers.Dense(1, name="value")(K.layers.Concatenate()([row, pooled]))
+    classes = K.layers.Dense(CLASSES, name="classes")(hidden)
     outputs = {"value": value, "classes": classes} if as_dict else [value, classes]
-    return keras.Model({"row": row, "tokens": tokens}, outputs)
+    return K.Model({"row": row, "tokens": tokens}, outputs)
 
 
 class TestSeveralOutputs:
@@ -368,10 +377,11 @@ class TestSeveralOutputs:
         for name in ("loss", "value_loss", "classes_loss"):
             np.testing.assert_allclose(history[name], [logs[name]], rtol=1e-5, err_msg=name)
 
-    def test_by_name_each_with_its_own_weights_mask_and_denominator(self):
-        loss = {"value": "mse", "classes": cross_entropy()("mean_with_sample_weight")}
+    def test_by_name_each_with_its_own_weights_mask_and_denominator(self, K):
+        reduction = "mean_with_sample_weight" if K is keras else "sum_over_batch_size"
+        loss = {"value": "mse", "classes": cross_entropy()(K, reduction)}
         history, logs = same_as_keras(
-            lambda: two_tasks(as_dict=True),
+            lambda: two_tasks(K, as_dict=True),
             loss,
             self.x,
             {"value": self.value, "classes": self.classes},
@@ -381,10 +391,10 @@ class TestSeveralOutputs:
         )
         self.check_logs(history, logs)
 
-    def test_in_a_list_one_of_them_a_sum(self):
+    def test_in_a_list_one_of_them_a_sum(self, K):
         history, logs = same_as_keras(
-            lambda: two_tasks(as_dict=False),
-            ["mae", cross_entropy()("sum")],
+            lambda: two_tasks(K, as_dict=False),
+            ["mae", cross_entropy()(K, "sum")],
             self.x,
             [self.value, self.classes],
             rows=10,
@@ -393,23 +403,23 @@ class TestSeveralOutputs:
         self.check_logs(history, logs)
 
 
-def test_batch_statistics_are_those_of_each_micro_batch():
+def test_batch_statistics_are_those_of_each_micro_batch(K):
     """Against a loop by hand over the same micro-batches, the smaller last one included."""
 
     def make_model():
-        return keras.Sequential(
+        return K.Sequential(
             [
-                keras.Input((3,)),
-                keras.layers.Dense(4),
-                keras.layers.BatchNormalization(momentum=0.8),
-                keras.layers.Dense(2),
+                K.Input((3,)),
+                K.layers.Dense(4),
+                K.layers.BatchNormalization(momentum=0.8),
+                K.layers.Dense(2),
             ]
         )
 
     ours, theirs = make_model(), make_model()
     theirs.set_weights(ours.get_weights())
     x, y, _ = rows_batch(np.random.default_rng(5), 22)
-    trainer = fa.Trainer(ours, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=3)
+    trainer = fa.Trainer(ours, K.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=3, jit_compile=K is keras)
     trainer.fit(x, y, 4, shuffle=False, verbose=0)
 
     for start in (0, 12):
@@ -417,18 +427,18 @@ def test_batch_statistics_are_those_of_each_micro_batch():
         with tf.GradientTape() as tape:
             total = tf.add_n(
                 [
-                    tf.reduce_sum(keras.losses.mean_squared_error(y[i : i + 4], theirs(x[i : i + 4], training=True)))
+                    tf.reduce_sum(K.losses.mean_squared_error(y[i : i + 4], theirs(x[i : i + 4], training=True)))
                     for i in rows
                 ]
             ) / len(x[start : start + 12])
-        gradients = tape.gradient(total, [v.value for v in theirs.trainable_variables])
+        gradients = tape.gradient(total, [v.value if K is keras else v for v in theirs.trainable_variables])
         for variable, gradient in zip(theirs.trainable_variables, gradients, strict=True):
             variable.assign_sub(0.1 * gradient)
     assert_same(ours.get_weights(), theirs.get_weights(), tolerance=2e-5)
 
 
-def test_repeated_ids_of_an_embedding_add_up():
-    trainer = trainer_of("ids", "sum_over_batch_size", 3, False)
+def test_repeated_ids_of_an_embedding_add_up(K):
+    trainer = trainer_of(K, "ids", "sum_over_batch_size", 3, False)
     rng = np.random.default_rng(9)
     before = random_weights(trainer.model, rng)
     ids = np.full((12, TIME), 2, "int32")
@@ -441,8 +451,8 @@ def test_repeated_ids_of_an_embedding_add_up():
     np.testing.assert_array_equal(trainer.model.get_weights()[0][untouched], before[0][untouched])
 
 
-def test_a_step_without_any_valid_token_changes_nothing():
-    trainer = trainer_of("ids", "sum_over_batch_size", 3, False)
+def test_a_step_without_any_valid_token_changes_nothing(K):
+    trainer = trainer_of(K, "ids", "sum_over_batch_size", 3, False)
     before = random_weights(trainer.model, np.random.default_rng(9))
     history = trainer.fit(np.zeros((12, TIME), "int32"), np.zeros((12, TIME), "int32"), 4, verbose=0).history
     assert history["loss"] == [0.0]
@@ -451,18 +461,18 @@ def test_a_step_without_any_valid_token_changes_nothing():
 
 
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)])
-def test_low_precision_stays_near_the_float32_gradient(policy, tolerance):
-    keras.config.set_dtype_policy(policy)
+def test_low_precision_stays_near_the_float32_gradient(K, policy, tolerance):
+    set_policy = K.config.set_dtype_policy if K is keras else K.mixed_precision.set_global_policy
+    set_policy(policy)
     try:
-        model = tokens_model()
+        model = tokens_model(K)
     finally:
-        keras.config.set_dtype_policy("float32")
+        set_policy("float32")
     rng = np.random.default_rng(2)
     before = random_weights(model, rng)
     x, y, valid = masked_batch(rng, 10)
-    trainer = fa.Trainer(
-        model, keras.optimizers.SGD(LEARNING_RATE), cross_entropy()("mean"), gradient_accumulation_steps=3
-    )
+    loss, options = cross_entropy()(K, "sum_over_batch_size"), {"gradient_accumulation_steps": 3}
+    trainer = fa.Trainer(model, K.optimizers.SGD(LEARNING_RATE), loss, jit_compile=K is keras, **options)
     history = trainer.fit(x, y, 4, shuffle=False, verbose=0).history
     loss, gradients = two_layers(before, x, y, softmax_cross_entropy, coefficients("mean", valid))
     assert history["skipped_steps"] == [0]
