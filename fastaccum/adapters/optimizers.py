@@ -307,7 +307,8 @@ class _Legacy(_TFKeras):
         return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
 
     def _create(self, variables: list[Any]) -> None:
-        self.optimizer._create_all_weights(variables)
+        with tf.name_scope(self.optimizer._name):  # as in its `apply_gradients`, for the names of the slots
+            self.optimizer._create_all_weights(variables)
 
 
 class _AddonsMulti(Optimizer):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -75,13 +76,29 @@ class Program:
                         f"A program takes tensors in plain dicts, lists and tuples, and there is a "
                         f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
                     )
-            call = self._calls[signature] = _call_of(self.function.get_concrete_function(*args), args)
+            with _as_graphs():
+                call = self._calls[signature] = _call_of(self.function.get_concrete_function(*args), args)
         return call(leaves)
 
     @property
     def traces(self) -> int:
         """How often the function was traced."""
         return self.function.experimental_get_tracing_count()
+
+
+@contextlib.contextmanager
+def _as_graphs() -> Iterator[None]:
+    """Within the scope, each `tf.function` is one, whatever `tf.config.run_functions_eagerly` says: what is called in a
+    program's trace cannot run eagerly.
+    """
+    if not tf.config.functions_run_eagerly():
+        yield
+        return
+    tf.config.run_functions_eagerly(False)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(True)
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -421,3 +421,13 @@ def test_trainable_switched_after_building():
         optimizer.build(model.trainable_variables)
     model.layers[0].trainable = False
     optimizer.build(model.trainable_variables)
+
+
+def test_slots_have_the_names_that_the_optimizer_gives_them():
+    """Those of `apply_gradients`, by which files of weights know them."""
+    names = []
+    for build in (lambda o, v: optimizers.get(o).build([v]), lambda o, v: o.apply_gradients([(tf.ones(2), v)])):
+        optimizer = addons.optimizers.Lookahead(addons.optimizers.LazyAdam(0.1))
+        build(optimizer, tf.Variable([1.0, 2.0], name="w"))
+        names.append([v.name for v in optimizer.weights])
+    assert names[0] == names[1]

@@ -108,3 +108,21 @@ def test_a_tape_sees_what_it_sees_of_the_function(jit_compile):
     with tf.GradientTape() as tape:
         y = program(tf.identity(x))
     assert float(tape.gradient(y, x)) == 12.0
+
+
+def test_functions_called_in_a_program_are_graphs_where_functions_run_eagerly():
+    """AutoGraph, which makes a condition of this `if`, works in a `tf.function` that is traced."""
+
+    @tf.function
+    def clipped(x):
+        if x > 1.0:
+            return tf.constant(1.0)
+        return x
+
+    tf.config.run_functions_eagerly(True)
+    try:
+        program = Program(lambda x: clipped(x) + 1.0)
+        assert [float(program(tf.constant(x))) for x in (0.5, 3.0)] == [1.5, 2.0]
+        assert tf.config.functions_run_eagerly()
+    finally:
+        tf.config.run_functions_eagerly(False)

@@ -120,27 +120,32 @@ class Outcomes:
             self.others[report.outcome] += 1
 
 
-def listed() -> list[str]:
-    """The patterns of the tests that notes.md lists."""
-    _, _, section = NOTES.read_text().partition(HEADING)
+def listed(heading: str) -> list[str]:
+    """The patterns of the tests that notes.md lists under a heading."""
+    _, _, section = NOTES.read_text().partition(heading)
     section = section.partition("\n## ")[0]
     return [name for row in re.findall(r"^\| (`test_.*?) \|", section, re.M) for name in re.findall(r"`(.+?)`", row)]
 
 
-def main() -> int:
-    path, *arguments = sys.argv[1:]
-    outcomes, known = Outcomes(), listed()
-    with Behind():
-        pytest.main(["-q", "--no-header", "--tb=short", "-c", "/dev/null", *arguments, path], plugins=[outcomes])
+def report(suite: str, outcomes: Outcomes, known: list[str]) -> int:
+    """Prints what failed, by reason; 1 if something did that is not listed."""
     reasons = collections.defaultdict(list)
     for test, error in outcomes.failed.items():
         pattern = next((p for p in known if fnmatch.fnmatch(test, p)), None)
         reasons[f"listed: {pattern}" if pattern else f"NOT LISTED: {error}"].append(test)
-    print(f"\nKeras {keras.__version__}: {dict(outcomes.others)}, failed {len(outcomes.failed)}\n")
+    print(f"\n{suite}: {dict(outcomes.others)}, failed {len(outcomes.failed)}\n")
     print("| tests | reason | names |\n| ---: | --- | --- |")
     for reason, tests in sorted(reasons.items(), key=lambda item: (item[0][0], -len(item[1]))):
         print(f"| {len(tests)} | {reason} | {', '.join(tests)} |")
     return int(any(reason.startswith("NOT") for reason in reasons))
+
+
+def main() -> int:
+    path, *arguments = sys.argv[1:]
+    outcomes = Outcomes()
+    with Behind():
+        pytest.main(["-q", "--no-header", "--tb=short", "-c", "/dev/null", *arguments, path], plugins=[outcomes])
+    return report(f"Keras {keras.__version__}", outcomes, listed(HEADING))
 
 
 if __name__ == "__main__":
