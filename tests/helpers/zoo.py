@@ -171,18 +171,12 @@ def _build(case: Case) -> None:
 
 def _theirs(case: Case) -> dict[str, float]:
     model = case.model
-    loss = case.loss
-    if loss is None and getattr(model, "compiled", False):
-        loss = model.loss
-    options = {"loss": loss} if loss is not None else {}
-    model.compile(
-        _optimizer(case),
-        **options,
-        metrics=case.metrics,
-        weighted_metrics=case.weighted_metrics,
-        loss_weights=case.loss_weights,
-        jit_compile=False,
-    )
+    options = {name: getattr(case, name) for name in ("loss", "metrics", "weighted_metrics", "loss_weights")}
+    if case.loss is None and getattr(model, "compiled", False) and type(model).compile is keras.Model.compile:
+        options["loss"] = model.loss
+    # What is left out is the model's own choice, where its class overrides `compile`.
+    options = {name: value for name, value in options.items() if value is not None}
+    model.compile(_optimizer(case), **options, jit_compile=False)
     if case.by_micro_batch:
         return _theirs_by_micro_batch(case)
     weights = {} if case.sample_weight is None else {"sample_weight": case.sample_weight}

@@ -1,4 +1,6 @@
-"""KerasHub: its tasks at a tiny size, with data as its preprocessors make it."""
+"""KerasHub: its tasks at a tiny size, with data as its preprocessors make it, the loss and metrics those that a task
+compiles itself with.
+"""
 
 import keras
 import numpy as np
@@ -28,8 +30,6 @@ def _next_token(model, **options):
         {"token_ids": ids, "padding_mask": mask},
         y,
         sample_weight=weight.astype("float32"),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
         **options,
     )
 
@@ -44,14 +44,7 @@ def _masked_lm(model, segments=False):
     x = {"token_ids": ids, "padding_mask": mask, "mask_positions": positions}
     if segments:
         x["segment_ids"] = np.zeros_like(ids)
-    return Case(
-        model,
-        x,
-        y,
-        sample_weight=weight,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
-    )
+    return Case(model, x, y, sample_weight=weight)
 
 
 def _classified(model, segments=False, **options):
@@ -59,14 +52,7 @@ def _classified(model, segments=False, **options):
     x = {"token_ids": ids, "padding_mask": mask}
     if segments:
         x["segment_ids"] = np.zeros_like(ids)
-    return Case(
-        model,
-        x,
-        np.arange(ROWS) % 3,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy()],
-        **options,
-    )
+    return Case(model, x, np.arange(ROWS) % 3, **options)
 
 
 def _without_dropout(model):
@@ -79,14 +65,7 @@ def _without_dropout(model):
 
 def _images(model, size=32, rows=4, classes=3, **options):
     rng = np.random.default_rng(0)
-    return Case(
-        model,
-        rng.normal(size=(rows, size, size, 3)).astype("float32"),
-        np.arange(rows) % classes,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy()],
-        **options,
-    )
+    return Case(model, rng.normal(size=(rows, size, size, 3)).astype("float32"), np.arange(rows) % classes, **options)
 
 
 # Decoders.
@@ -297,6 +276,8 @@ def test_whisper():
     hidden = backbone.output["decoder_sequence_output"]
     model = keras.Model(backbone.input, backbone.token_embedding(hidden, reverse=True))
     case = _next_token(model)
+    case.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    case.weighted_metrics = ["accuracy"]
     frames = np.random.default_rng(2).normal(size=(ROWS, 8, 5)).astype("float32")
     case.x = {
         "encoder_features": frames,
@@ -317,8 +298,6 @@ NO_GRADIENT = (
 def _segmented(model):
     case = _images(model, by_micro_batch=True)
     case.y = np.eye(3, dtype="float32")[np.random.default_rng(1).integers(0, 3, (4, 32, 32))]
-    case.loss = keras.losses.CategoricalCrossentropy(from_logits=True)
-    case.metrics = None
     return case
 
 
