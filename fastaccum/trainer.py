@@ -505,6 +505,7 @@ class Trainer:
             y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
             if self.jit_compile:
                 compilable.require(self._model)
+            compilable.require_recomputable(self._model)
             if self._needs_targets or self._metrics.given:
                 y_true, y_pred = self._model.matched(sample.x, y_true, y_pred)
             loss = self._compile_arguments["loss"]

@@ -468,10 +468,15 @@ def through_text(x):
     return tf.ensure_shape(tf.strings.to_number(tf.strings.as_string(x)), x.shape)
 
 
-OP_UNKNOWN = r"XLA cannot compile this model.* in culprit \(Lambda\).*dataset.map.*jit_compile=False.*(PyFunc|AsString)"
+def through_a_count(x):
+    whole = tf.cast(tf.abs(x), tf.int32)
+    return tf.ensure_shape(tf.math.bincount(whole, minlength=4, maxlength=4, dtype=tf.float32, axis=-1), x.shape)
 
 
-@pytest.mark.parametrize("function", [through_python, through_text])
+OP_UNKNOWN = r"XLA cannot compile this.* in culprit \(Lambda\).*dataset.map.*jit_compile=False.*(PyFunc|AsString|bin)"
+
+
+@pytest.mark.parametrize("function", [through_python, through_text, through_a_count])
 def test_a_layer_with_an_op_that_xla_has_not_is_named(function):
     inputs = keras.Input((4,))
     outputs = keras.layers.Lambda(function, output_shape=(4,), name="culprit")(inputs)
@@ -481,6 +486,19 @@ def test_a_layer_with_an_op_that_xla_has_not_is_named(function):
         trainer.fit(X, Y, batch_size=4, verbose=0)
     plain = make_trainer(trainer.model, jit_compile=False)
     assert np.isfinite(plain.fit(X, Y, batch_size=4, verbose=0).history["loss"]).all()  # the remedy helps
+
+
+def test_layers_that_keras_would_recompute_otherwise_are_named():
+    with keras.RematScope("full"):
+        dropped, dense = keras.layers.Dropout(0.5, name="dropped"), keras.layers.Dense(3, name="recomputed")
+    with keras.RematScope("activations"):
+        fine = keras.layers.Dense(3, "tanh")
+    for layer, message in ((dropped, r"dropped \(Dropout\).*RematScope"), (dense, r"recomputed \(Dense\).*LayerStack")):
+        trainer = make_trainer(keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)]))
+        trainer._optimizer.build(trainer.model.trainable_variables)
+        with refused(trainer, ValueError, message):
+            trainer.fit(X, Y, batch_size=4, verbose=0)
+    make_trainer(keras.Sequential([keras.Input((4,)), fine, keras.layers.Dense(1)])).fit(X, Y, verbose=0)
 
 
 # What Keras takes without a word: exactly right here, or refused

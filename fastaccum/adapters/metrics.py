@@ -38,6 +38,8 @@ class Metrics:
         self.own, self.returned = list(own), {}
         targets = outputs.targets(y_true) if self.given else outputs.specs
         plain, weighted = (_by_output(each, outputs, targets) for each in self._user)
+        if len(targets) == 1:  # before 3.14 Keras takes no list of lists there
+            plain, weighted = (metrics for (metrics,) in (plain, weighted))
         self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
         self.compiled.build(targets, outputs.specs)
         self._plain, self._weighted = (

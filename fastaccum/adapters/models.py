@@ -18,6 +18,9 @@ from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import replaced
 from fastaccum.kernels import fp32_layers
 
+# Whether Keras divides what an activity regulariser returns, which sums over rows, by their number.
+_DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
+
 
 def get(model: Any) -> Model:
     """The adapter for a Keras 3 or tf_keras model."""
@@ -83,7 +86,8 @@ class Model:
         return getattr(self.model, "preprocess_samples", None)
 
     def __call__(self, x: Any, training: bool) -> Any:
-        outputs = self.model(x, training=training)
+        with replaced(self._marked_regularizers()):
+            outputs = self.model(x, training=training)
         rows = tf.nest.flatten(x)[0].shape[0]
         for output in tf.nest.flatten(outputs):
             # Lookups of text forget how many rows they were given.
@@ -91,6 +95,10 @@ class Model:
                 tf.debugging.assert_equal(tf.shape(output)[0], rows)
                 output.set_shape([rows, *output.shape[1:]])
         return outputs
+
+    def _marked_regularizers(self) -> list[tuple[Any, str, Callable]]:
+        layers = [] if _DIVIDES_BY_ROWS else [each for each in self.layers if each.activity_regularizer is not None]
+        return [(each, "activity_regularizer", _marked(each.activity_regularizer)) for each in layers]
 
     def overrides(self, method: str) -> bool:
         """Whether a method of Keras's Model is the model's own."""
@@ -240,7 +248,7 @@ class Model:
     def _note_calls(self, x: Any) -> Any:
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
-            traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+            traced = tf.function(self.__call__, autograph=False).get_concrete_function(x, training=training)
             if training:
                 self._assigned = _assigned(traced.graph, self.model.variables)
             self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self._added_losses())})
@@ -276,6 +284,17 @@ class Model:
     def couples_losses(self) -> bool:
         """Whether losses or metrics are of the model's own, which know a batch's rows as one."""
         return bool(self.added_reductions) or self.overrides("compute_loss") or self.overrides("compute_metrics")
+
+    @property
+    def recomputed_layers(self) -> list[Any]:
+        """The layers that a `keras.RematScope` recomputes whole."""
+        modes = [(layer, getattr(layer, "_remat_mode", None)) for layer in self.layers]
+        chosen = [(layer, mode) for layer, mode in modes if mode and mode.mode not in (None, "activations")]
+        return [each for each, mode in chosen if mode.mode != "list_of_layers" or each.name in mode.layer_names]
+
+    def state_within(self, layer: Any) -> list[tf.Variable]:
+        """What the layers in a layer, and itself, assign."""
+        return [v for part in layer._flatten_layers() for v in self._own_state(part)]
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
@@ -505,7 +524,16 @@ def _require_sum_over_rows(layer: Any) -> None:
 
 
 def _reduction(added_loss: Any) -> str:
-    return "sum" if len(added_loss.shape) else "mean"
+    return "sum" if len(added_loss.shape) or getattr(added_loss, "sums_rows", False) else "mean"
+
+
+def _marked(regularizer: Callable) -> Callable:
+    def marked(output):
+        loss = regularizer(output)
+        loss.sums_rows = True
+        return loss
+
+    return marked
 
 
 def _lookup_class(layer: Any) -> Any:

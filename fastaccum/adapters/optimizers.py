@@ -48,7 +48,8 @@ def get(optimizer: Any) -> Optimizer:
 
 
 def _named(name: str) -> keras.Optimizer:
-    wrappers = (keras.Optimizer, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    # Not every release of Keras has the last one.
+    wrappers = (keras.Optimizer, keras.optimizers.LossScaleOptimizer, getattr(keras.optimizers, "MultiOptimizer", None))
     exported = {k.lower(): v for k, v in vars(keras.optimizers).items() if isinstance(v, type)}
     known: dict[str, Any] = {k: v for k, v in exported.items() if issubclass(v, keras.Optimizer) and v not in wrappers}
     if name.lower() in known:

@@ -22,26 +22,50 @@ def require(model: Model) -> None:
         )
 
 
+def require_recomputable(model: Model) -> None:
+    """Raises ValueError for layers made under a `keras.RematScope` that would not compute the same once more."""
+    layers = [_called(layer) for layer in model.recomputed_layers if model.state_within(layer)]
+    if layers:
+        raise ValueError(
+            f"{', '.join(layers)} were made under keras.RematScope, and draw random numbers or keep statistics: "
+            "computed once more in the backward pass, they would draw others and move twice. Make them outside of it."
+        )
+
+
 @contextmanager
 def explained(model: Model) -> Iterator[None]:
     """Within the scope, XLA's refusal of an operation becomes a ValueError that names the layer."""
     try:
         yield
+    except ValueError as error:
+        layers = [_called(layer) for layer in model.recomputed_layers]
+        if not layers or "custom_gradient decorator currently supports keyword" not in str(error):
+            raise
+        raise ValueError(
+            f"{', '.join(layers)} were made under keras.RematScope, by which Keras recomputes no layer in a graph that "
+            "is called with keyword arguments, as most are with `training`. Make them outside of it, or under "
+            "RematScope('activations'); fastaccum.kernels.LayerStack recomputes layers of one kind."
+        ) from error
     except tf.errors.InvalidArgumentError as error:
-        if "unsupported operations" not in str(error):
+        refusals = {
+            "unsupported operations": "it has no such operation",
+            "tf2xla conversion failed": "it cannot compile an operation",
+        }
+        what = next((what for sign, what in refusals.items() if sign in str(error)), None)
+        if what is None:
             raise
         # After its first sentence XLA's message is a stack trace.
         reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
         where = f" in {', '.join(layers)}" if (layers := _layers_in(str(error), model)) else ""
         raise ValueError(
-            f"XLA cannot compile this model: it has no such operation{where}. Move that into the input pipeline "
+            f"XLA cannot compile this model: {what}{where}. Move that into the input pipeline "
             f"(dataset.map), or pass jit_compile=False. XLA says: {reason}"
         ) from error
 
 
 def _layers_in(message: str, model: Model) -> list[str]:
     """The innermost layers on the path of the graph node that an error names, as "name (Type)"."""
-    path = re.search(r"{{node ([^}]*)}}", message)
+    path = re.search(r"(?:{{node |node `)([^}`]*)", message)
     parts = path.group(1).split("/") if path else []
 
     def depth(layer: Any) -> int:
@@ -51,4 +75,8 @@ def _layers_in(message: str, model: Model) -> list[str]:
 
     depths = [(depth(layer), layer) for layer in model.layers]
     innermost = max((d for d, _ in depths), default=-1)
-    return [f"{layer.name} ({type(layer).__name__})" for d, layer in depths if d == innermost >= 0]
+    return [_called(layer) for d, layer in depths if d == innermost >= 0]
+
+
+def _called(layer: Any) -> str:
+    return f"{layer.name} ({type(layer).__name__})"

@@ -1,9 +1,12 @@
 """The Trainer takes Keras 3 models of every kind, and tf_keras models."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.layers import layer as keras_layer
 from oracle import keras_steps
 
 import fastaccum as fa
@@ -251,6 +254,32 @@ def test_replaced_layers_take_their_arguments_by_keyword(name, policy):
     fa.Trainer(model, keras.optimizers.SGD(0.1), loss or head).fit(x, y, batch_size=8, verbose=0)
     for a, b, c in zip(model.get_weights(), own.get_weights(), before, strict=True):
         np.testing.assert_allclose(a - c, b - c, atol=(1e-6 if policy == "float32" else 0.05) * (1 + np.abs(b).max()))
+
+
+class Regularised(keras.layers.Dense):
+    """A loss of its own, a mean over rows, besides what Keras adds for the activity regulariser."""
+
+    def call(self, x):
+        y = super().call(x)
+        self.add_loss(0.3 * keras.ops.mean(y**2))
+        return y
+
+
+@pytest.mark.parametrize("divided", [True, False], ids=["Keras 3.14", "Keras 3.12"])
+def test_activity_regularisers_count_as_keras_has_them(divided, monkeypatch):
+    if not divided:  # as before 3.14
+        undivided = types.SimpleNamespace(**{**vars(keras_layer.ops), "divide_no_nan": lambda loss, rows: loss})
+        monkeypatch.setattr(keras_layer, "ops", undivided)
+    monkeypatch.setattr(models, "_DIVIDES_BY_ROWS", divided)
+    own, model = (
+        keras.Sequential([keras.Input((6,)), Regularised(3, activity_regularizer="l2"), keras.layers.Dense(1)])
+        for _ in range(2)
+    )
+    model.set_weights(own.get_weights())
+    keras_steps(own, "mse", [(X[:8], Y[:8])] * 2, 0.1)
+    fit(model, X[:8], Y[:8], optimizer=keras.optimizers.SGD(0.1))
+    for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 class Hashed(keras.layers.Embedding):
