@@ -125,8 +125,8 @@ def test_bidirectional_lstm():
     x = layers.Bidirectional(layers.LSTM(4))(x)
     model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(x))
     x = _padded_tokens(10, 7, 30)
-    y = np.arange(10) % 2
-    return Case(model, x, y, loss="binary_crossentropy", metrics=["accuracy"], micro_batches=4)
+    y = np.arange(10) % 3 == 0
+    return Case(model, x, y.astype("float32"), loss="binary_crossentropy", metrics=["accuracy"], micro_batches=4)
 
 
 @row(FAMILY, "text classification: bidirectional GRU by batches padded to their longest sentence")
@@ -314,7 +314,7 @@ def test_ignore_class():
 
 
 def _sentences(rows=10):
-    words = "good bad film plot actor great poor fine dull story".split()
+    words = ["good", "bad", "film", "plot", "actor", "great", "poor", "fine", "dull", "story"]
     rng = np.random.default_rng(0)
     return [" ".join(rng.choice(words, 2 + i % 5)) for i in range(rows)], (np.arange(rows) % 2).astype("float32")
 
@@ -477,7 +477,13 @@ def test_switch_transformer():
     return Case(model, x, np.arange(8) % 2, loss="sparse_categorical_crossentropy", by_micro_batch=True)
 
 
-@row(FAMILY, "babi memory network: attention over an embedded story, then an LSTM")
+@row(
+    FAMILY,
+    "babi memory network: attention over an embedded story, then an LSTM",
+    tolerance=1e-4,
+    note="Keras subtracts the gradient of each occurrence of an id from its row, and rounds each time: 3e-6 from float64, "
+    "where ours is 4e-8 from it.",
+)
 def test_memory_network():
     story_maxlen, query_maxlen, vocab_size = 6, 3, 12
     input_sequence = keras.Input((story_maxlen,), dtype="int32")
