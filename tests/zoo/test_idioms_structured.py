@@ -304,8 +304,9 @@ def test_imbalanced():
 
 def _graph(nodes=9, features=5):
     rng = np.random.default_rng(0)
-    edges = rng.integers(0, nodes, (2, 20)).astype("int32")
-    return rng.random((nodes, features)).astype("float32"), edges, np.ones(20, "float32")
+    # Each node has an edge to itself.
+    edges = np.concatenate([rng.integers(0, nodes, (2, 12)), [np.arange(nodes)] * 2], 1).astype("int32")
+    return rng.random((nodes, features)).astype("float32"), edges, np.ones(edges.shape[1], "float32")
 
 
 class GraphConvLayer(layers.Layer):
@@ -563,7 +564,7 @@ def test_traffic_forecasting():
             self.lstm, self.dense = layers.LSTM(5, activation="relu"), layers.Dense(2)
 
         def call(self, inputs):
-            batch, steps, nodes, _ = ops.shape(inputs)
+            _, steps, nodes, _ = ops.shape(inputs)
             x = self.graph(ops.einsum("mn,btnf->btmf", adjacency, inputs))
             x = ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (-1, steps, 3))
             return ops.transpose(ops.reshape(self.dense(self.lstm(x)), (-1, nodes, 2)), (0, 2, 1))

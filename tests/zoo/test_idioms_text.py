@@ -481,8 +481,8 @@ def test_switch_transformer():
     FAMILY,
     "babi memory network: attention over an embedded story, then an LSTM",
     tolerance=1e-4,
-    note="Keras subtracts the gradient of each occurrence of an id from its row, and rounds each time: 3e-6 from float64, "
-    "where ours is 4e-8 from it.",
+    note="Keras subtracts the gradient of each occurrence of an id from its row, and rounds each time: 3e-6 from "
+    "float64, from which ours is 4e-8.",
 )
 def test_memory_network():
     story_maxlen, query_maxlen, vocab_size = 6, 3, 12

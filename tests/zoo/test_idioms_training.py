@@ -298,7 +298,7 @@ def test_nested_models():
             self.dense, self.norm = layers.Dense(units), layers.LayerNormalization()
 
         def call(self, x):
-            return ops.relu(self.norm(x=self.dense(inputs=x))) if False else ops.relu(self.norm(self.dense(x)))
+            return ops.relu(self.norm(self.dense(inputs=x)))
 
     class Encoder(keras.Model):
         def __init__(self):
@@ -540,7 +540,8 @@ def _with_lora(model):
 @row(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True, quick=True)
 def test_enable_lora():
     model, x, y = _language_model()
-    return Case(_with_lora(model), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4)
+    trainer = {"loss_scale": 256.0}
+    return Case(_with_lora(model), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4, trainer=trainer)
 
 
 @row(TUNING, "int8 weights with LoRA")

@@ -8,8 +8,8 @@ from zoo import Case, row
 
 FAMILY = "keras.io: vision and speech"
 _BIAS_BEFORE_NORM = (
-    "Batch statistics: compared with a loop over micro-batches. What differs are biases before BatchNormalization, whose "
-    "gradient is 0 but for rounding (1e-17 in float64)."
+    "Batch statistics: compared with a loop over micro-batches. What differs are biases before BatchNormalization, "
+    "whose gradient is 0 but for rounding (1e-17 in float64)."
 )
 
 
