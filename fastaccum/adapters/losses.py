@@ -235,6 +235,13 @@ def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
             f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
             "reduction='sum_over_batch_size' (the mean) or 'sum'."
         )
+    called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
+    if not called.__module__.startswith(("keras.", "tf_keras.")):
+        raise ValueError(
+            f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ {called.__name__} overrides: "
+            "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
+            "loss for each row; or the model's compute_loss, with a loss that compares rows."
+        )
     if _loss_name(loss) in ("dice", "tversky"):
         axis, rank = loss._fn_kwargs.get("axis"), len(spec.shape)
         if axis is None or {0, -rank} & set(np.atleast_1d(axis).tolist()):

@@ -59,7 +59,16 @@ class Model:
     def symbolic_call(self, x: Any, training: bool) -> Any:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
         inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
-        outputs = self.model(inputs, training=training)
+        try:
+            outputs = self.model(inputs, training=training)
+        except (TypeError, ValueError):
+            if not self.model.built:
+                raise
+            # Functional models ask layers for their specs without casting what they are given, as a call does.
+            traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+            outputs = tf.nest.map_structure(
+                lambda t: keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
+            )
         if self.may_add_losses:
             self._note_calls(
                 tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
@@ -309,7 +318,8 @@ class Model:
         if not isinstance(optimizer, keras.Optimizer):
             self.model.optimizer = optimizer
             return
-        self.model.compile(optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
+        # Keras's own: a `compile` that the model overrides takes other arguments, and was called by the user.
+        keras.Model.compile(self.model, optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
         with DotNotTrackScope():
             self.model._compile_metrics = metrics

@@ -262,6 +262,23 @@ def test_a_loss_that_compares_rows_is_refused():
         losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))
 
 
+class Halved(LOSSES.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return super().__call__(y_true, y_pred, sample_weight) / 2.0
+
+
+class PairsOfRows(LOSSES.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.mean(keras.ops.matmul(y_pred, keras.ops.transpose(y_pred)))
+
+
+@pytest.mark.parametrize("kind", [Halved, PairsOfRows])
+def test_a_loss_whose_call_operator_is_its_own_is_refused(kind):
+    losses = Losses(kind())
+    with pytest.raises(ValueError, match=rf"{kind.__name__}, whose __call__ .* compute_loss"):
+        losses.build(Outputs(["a"], tf.ones([4, 3])), tf.ones([4, 3]))
+
+
 IMAGES = np.random.default_rng(0).integers(0, 2, size=(10, 4, 4, 2)).astype("float32")
 
 

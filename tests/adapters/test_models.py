@@ -342,3 +342,47 @@ def test_a_call_that_the_user_replaced_is_left_as_it_was():
     embedding.call = mine = lambda ids: 2 * original(ids)
     fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(np.zeros((2, 2), int), np.zeros((2, 1)), verbose=0)
     assert vars(embedding)["call"] is mine
+
+
+class Noisy(keras.layers.Layer):
+    def call(self, mean, noise):
+        return mean + tf.exp(0.5 * mean) * noise
+
+
+def test_half_precision_reaches_every_input_of_a_layer():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    inputs, noise = keras.Input((6,)), keras.Input((1,))
+    model = keras.Model([inputs, noise], Noisy()(keras.layers.Dense(1)(inputs), noise))
+    _, history = fit(model, [X, X[:, :1]])
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+class Distiller(keras.Model):
+    def __init__(self, student, teacher):
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def compile(self, optimizer, distillation_loss):
+        super().compile(optimizer, jit_compile=False)
+        self.distillation_loss = distillation_loss
+
+    def call(self, x):
+        return self.student(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return self.distillation_loss(self.teacher(x), y_pred)
+
+
+def test_what_a_compile_of_the_models_own_was_given_stays():
+    model = Distiller(functional(), functional())
+    model.teacher.trainable = False
+    model.compile("sgd", keras.losses.MeanSquaredError())
+    model(X)
+    start = model.get_weights()
+    fa.Trainer(model, "sgd", jit_compile=False, gradient_accumulation_steps=2).fit(X, Y, batch_size=10, verbose=0)
+    ours = model.get_weights()
+    model.set_weights(start)
+    model.compile("sgd", keras.losses.MeanSquaredError())
+    model.fit(X, Y, batch_size=20, shuffle=False, verbose=0)
+    for a, b in zip(ours, model.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

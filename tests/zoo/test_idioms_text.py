@@ -367,7 +367,7 @@ def _end_to_end_text_model():
 )
 def test_vectorization_in_the_model():
     texts, labels = _sentences()
-    return Case(_end_to_end_text_model(), np.array(texts, object)[:, None], labels, loss="binary_crossentropy")
+    return Case(_end_to_end_text_model(), tf.constant(texts)[:, None], labels, loss="binary_crossentropy")
 
 
 @row(FAMILY, "text classification from scratch: TextVectorization in the model, jit_compile=False")
@@ -375,7 +375,7 @@ def test_vectorization_in_the_model_without_xla():
     texts, labels = _sentences()
     return Case(
         _end_to_end_text_model(),
-        np.array(texts, object)[:, None],
+        tf.constant(texts)[:, None],
         labels,
         loss="binary_crossentropy",
         metrics=["accuracy"],
@@ -544,6 +544,6 @@ def test_masked_language_model_compute_loss():
         x,
         y,
         sample_weight=weight,
-        trainer={"loss_reduction": "sum"},
+        trainer={"own_loss_reduction": "sum"},
         micro_batches=4,
     )
