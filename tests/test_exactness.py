@@ -137,16 +137,15 @@ def batched(batch, sizes):
 
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 CASES = [
-    *((kind, reduction, True) for kind in KINDS for reduction in REDUCTIONS),
-    *((kind, "sum_over_batch_size", False) for kind in KINDS),
-    ("rows", "mean", True),
+    *(("keras", kind, reduction, True) for kind in KINDS for reduction in REDUCTIONS),
+    *(("keras", kind, "sum_over_batch_size", False) for kind in KINDS),
+    ("keras", "rows", "mean", True),
+    *(("tf_keras", kind, reduction, True) for kind in KINDS for reduction in ("sum_over_batch_size", "sum")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "reduction", "weighted"), CASES)
+@pytest.mark.parametrize(("K", "kind", "reduction", "weighted"), CASES, indirect=["K"])
 def test_a_step_is_that_of_the_full_batch(K, kind, reduction, weighted):
-    if K is not keras and "mean" in reduction:
-        pytest.skip("tf_keras has no such reduction")
     accumulation, batch_size = 3, 4
     trainer = trainer_of(K, kind, reduction, accumulation, weighted)
     model_of, batch_of, loss_of, loss_by_hand = KINDS[kind]
@@ -174,6 +173,8 @@ def test_a_step_is_that_of_the_full_batch(K, kind, reduction, weighted):
         assert_is_step(trainer.model.get_weights(), before, gradients)
         np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5, atol=1e-6)
 
+        if K is not keras and not valid.any():  # tf_keras divides by their number, 0
+            return
         twin.set_weights(before)
         logs = keras_steps(twin, loss_of(K, reduction), [batch])
         assert_same(trainer.model.get_weights(), twin.get_weights(), tolerance=4e-6)

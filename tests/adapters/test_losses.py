@@ -8,7 +8,10 @@ from fastaccum.adapters.losses import Losses, term
 from fastaccum.adapters.outputs import Outputs
 
 ROWS, TIME, CLASSES = 6, 4, 3
-REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+REDUCTIONS = [
+    *(("keras", each) for each in ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")),
+    *(("tf_keras", each) for each in ("sum_over_batch_size", "sum")),
+]
 
 rng = np.random.default_rng(0)
 
@@ -77,9 +80,9 @@ CASES = {
 }
 
 
-def loss_of(case, reduction="sum_over_batch_size"):
+def loss_of(case, reduction="sum_over_batch_size", K=keras):
     cls, options, y_true, y_pred = CASES[case]
-    return cls(reduction=reduction, **options), tf.constant(y_true), tf.constant(y_pred)
+    return getattr(K.losses, cls.__name__)(reduction=reduction, **options), tf.constant(y_true), tf.constant(y_pred)
 
 
 def with_mask(y_pred, mask):
@@ -92,24 +95,25 @@ def value_of(loss, found):
     return float(found.loss_sum if loss.reduction == "sum" else found.loss_sum / found.weight_sum)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("K", "reduction"), REDUCTIONS, indirect=["K"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_term_is_the_value_of_keras(case, reduction):
-    loss, y_true, y_pred = loss_of(case, reduction)
-    elements = tuple(loss.call(y_true, y_pred).shape)
+def test_a_term_is_the_value_of_keras(K, case, reduction):
+    loss, y_true, y_pred = loss_of(case, reduction, K)
+    in_fit = y_true[:, tf.newaxis] if y_pred.shape == (ROWS, 1) and len(y_true.shape) == 1 else y_true
+    elements = tuple(loss.call(in_fit, y_pred).shape)
     # Fractions and zeros, one for each loss; Keras itself knows no coarser ones for sequences.
     weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=elements).astype("float32"))
     for sample_weight in (None, weights):
-        expected = float(loss(y_true, y_pred, sample_weight=sample_weight))
+        expected = float(loss(in_fit, y_pred, sample_weight=sample_weight))
         found = term(loss, y_true, y_pred, sample_weight)
         np.testing.assert_allclose(value_of(loss, found), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("K", "reduction"), REDUCTIONS, indirect=["K"])
 @pytest.mark.parametrize("case", ["tokens", "tokens, one class ignored", "mse of sequences"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_masked_tokens_count_as_in_keras(case, reduction, weighted):
-    loss, y_true, y_pred = loss_of(case, reduction)
+def test_masked_tokens_count_as_in_keras(K, case, reduction, weighted):
+    loss, y_true, y_pred = loss_of(case, reduction, K)
     mask = tf.constant(rng.random((ROWS, TIME)) < 0.6)
     weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=(ROWS, TIME)).astype("float32"))
     weights = weights if weighted else None
@@ -118,10 +122,10 @@ def test_masked_tokens_count_as_in_keras(case, reduction, weighted):
     np.testing.assert_allclose(value_of(loss, found), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("K", "reduction"), REDUCTIONS, indirect=["K"])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_that_only_pad_leave_no_trace(case, reduction):
-    loss, y_true, y_pred = loss_of(case, reduction)
+def test_rows_that_only_pad_leave_no_trace(K, case, reduction):
+    loss, y_true, y_pred = loss_of(case, reduction, K)
     weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32"))
     valid = tf.constant([True] * 4 + [False] * 2)
     # What stands in a padded row does not matter, not even if it is not finite.
@@ -133,8 +137,8 @@ def test_rows_that_only_pad_leave_no_trace(case, reduction):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_terms_of_micro_batches_add_up_to_that_of_all_rows(case):
-    loss, y_true, y_pred = loss_of(case, "mean_with_sample_weight")
+def test_terms_of_micro_batches_add_up_to_that_of_all_rows(K, case):
+    loss, y_true, y_pred = loss_of(case, "mean_with_sample_weight" if K is keras else "sum_over_batch_size", K)
     weights = tf.constant(rng.random(ROWS).astype("float32"))
     whole = term(loss, y_true, y_pred, weights)
     parts = [term(loss, y_true[a:b], y_pred[a:b], weights[a:b]) for a, b in [(0, 1), (1, 4), (4, 6)]]

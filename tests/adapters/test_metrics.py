@@ -9,20 +9,20 @@ ROWS, TIME, CLASSES = 22, 3, 3
 rng = np.random.default_rng(0)
 
 
-def classifier(seed=0):
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential(
+def classifier(K):
+    K.utils.set_random_seed(0)
+    return K.Sequential(
         [
-            keras.Input((TIME, 2)),
-            keras.layers.Masking(),
-            keras.layers.Dense(CLASSES, activation="softmax"),
+            K.Input((TIME, 2)),
+            K.layers.Masking(),
+            K.layers.Dense(CLASSES, activation="softmax"),
         ]
     )
 
 
-def value():
-    keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation="sigmoid")])
+def value(K=keras):
+    K.utils.set_random_seed(1)
+    return K.Sequential([K.Input((2,)), K.layers.Dense(1, activation="sigmoid")])
 
 
 def rows_batch():
@@ -35,26 +35,26 @@ def tokens_batch():
     return x, rng.integers(0, CLASSES, (ROWS, TIME))
 
 
-def keras_evaluation(model, loss, metrics, batch, weighted_metrics=()):
+def keras_evaluation(K, model, loss, metrics, batch, weighted_metrics=()):
     """Keras's own figures, over all rows as one batch."""
-    twin = keras.models.clone_model(model)
+    twin = K.models.clone_model(model)
     twin.set_weights(model.get_weights())
     twin.compile(loss=loss, metrics=metrics, weighted_metrics=weighted_metrics, run_eagerly=True)
     return twin.test_on_batch(*batch, return_dict=True)
 
 
-def check(make_model, loss, make_metrics, batch, make_weighted=list, jit_compile=False):
+def check(K, make_model, loss, make_metrics, batch, make_weighted=lambda K: [], jit_compile=False):
     """Metrics of `evaluate`, and of an epoch of `fit` that leaves the weights alone, are Keras's own."""
-    model = make_model()
-    expected = keras_evaluation(model, loss, make_metrics(), batch, make_weighted())
+    model = make_model(K)
+    expected = keras_evaluation(K, model, loss, make_metrics(K), batch, make_weighted(K))
     trainer = fa.Trainer(
         model,
-        keras.optimizers.SGD(0.0),
+        K.optimizers.SGD(0.0),
         loss,
-        metrics=make_metrics(),
-        weighted_metrics=make_weighted(),
+        metrics=make_metrics(K),
+        weighted_metrics=make_weighted(K),
         gradient_accumulation_steps=3,
-        jit_compile=jit_compile,
+        jit_compile=jit_compile and K is keras,
     )
     x, y, *weight = batch
     weight = weight[0] if weight else None
@@ -70,46 +70,50 @@ def check(make_model, loss, make_metrics, batch, make_weighted=list, jit_compile
 
 
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
-def test_over_all_rows_whatever_pads_them():
+def test_over_all_rows_whatever_pads_them(K):
+    x, y = rows_batch()
     check(
+        K,
         value,
         "binary_crossentropy",
-        lambda: [
+        lambda K: [
             "accuracy",
             "mae",
-            keras.metrics.AUC(name="area"),
-            keras.metrics.Precision(name="precision"),
-            keras.metrics.R2Score(),
-            keras.metrics.RootMeanSquaredError(),
-            keras.metrics.BinaryIoU(name="iou"),
+            K.metrics.AUC(name="area"),
+            K.metrics.Precision(name="precision"),
+            K.metrics.R2Score(),
+            K.metrics.RootMeanSquaredError(),
+            K.metrics.BinaryIoU(name="iou"),
         ],
-        rows_batch(),
+        (x, y.astype("float32")),
         jit_compile=True,
     )
 
 
-def test_weighted_and_unweighted_side_by_side():
+def test_weighted_and_unweighted_side_by_side(K):
     weights = rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32")
     check(
+        K,
         value,
         "mse",
-        lambda: ["accuracy", "mae"],
+        lambda K: ["accuracy", "mae"],
         (*rows_batch(), weights),
-        lambda: ["mae", keras.metrics.Recall(name="recall")],
+        lambda K: ["mae", K.metrics.Recall(name="recall")],
     )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_masked_tokens_are_left_out(weighted):
+def test_masked_tokens_are_left_out(K, weighted):
     batch = tokens_batch()
     if weighted:
         batch = (*batch, rng.choice([0.0, 0.5, 2.0], size=(ROWS, TIME)).astype("float32"))
     check(
+        K,
         classifier,
         "sparse_categorical_crossentropy",
-        lambda: ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)],
+        lambda K: ["accuracy", K.metrics.SparseTopKCategoricalAccuracy(2)],
         batch,
-        lambda: ["sparse_categorical_crossentropy"] if weighted else [],
+        lambda K: ["sparse_categorical_crossentropy"] if weighted else [],
         jit_compile=weighted,
     )
 
@@ -117,7 +121,7 @@ def test_masked_tokens_are_left_out(weighted):
 def test_a_weight_per_row_holds_for_each_of_its_tokens():
     x, y = tokens_batch()
     weights = rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32")
-    model = classifier()
+    model = classifier(keras)
     trainer = fa.Trainer(
         model, "sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"], jit_compile=False
     )
@@ -127,33 +131,35 @@ def test_a_weight_per_row_holds_for_each_of_its_tokens():
     np.testing.assert_allclose(found["accuracy"], (right * factors).sum() / factors.sum(), rtol=1e-5)
 
 
-def test_of_several_outputs_by_name():
-    def make_model():
-        keras.utils.set_random_seed(2)
-        x = keras.Input((2,))
-        return keras.Model(
+def test_of_several_outputs_by_name(K):
+    def make_model(K):
+        K.utils.set_random_seed(2)
+        x = K.Input((2,))
+        return K.Model(
             x,
             {
-                "one": keras.layers.Dense(1, name="one")(x),
-                "two": keras.layers.Dense(CLASSES, "softmax", name="two")(x),
+                "one": K.layers.Dense(1, name="one")(x),
+                "two": K.layers.Dense(CLASSES, "softmax", name="two")(x),
             },
         )
 
     x, y = rows_batch()
     check(
+        K,
         make_model,
         {"one": "mse", "two": "sparse_categorical_crossentropy"},
-        lambda: {"one": ["mae"], "two": ["accuracy", "sparse_categorical_crossentropy"]},
+        lambda K: {"one": ["mae"], "two": ["accuracy", "sparse_categorical_crossentropy"]},
         (x, {"one": x[:, :1] ** 2, "two": y[:, 0]}),
     )
 
 
-def test_with_one_value_for_each_class():
+def test_with_one_value_for_each_class(K):
     x, y = tokens_batch()
     check(
-        lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(CLASSES, "softmax")]),
+        K,
+        lambda K: K.Sequential([K.Input((2,)), K.layers.Dense(CLASSES, "softmax")]),
         "categorical_crossentropy",
-        lambda: [keras.metrics.F1Score()],
+        lambda K: [K.metrics.F1Score()],
         (x[:, 0], np.eye(CLASSES, dtype="float32")[y[:, 0]]),
     )
 
@@ -174,14 +180,14 @@ class Total(keras.Metric):
 
 
 def test_a_metric_that_ignores_weights_sees_no_row_that_pads():
-    check(value, "mse", lambda: [Total()], rows_batch())
+    check(keras, value, "mse", lambda K: [Total()], rows_batch())
 
 
 def test_a_function_per_row_and_one_per_batch():
     def off(y_true, y_pred):
         return tf.abs(tf.cast(y_true, tf.float32) - y_pred)[:, 0]
 
-    check(value, "mse", lambda: [off], rows_batch())
+    check(keras, value, "mse", lambda K: [off], rows_batch())
 
     def worst(y_true, y_pred):
         return tf.reduce_max(off(y_true, y_pred))
