@@ -23,7 +23,7 @@ import tensorflow as tf
 
 # By the class that defines the sparse form. What does the same to every row as the dense form, what does nothing at all
 # to other rows (kernels mostly, which XLA lacks), and what must be asked.
-_DENSE = {"Adagrad", "Adam", "COCOB", "LAMB", "NonFusedAdam", "OptimizerV2", "RMSprop", "SGD"}
+_DENSE = {"Adagrad", "Adam", "AdamWeightDecay", "COCOB", "LAMB", "NonFusedAdam", "OptimizerV2", "RMSprop", "SGD"}
 _NOTHING = {"Adadelta", "Adagrad", "ConditionalGradient", "Ftrl", "NovoGrad", "ProximalAdagrad", "with momentum"}
 _TO_ASK = {"AdaBelief", "Adam", "Adamax", "LazyAdam", "NonFusedAdam", "Nadam", "RMSprop", "RectifiedAdam", "Yogi"}
 
@@ -80,7 +80,8 @@ class _Forms:
         self.to_others: Literal["as dense", "nothing", "ask"]
         if getattr(optimizer, "_momentum", False) and family in ("SGD", "RMSprop"):
             family = "with momentum"
-        theirs = all(f.__module__.split(".")[0] in ("tf_keras", "tensorflow_addons") for f in (own_dense, own_sparse))
+        packages = ("tf_keras", "tensorflow_addons", "transformers")
+        theirs = all(f.__module__.split(".")[0] in packages for f in (own_dense, own_sparse))
         if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
             self.to_others = "as dense"
         elif theirs and family == "SGD":  # whose sparse form goes past that of the weight decay

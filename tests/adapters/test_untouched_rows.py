@@ -163,7 +163,7 @@ def test_every_class_of_theirs_is_known():
     classes = [c for m in (tf_keras().legacy, addons.optimizers) for c in vars(m).values() if isinstance(c, type)]
     families = {c.__name__ for c in classes if "_resource_apply_sparse" in vars(c)}
     wrappers = {"AveragedOptimizerWrapper", "DecoupledWeightDecayExtension", "Lookahead"}
-    not_exported = {"NonFusedAdam", "with momentum"}
+    not_exported = {"NonFusedAdam", "with momentum", "AdamWeightDecay"}  # the last is Hugging Face's
     known = untouched_rows._DENSE | untouched_rows._NOTHING | untouched_rows._TO_ASK
     assert families - wrappers == known - not_exported
 

@@ -1,9 +1,14 @@
 """Hugging Face's TF models (transformers < 5, tf_keras): a loss given, and the model's own."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
+from zoo import Case, Steps, row
 
+import fastaccum as fa
 from fastaccum.adapters import huggingface
 
 transformers = pytest.importorskip("transformers")
@@ -12,7 +17,7 @@ VOCABULARY, ROWS, TIME = 40, 6, 8
 TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 32,
     "max_position_embeddings": 32,
@@ -32,7 +37,7 @@ def gpt2(head="LMHeadModel", **config):
             vocab_size=VOCABULARY,
             n_positions=32,
             n_embd=16,
-            n_layer=2,
+            n_layer=1,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -41,6 +46,35 @@ def gpt2(head="LMHeadModel", **config):
             **config,
         )
     )
+
+
+def distilbert(head, **config):
+    return getattr(transformers, f"TFDistilBertFor{head}")(
+        transformers.DistilBertConfig(
+            vocab_size=VOCABULARY,
+            dim=16,
+            hidden_dim=32,
+            n_layers=1,
+            n_heads=2,
+            max_position_embeddings=32,
+            dropout=0.0,
+            attention_dropout=0.0,
+            seq_classif_dropout=0.0,
+            initializer_range=0.2,
+            **config,
+        )
+    )
+
+
+def vit():
+    config = {name: value for name, value in TINY.items() if name not in ("vocab_size", "max_position_embeddings")}
+    return transformers.TFViTForImageClassification(
+        transformers.ViTConfig(**config, image_size=16, patch_size=8, num_labels=3)
+    )
+
+
+def images():
+    return np.random.default_rng(3).normal(size=(ROWS, 3, 16, 16)).astype("float32")
 
 
 def text(rows=ROWS, time=TIME):
@@ -63,6 +97,303 @@ def words(x, share=1.0, ignored=-100, of=VOCABULARY):
 
 def classes(n=3):
     return np.random.default_rng(2).integers(0, n, ROWS).astype("int64")
+
+
+def cross_entropy(**options):
+    return tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+FAMILY = "Hugging Face"
+
+
+@row(FAMILY, "BERT, sequence classification: loss given", quick=True)
+def test_bert_classes():
+    return Case(
+        bert("SequenceClassification", num_labels=3), text(), classes(), loss=cross_entropy(), metrics=["accuracy"]
+    )
+
+
+@row(FAMILY, "BERT, sequence classification: loss given, weights, ragged tail")
+def test_bert_weights():
+    weights = np.array([1.0, 0.5, 0.0, 2.0, 1.0, 3.0], "float32")
+    return Case(
+        bert("SequenceClassification", num_labels=3),
+        text(),
+        classes(),
+        sample_weight=weights,
+        loss=cross_entropy(),
+        weighted_metrics=["accuracy"],
+        micro_batches=4,
+    )
+
+
+@row(FAMILY, "BERT, token classification: loss given, labels of -100 by ignore_class")
+def test_bert_tokens():
+    x = text()
+    model = bert("TokenClassification", num_labels=5)
+    return Case(model, x, words(x, of=5), loss=cross_entropy(ignore_class=-100), micro_batches=3)
+
+
+KEYS = "the keys' biases have gradients of 0 (a softmax over keys): 2e-10 of rounding in both steps"
+NO_GRADIENT = "the last layer's bias has a gradient of 0 (a softmax over time): 3e-9 of rounding in both steps"
+
+
+@row(FAMILY, "BERT, question answering: losses given", tolerance=3e-4, note=NO_GRADIENT)
+def test_bert_answers():
+    y = {"start_logits": classes(), "end_logits": classes() + 1}
+    return Case(
+        bert("QuestionAnswering"), text(), y, loss={"start_logits": cross_entropy(), "end_logits": cross_entropy()}
+    )
+
+
+@row(FAMILY, "GPT-2, language model: loss given, weights per token")
+def test_gpt2_words():
+    x = text()
+    y, weights = np.roll(x["input_ids"], -1, axis=1), np.roll(x["attention_mask"], -1, axis=1).astype("float32")
+    return Case(gpt2(use_cache=False), x, y, weights, loss=cross_entropy())
+
+
+@row(FAMILY, "GPT-2, language model: loss given, past_key_values among the outputs")
+def test_gpt2_cache():
+    x = text()
+    return Case(gpt2(), x, np.roll(x["input_ids"], -1, axis=1), loss=cross_entropy())
+
+
+@row(FAMILY, "DistilBERT, sequence classification: loss given")
+def test_distilbert_classes():
+    return Case(distilbert("SequenceClassification", num_labels=3), text(), classes(), loss=cross_entropy())
+
+
+@row(FAMILY, "RoBERTa, sequence classification: loss given")
+def test_roberta_classes():
+    config = transformers.RobertaConfig(**TINY, num_labels=3)
+    return Case(transformers.TFRobertaForSequenceClassification(config), text(), classes(), loss=cross_entropy())
+
+
+@row(FAMILY, "ViT, image classification: loss given", tolerance=3e-5, note=KEYS)
+def test_vit_classes():
+    x = {"pixel_values": images()}
+    return Case(vit(), x, classes(), loss=cross_entropy(), metrics=["accuracy"])
+
+
+@row(FAMILY, "BERT, sequence classification: its own loss", mixed=True, quick=True)
+def test_bert_classes_own():
+    return Case(bert("SequenceClassification", num_labels=3), text(), classes(), micro_batches=4)
+
+
+@row(FAMILY, "BERT, masked language model: its own loss, labels of -100", quick=True)
+def test_bert_masked():
+    x = text()
+    return Case(bert("MaskedLM"), {**x, "labels": words(x, 0.3)}, micro_batches=3)
+
+
+@row(FAMILY, "BERT, token classification: its own loss, labels of -100 as y")
+def test_bert_tokens_own():
+    x = text()
+    return Case(bert("TokenClassification", num_labels=5), x, words(x, of=5), micro_batches=3)
+
+
+@row(FAMILY, "BERT, question answering: its own loss", tolerance=3e-4, note=NO_GRADIENT)
+def test_bert_answers_own():
+    return Case(bert("QuestionAnswering"), {**text(), "start_positions": classes(), "end_positions": classes() + 1})
+
+
+@row(FAMILY, "BERT, pretraining of words and sentences: its own loss of two means")
+def test_bert_pretraining():
+    x = text()
+    sentences = np.array([0, 1, -100, 1, -100, -100])
+    return Case(bert("PreTraining"), {**x, "labels": words(x), "next_sentence_label": sentences}, micro_batches=3)
+
+
+@row(FAMILY, "BERT, regression: its own loss")
+def test_bert_regression():
+    model = bert("SequenceClassification", num_labels=1)
+    return Case(model, text(), classes().astype("float32"))
+
+
+@row(FAMILY, "GPT-2, language model: its own loss, shifted labels of -100", mixed=True, quick=True)
+def test_gpt2_own():
+    x = text()
+    return Case(gpt2(), {**x, "labels": words(x)}, micro_batches=3)
+
+
+@row(FAMILY, "GPT-2, sequence classification: its own loss")
+def test_gpt2_classes():
+    return Case(gpt2("ForSequenceClassification", num_labels=3, pad_token_id=0), text(), classes())
+
+
+@row(FAMILY, "DistilBERT, masked language model: its own loss")
+def test_distilbert_masked():
+    x = text()
+    return Case(distilbert("MaskedLM"), {**x, "labels": words(x, 0.3)})
+
+
+@row(FAMILY, "T5: its own loss, labels of -100")
+def test_t5():
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    x = text()
+    return Case(transformers.TFT5ForConditionalGeneration(config), {**x, "labels": words(x)}, micro_batches=3)
+
+
+@row(
+    FAMILY,
+    "BART, summarisation: its own loss, labels of -100",
+    tolerance=3e-5,
+    note=KEYS,
+)
+def test_bart():
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=32,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        forced_eos_token_id=2,
+        init_std=0.2,
+    )
+    x = text()
+    return Case(transformers.TFBartForConditionalGeneration(config), {**x, "labels": words(x)}, micro_batches=3)
+
+
+@row(FAMILY, "OPT, language model: its own loss")
+def test_opt():
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        ffn_dim=32,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
+        dropout=0.0,
+        attention_dropout=0.0,
+        pad_token_id=0,
+    )
+    x = text()
+    return Case(transformers.TFOPTForCausalLM(config), {**x, "labels": words(x)})
+
+
+@row(FAMILY, "ALBERT, masked language model with one block for all layers: its own loss")
+def test_albert():
+    config = transformers.AlbertConfig(**TINY, embedding_size=8, classifier_dropout_prob=0.0)
+    x = text()
+    return Case(transformers.TFAlbertForMaskedLM(config), {**x, "labels": words(x, 0.3)})
+
+
+@row(FAMILY, "ELECTRA, discriminator as sequence classification: its own loss")
+def test_electra():
+    config = transformers.ElectraConfig(**TINY, embedding_size=8, num_labels=3)
+    return Case(transformers.TFElectraForSequenceClassification(config), text(), classes())
+
+
+@row(FAMILY, "ViT, image classification: its own loss", tolerance=3e-5, note=KEYS)
+def test_vit_own():
+    return Case(vit(), {"pixel_values": images(), "labels": classes()})
+
+
+@row(
+    FAMILY,
+    "SegFormer: its own loss, pixels without a label, batch statistics",
+    tolerance=1e-4,
+    note="the biases before the BatchNormalization have gradients of 0: 7e-10 of rounding in both steps",
+)
+def test_segformer():
+    model, x = _segformer()
+    return _by_micro_batch(model, x, lambda part: float(np.sum(part["labels"] != 3)))
+
+
+@row(
+    FAMILY,
+    "CLIP: a contrastive loss of its own",
+    note="its rows are compared with those of the same micro-batch, as a warning says: compared with a loop over these",
+)
+def test_clip():
+    config = transformers.CLIPConfig(
+        text_config={**TINY, "projection_dim": 8, "eos_token_id": 2},
+        vision_config={**TINY, "image_size": 16, "patch_size": 8, "projection_dim": 8},
+        projection_dim=8,
+    )
+    model, x = transformers.TFCLIPModel(config), {**text(), "pixel_values": images()}
+    return _by_micro_batch(model, x, lambda part: len(part["input_ids"]), warns="by itself", return_loss=True)
+
+
+def _by_micro_batch(model, x, weight, warns=None, **options):
+    """The model's own step by a loop over micro-batches, whose losses count by their weights."""
+    model(x, **options)
+
+    def theirs():
+        total, weights, mean = None, 0.0, 0.0
+        for start in range(0, ROWS, 3):
+            part = {name: value[start : start + 3] for name, value in x.items()}
+            with tf.GradientTape() as tape:
+                loss = weight(part) * tf.reduce_sum(model(part, training=True, **options).loss)
+            each = _arrays(tape.gradient(loss, model.trainable_variables))
+            total = each if total is None else _added(total, each)
+            weights, mean = weights + weight(part), mean + float(loss)
+        variables = model.trainable_variables
+        gradients = [np.broadcast_to(g, v.shape) / weights for g, v in zip(total, variables, strict=True)]
+        pairs = [(tf.cast(g, tf.float32), v) for g, v in zip(gradients, variables, strict=True)]
+        tf_keras.optimizers.SGD(0.1).apply_gradients(pairs)
+        return {"loss": mean / weights}
+
+    def ours():
+        with pytest.warns(UserWarning, match=warns) if warns else contextlib.nullcontext():
+            trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), gradient_accumulation_steps=2)
+            logs = trainer.fit(x, batch_size=3, shuffle=False, verbose=0).history
+        return {"loss": logs["loss"][-1]}
+
+    return Steps(model.trainable_variables, ours, theirs, model.non_trainable_variables)
+
+
+@row(FAMILY, "create_optimizer: AdamWeightDecay with warm-up, no decay of biases and LayerNorm")
+def test_create_optimizer():
+    def make():
+        optimizer, _ = transformers.create_optimizer(
+            1e-2, num_train_steps=20, num_warmup_steps=4, weight_decay_rate=0.1, adam_epsilon=1e-2
+        )
+        optimizer.iterations.assign(2)
+        return optimizer
+
+    return Case(bert("SequenceClassification", num_labels=3), text(), classes(), optimizer=make)
+
+
+@row(FAMILY, "BERT, from tf.data as prepare_tf_dataset makes it: its own loss, and accuracy", quick=True)
+def test_bert_dataset():
+    model, x, y = bert("SequenceClassification", num_labels=3), text(), classes()
+    model(x)
+
+    def data(size):
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+
+    def ours():
+        trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), metrics=["accuracy"], gradient_accumulation_steps=3)
+        logs = trainer.fit(data(2), epochs=1, verbose=0).history
+        return {name: values[-1] for name, values in logs.items()}
+
+    def theirs():
+        model.compile(tf_keras.optimizers.SGD(0.1), metrics=["accuracy"])
+        logs = model.fit(data(ROWS), epochs=1, verbose=0).history
+        return {name: values[-1] for name, values in logs.items()}
+
+    return Steps(model.trainable_variables, ours, theirs)
 
 
 def _segformer():
