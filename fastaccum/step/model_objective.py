@@ -55,7 +55,16 @@ class ModelObjective(Objective):
                 )
         # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
         self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
-        others = [self.own.reduction] if self.own else ["mean"] * self._returned + model.added_reductions
+        added = (
+            model.added_reductions if options.own_loss_reduction == "mean" else ["sum"] * len(model.added_reductions)
+        )
+        others = [self.own.reduction] if self.own else ["mean"] * self._returned + added
+        regularised = [each.name for each in model.layers if getattr(each, "activity_regularizer", None) is not None]
+        if options.own_loss_reduction == "sum" and regularised:
+            raise ValueError(
+                f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means over rows: add "
+                "what they compute by add_loss, as a sum, or as one value for each row, which needs no own_loss_reduction."
+            )
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
         self.reductions = [o.loss.reduction for o in losses.outputs] + list(others)
         self.has_several_terms = len(self.term_weights) > 1 or self.own is not None
@@ -97,7 +106,8 @@ class ModelObjective(Objective):
             terms = self.losses.terms(matched, batch.mask, hidden)
         for reduction in self.model.added_reductions:
             added = self.model.added_loss(reduction)
-            terms.append(Term(added * rows if reduction == "mean" else added, rows))
+            as_mean = reduction == self.options.own_loss_reduction == "mean"
+            terms.append(Term(added * rows if as_mean else added, rows))
         return terms, y_pred
 
     def _own_terms(

@@ -124,6 +124,20 @@ def test_a_sum_over_rows_is_told():
         fa.Trainer(make(), own_loss_reduction="max")
 
 
+def test_added_losses_that_are_sums():
+    def call(self, x):
+        hidden = self.hidden(self.mask(x))
+        self.add_loss(0.05 * tf.reduce_sum(hidden**2))
+        return self.out(hidden)
+
+    for loss in (None, "mse"):
+        error, history, logs = both(keras, lambda: tagger(keras, call=call), loss=loss, own_loss_reduction="sum")
+        assert error < 3e-6 and logs["loss"] == pytest.approx(history["loss"], rel=1e-6)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, activity_regularizer="l2")])
+    with pytest.raises(ValueError, match="own_loss_reduction='sum', but the activity regularisers"):
+        fa.Trainer(model, "sgd", "mse", own_loss_reduction="sum").fit(X[:, 0], Y[:, 0, :1], verbose=0)
+
+
 def test_losses_per_row_within_a_compute_loss_are_summed():
     def call(self, x):
         hidden = self.hidden(self.mask(x))
