@@ -15,7 +15,7 @@ from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
-from fastaccum.adapters.own_loss import TELLING_ROWS, OwnLoss, coupled_rows
+from fastaccum.adapters.own_loss import TELLING_ROWS, OwnLoss, Reduction, coupled_rows
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu, loop
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -55,16 +55,8 @@ class ModelObjective(Objective):
                 )
         # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
         self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
-        added = (
-            model.added_reductions if options.own_loss_reduction == "mean" else ["sum"] * len(model.added_reductions)
-        )
-        others = [self.own.reduction] if self.own else ["mean"] * self._returned + added
-        regularised = [each.name for each in model.layers if getattr(each, "activity_regularizer", None) is not None]
-        if options.own_loss_reduction == "sum" and regularised:
-            raise ValueError(
-                f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means over rows: add "
-                "what they compute by add_loss, as a sum, or as one value for each row, which needs no own_loss_reduction."
-            )
+        self._added = [] if self.own else _added_kinds(model, options.own_loss_reduction)
+        others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
         self.reductions = [o.loss.reduction for o in losses.outputs] + list(others)
         self.has_several_terms = len(self.term_weights) > 1 or self.own is not None
@@ -104,10 +96,9 @@ class ModelObjective(Objective):
             if observe and self.model.takes_targets_apart:
                 self._observe(matched.y_true)
             terms = self.losses.terms(matched, batch.mask, hidden)
-        for reduction in self.model.added_reductions:
+        for reduction, counted_as in zip(self.model.added_reductions, self._added, strict=True):
             added = self.model.added_loss(reduction)
-            as_mean = reduction == self.options.own_loss_reduction == "mean"
-            terms.append(Term(added * rows if as_mean else added, rows))
+            terms.append(Term(added * rows if counted_as == "mean" else added, rows))
         return terms, y_pred
 
     def _own_terms(
@@ -309,6 +300,18 @@ class ModelObjective(Objective):
         penalty = self.penalty()
         loss += 0.0 if penalty is None else float(penalty)
         return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result().items()}}
+
+
+def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
+    """How each kind of the model's added losses counts, where its scalars are over rows what `scalars` says."""
+    if scalars == "mean":
+        return model.added_reductions
+    if regularised := [each.name for each in model.layers if getattr(each, "activity_regularizer", None) is not None]:
+        raise ValueError(
+            f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means over rows: add what "
+            "they compute by add_loss, as a sum, or one value for each row, which needs no own_loss_reduction."
+        )
+    return ["sum"] * len(model.added_reductions)
 
 
 def _weighted(weights: Sequence[float], terms: Sequence[Term], denominators: Sequence[tf.Tensor]) -> tf.Tensor:
