@@ -67,7 +67,7 @@ class Model:
             # Functional models ask layers for their specs without casting what they are given, as a call does.
             traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
             outputs = tf.nest.map_structure(
-                lambda t: keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
+                lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
             )
         if self.may_add_losses:
             self._note_calls(

@@ -40,14 +40,13 @@ class Outputs:
         self.legacy, self._paths = legacy, list[tuple]()
         self._tree = self._positions(y_pred)
         if len(names) != len(self._paths):
-            names = [_pseudo_name(p) if legacy else f"output_{i}" for i, p in enumerate(self._paths)]
-        if not legacy and isinstance(self._tree, dict) and all(len(path) == 1 for path in self._paths):
+            names = [_pseudo_name(p) if legacy else _key(p, f"output_{i}") for i, p in enumerate(self._paths)]
+        elif not legacy and isinstance(self._tree, dict) and all(len(path) == 1 for path in self._paths):
             names = [path[0] for path in self._paths]
-        self.names = list(names)
-        self.log_names = self.names
+        self.names = self.log_names = list(names)
         if not legacy:
-            own = [n if not p or isinstance(p[-1], int) else p[-1] for n, p in zip(names, self._paths, strict=True)]
-            self.log_names = ["/".join(map(str, (*p[:-1], n))) for n, p in zip(own, self._paths, strict=True)]
+            parts = [(*p[:-1], _key(p, name)) for name, p in zip(names, self._paths, strict=True)]
+            self.log_names = ["/".join(map(str, each)) for each in parts]
         self.specs = self.predictions(y_pred)
         self._with_loss = sorted(self.placed(loss, "loss", True, several=True))
 
@@ -149,6 +148,11 @@ def _leaves(tree: Any) -> Iterator[int]:
 
 def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and not value)
+
+
+def _key(path: tuple, default: str) -> str:
+    """The key at the end of a path, or `default` where that is a number."""
+    return default if not path or isinstance(path[-1], int) else path[-1]
 
 
 def _pseudo_name(path: tuple) -> str:

@@ -59,7 +59,7 @@ class ModelObjective(Objective):
         others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
         self.reductions = [o.loss.reduction for o in losses.outputs] + list(others)
-        self.has_several_terms = len(self.term_weights) > 1 or self.own is not None
+        self.has_several_terms = len(self.term_weights) > 1 or self.own is not None or bool(losses.log_names)
         self.running = RunningState(
             losses.log_names,
             metrics,

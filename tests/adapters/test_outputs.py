@@ -150,3 +150,41 @@ def test_none_among_targets_and_weights(K):
     pipeline = pipeline.map(lambda x, y, z, w: (x, (y, None, z), (w, None, None)))
     trainer = fa.Trainer(build(), K.optimizers.SGD(0.01), gradient_accumulation_steps=3, jit_compile=False, **compiled)
     assert trainer.fit(pipeline, verbose=0).history["loss"] == pytest.approx([logs["loss"]], rel=1e-5)
+
+
+def decoder(K):
+    """Returns what the next call would need beside the logits, as decoders do; of it nothing has a loss."""
+
+    class Decoder(K.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = K.layers.Dense(2, kernel_initializer="ones")
+
+        def call(self, x):
+            h = self.dense(x)
+            return {"logits": h, "cache": ((h, h[:, :1]), (tf.stack([h, h]), None)), "scale": tf.reduce_sum(h)}
+
+    return Decoder()
+
+
+@pytest.mark.parametrize("y", [Y, {"logits": Y}], ids=["one", "by name"])
+def test_outputs_without_a_loss_may_be_any_nest(K, y):
+    plain = K.Sequential([K.Input((4,)), K.layers.Dense(2, kernel_initializer="ones")])
+    plain.compile("sgd", "mse", metrics=["mae"], jit_compile=False)
+    expected = plain.train_on_batch(X, Y, return_dict=True)
+    loss, metrics = {"logits": "mse"}, {"logits": ["mae"]}
+    options = {"gradient_accumulation_steps": 3, "jit_compile": False}
+    trainer = fa.Trainer(decoder(K), K.optimizers.SGD(0.01), loss, metrics, **options)
+    history = trainer.fit(X, y, batch_size=4, shuffle=False, verbose=0).history
+    for ours, theirs in zip(trainer.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    logged = history["loss"] + history["logits_mae"]
+    assert logged == pytest.approx([expected["loss"], expected["mae"]], rel=1e-5)
+    # tf_keras logs the loss of an output even where it is the only one.
+    assert history.get("logits_loss") == (None if K is keras else history["loss"])
+
+
+def test_one_loss_of_several_outputs_is_logged_as_in_keras(K):
+    # By name Keras 3 wants one for every output.
+    y, loss = ([Y, Z, W], ["mse", None, None]) if K is keras else ({"p": Y}, {"p": "mse"})
+    assert_as_keras(lambda: model_of(K, lambda p, q, r: [p, q, r]), y, loss=loss)
