@@ -330,6 +330,11 @@ class _AddonsMulti(Optimizer):
     def needs_lookups(self) -> bool:
         return any(inner.needs_lookups for inner, _ in self._groups)
 
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        parts = [{"weights": len(names), **inner.config} for inner, names in self._groups]
+        return {"class": type(self.optimizer).__name__, "optimizers": parts}
+
     @contextlib.contextmanager
     def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> Iterator[None]:
         with contextlib.ExitStack() as scopes:
