@@ -43,7 +43,7 @@ class Model:
         # How the losses that a forward pass adds count: a scalar as the rows' mean, one per row as a sum, as in
         # Keras. Known once the model has been called.
         self.added_reductions: list[str] = []
-        # Known then too: the variables, Keras's and others, that the forward pass of a step assigns.
+        # Known then too: the variables, Keras's and others, that a forward pass assigns.
         self._assigned: list[Any] = []
 
     @property
@@ -258,8 +258,8 @@ class Model:
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
             traced = tf.function(self.__call__, autograph=False).get_concrete_function(x, training=training)
-            if training:
-                self._assigned = _assigned(traced.graph, self.model.variables)
+            assigned = [*self._assigned, *_assigned(traced.graph, self.model.variables)]
+            self._assigned = list({id(v): v for v in assigned}.values())
             self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self._added_losses())})
         return traced.structured_outputs
 

@@ -84,7 +84,8 @@ class OwnLoss:
             if share is None:
                 return loss
             if self.reduction == "mean":  # a loss for each row is summed over all of them, as in Keras
-                return loss / tf.cast(share, loss.dtype) if len(loss.shape) else loss
+                sums_rows = len(loss.shape) or getattr(loss, "sums_rows", False)
+                return loss / tf.cast(share, loss.dtype) if sums_rows else loss
             return loss * tf.cast(share, loss.dtype) if is_regularizer else loss
 
         with self._model.own_losses(None if compiled is None else once, rescaled):
