@@ -15,7 +15,7 @@ from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
-from fastaccum.adapters.own_loss import TELLING_ROWS, OwnLoss, Reduction, coupled_rows
+from fastaccum.adapters.own_loss import TELLING_ROWS, OwnLoss, Reduction, batch_sum, coupled_rows, marked
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu, loop
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -118,7 +118,7 @@ class ModelObjective(Objective):
 
         def compiled(y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
             nonlocal part
-            matched = self.outputs.matched(y, y_pred, sample_weight)
+            matched = self.outputs.matched(y, y_pred, marked(sample_weight))
             if observe:
                 self._observe(matched.y_true)
             asked.extend(self.losses.terms(matched, None, {}))
@@ -189,15 +189,24 @@ class ModelObjective(Objective):
             return tf.function(forward, autograph=False).get_concrete_function(specs)
 
         try:
-            coupling = coupled_rows(traced(TELLING_ROWS).graph, TELLING_ROWS)
+            graph = traced(TELLING_ROWS).graph
         except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
             traced(None)
             return
+        name = type(self.model.model).__name__
+        normalized = batch_sum(graph, TELLING_ROWS)
+        if normalized is not None and "sum" in self.reductions[: len(self.losses.outputs)]:
+            raise ValueError(
+                f"{name}.compute_loss weights its compiled loss by what it finds in the whole batch ({normalized}), "
+                "and the loss's reduction is 'sum': over micro-batches, each with weights of its own, the sums add up "
+                "to something else. Write the step with fastaccum.TrainStep, whose loss function returns "
+                "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
+            )
+        coupling = coupled_rows(graph, TELLING_ROWS) or normalized
         if coupling is not None:
             warnings.warn(
-                f"{type(self.model.model).__name__} compares the rows of a batch with each other ({coupling}): that "
-                "loss is of each micro-batch as if it were the batch: batch_size says how many rows are compared, not "
-                "gradient_accumulation_steps.",
+                f"{name} compares the rows of a batch with each other ({coupling}): that loss is of each micro-batch "
+                "as if it were the batch: batch_size says how many rows are compared, not gradient_accumulation_steps.",
                 stacklevel=2,
             )
 

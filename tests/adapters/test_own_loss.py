@@ -261,6 +261,31 @@ def test_a_loss_that_compares_rows_warns():
         fa.Trainer(model, "sgd", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
 
 
+def share_of_positives(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
+    positive = tf.cast(y[..., 0] > 0, tf.float32)
+    return keras.Model.compute_loss(self, x, y, y_pred, positive / tf.reduce_sum(positive), **options)
+
+
+def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
+    """As a detector's, by its positives: the sum over micro-batches is as many times the batch's."""
+    model = tagger(keras, compute_loss=share_of_positives)
+    before = weights(model)
+    trainer = fa.Trainer(model, "sgd", keras.losses.MeanSquaredError("sum"), jit_compile=False)
+    with pytest.raises(ValueError, match=r"Tagger.compute_loss weights its compiled loss by .*reduction is 'sum'"):
+        trainer.fit(X, Y, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(before[0], weights(model)[0])
+    with pytest.warns(UserWarning, match="Tagger compares the rows of a batch"):
+        fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
+
+
+def test_weights_of_single_rows_are_taken_into_a_sum():
+    def weighted(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
+        return keras.Model.compute_loss(self, x, y, y_pred, tf.cast(y[..., 0] > 0, tf.float32), **options)
+
+    loss = keras.losses.MeanSquaredError("sum")
+    assert both(keras, lambda: tagger(keras, compute_loss=weighted), loss=loss)[0] < 3e-6
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_counting_denominators_moves_no_state(family, stateful):
     """Several losses need the full batch's denominators first: the pass that counts them is none of the model's."""
