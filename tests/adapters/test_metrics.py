@@ -183,25 +183,25 @@ def test_a_metric_that_ignores_weights_sees_no_row_that_pads():
     check(keras, value, "mse", lambda K: [Total()], rows_batch())
 
 
-def test_a_function_per_row_and_one_per_batch():
+def test_a_function_per_row_and_one_per_batch(K):
     def off(y_true, y_pred):
         return tf.abs(tf.cast(y_true, tf.float32) - y_pred)[:, 0]
 
-    check(keras, value, "mse", lambda K: [off], rows_batch())
+    check(K, value, "mse", lambda K: [off], rows_batch())
 
     def worst(y_true, y_pred):
         return tf.reduce_max(off(y_true, y_pred))
 
-    model = value()
+    model = value(K)
     x, y = rows_batch()
-    trainer = fa.Trainer(model, "sgd", "mse", metrics=[worst], jit_compile=False)
+    trainer = fa.Trainer(model, K.optimizers.SGD(), "mse", metrics=[worst], jit_compile=False)
     found = trainer.evaluate(x, y, 4, verbose=0, return_dict=True)["worst"]
     errors = np.abs(model.predict(x, verbose=0) - y)
     # As in Keras: the mean of the batches' values.
     np.testing.assert_allclose(found, np.mean([errors[i : i + 4].max() for i in range(0, ROWS, 4)]), rtol=1e-5)
 
 
-def test_a_function_may_return_a_number():
+def test_a_function_may_return_a_number(K):
     def steps(y_true, y_pred):
         return 3.0
 
@@ -209,9 +209,11 @@ def test_a_function_may_return_a_number():
         return np.float32(2.0)
 
     x, y = rows_batch()
-    model = value()
+    model = value(K)
     model.compile("sgd", "mse", metrics=[steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False)
-    trainer = fa.Trainer(value(), "sgd", "mse", [steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False)
+    trainer = fa.Trainer(
+        value(K), K.optimizers.SGD(), "mse", [steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False
+    )
     theirs = model.evaluate(x, y, verbose=0, return_dict=True)
     ours = trainer.evaluate(x, y, verbose=0, return_dict=True)
     assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == 4
@@ -227,9 +229,9 @@ def test_a_name_that_is_taken_gets_a_number_and_an_object_is_given_once():
         fa.Trainer(value(), "sgd", "mse", [mae], weighted_metrics=[mae], jit_compile=False).evaluate(x, y, verbose=0)
 
 
-def test_start_anew_in_every_epoch():
+def test_start_anew_in_every_epoch(K):
     x, y = rows_batch()
-    trainer = fa.Trainer(value(), keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    trainer = fa.Trainer(value(K), K.optimizers.SGD(0.0), "mse", metrics=["mae"], jit_compile=False)
     history = trainer.fit(x, y, 8, epochs=3, validation_data=(x, y), verbose=0).history
     for name in ("mae", "val_mae"):
         np.testing.assert_allclose(history[name], [history["mae"][0]] * 3, rtol=1e-5)
