@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,6 +40,12 @@ def means(model: Any) -> int:
     return 2 if _MEANS_OF_TOKENS.get(_loss_class(model)) is _pretraining else 1
 
 
+def tables(layers: Iterable[Any]) -> list[tuple[Any, int]]:
+    """The layers that look ids up in a table of their own (BERT's kind, no Embedding), and its rows."""
+    own = [layer for layer in layers if type(layer).__name__.endswith("Embeddings") and hasattr(layer, "weight")]
+    return [(each, each.weight.shape[0]) for each in own if "input_ids" in _arguments(each)]
+
+
 def label_names(model: Any) -> list[str]:
     """The arguments of a model's call that take labels."""
     extra = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
@@ -49,17 +55,19 @@ def label_names(model: Any) -> list[str]:
 def with_labels(model: Any, x: Any, y: Any) -> Any:
     """The inputs with the labels of `y` among them, as its `train_step` merges them where it has no other loss.
 
-    Raises ValueError for one `y` where the model takes several labels or none.
+    Raises ValueError for a `y` that is no dict where the model takes several labels or none.
     """
     if y is None:
         return x
     arguments, labels, outputs = _arguments(model), label_names(model), _outputs_of_labels(model)
     x = dict(x) if isinstance(x, Mapping) else {arguments[0]: x}
+    if isinstance(y, (list, tuple)) and len(y) == 1:
+        (y,) = y
     if not isinstance(y, Mapping):
-        if len(labels) != 1:
+        if len(labels) != 1 or isinstance(y, (list, tuple)):
             raise ValueError(
-                f"y is one value, but {type(model).__name__} takes the labels {labels}: pass y as a dict of them, or "
-                "put them among the inputs."
+                f"y is no dict, and {type(model).__name__} takes the labels {labels}: pass y as a dict of them, or put "
+                "them among the inputs."
             )
         return {labels[0]: y, **x}
     argument_of = {output: label for label, output in outputs.items()}
@@ -115,7 +123,10 @@ def observed_losses(model: Any, valid: tf.Tensor | None = None) -> Iterator[Seen
     def observed(*args: Any, **kwargs: Any) -> tf.Tensor:
         given = inspect.signature(original).bind(*args, **kwargs).arguments  # some take the logits first
         if sums is None:
-            terms = [_rows(original(**given), tf.nest.flatten(given)[0].shape[0], valid)]
+            loss, rows = original(**given), tf.nest.flatten(given)[0].shape[0]
+            if rows > 1 and loss.shape.num_elements() == 1:
+                return loss  # reduced by rules of a user's own
+            terms = [_rows(loss, rows, valid)]
         else:
             if getattr(model.config, "tf_legacy_loss", False):
                 raise ValueError(

@@ -462,6 +462,10 @@ class PretrainedModel(LegacyModel):
         return {} if getattr(self.model, "_using_dummy_loss", True) else super().compiled_with
 
     @property
+    def lookups(self) -> list[tuple[Any, int]]:
+        return [*super().lookups, *huggingface.tables(self.layers)]
+
+    @property
     def returned_losses(self) -> int:
         return huggingface.means(self.model)
 
@@ -555,13 +559,15 @@ def _lookup_class(layer: Any) -> Any:
 
 def _observing(layer: Any, observe: Callable[[tf.Tensor], None]) -> Any:
     """A class for an embedding: its own, with one between it and Keras's Embedding that observes the ids."""
-    base = _lookup_class(layer)
+    base = _lookup_class(layer) or type(layer)
 
     def observed(method):
-        def lookup(self, inputs, *args, **kwargs):
-            # Of sparse and ragged ids those that are there.
-            observe(getattr(inputs, "flat_values", getattr(inputs, "values", inputs)))
-            return method(self, inputs, *args, **kwargs)
+        def lookup(self, *args, **kwargs):
+            ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            if ids is not None:
+                # Of sparse and ragged ids those that are there.
+                observe(getattr(ids, "flat_values", getattr(ids, "values", ids)))
+            return method(self, *args, **kwargs)
 
         return lookup
 

@@ -84,6 +84,11 @@ class ModelObjective(Objective):
                 scopes.enter_context(self.model.observed_ids(lambda i, ids: checks.observe(first + i, ids)))
             hidden = scopes.enter_context(self.losses.heads_left_out())
             if self._returned:
+                if any(each is not None for each in tf.nest.flatten(batch.weights)):
+                    raise ValueError(
+                        f"The loss that {type(self.model.model).__name__} returns by itself takes no sample_weight or "
+                        "class_weight: pass a loss to the Trainer."
+                    )
                 y_pred, means = self.model.with_losses(batch.x, _targets(batch), training, batch.mask)
             else:
                 y_pred, means = self.model(batch.x, training=training), []

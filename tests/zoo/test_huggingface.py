@@ -546,3 +546,34 @@ def test_a_loss_of_unknown_denominator_says_so():
     assert float(term.weight_sum) == ROWS
     with huggingface.observed_losses(model) as seen, pytest.raises(ValueError, match="returned no loss"):
         huggingface.terms(model, model(x), seen, ROWS)
+
+
+@pytest.mark.zoo
+def test_what_its_own_loss_does_not_know_is_refused():
+    x, y = text(), classes()
+
+    def fit(x, y, jit_compile=False, **options):
+        trainer = fa.Trainer(bert("SequenceClassification", num_labels=3), "sgd", jit_compile=jit_compile)
+        return trainer.fit(x, y, batch_size=3, verbose=0, **options)
+
+    for weights in ({"sample_weight": np.ones(ROWS)}, {"class_weight": {0: 2.0}}):
+        with pytest.raises(ValueError, match="returns by itself takes no sample_weight or class_weight"):
+            fit(x, y, **weights)
+    with pytest.raises(ValueError, match=r"takes the labels \['labels'\]: pass y as a dict"):
+        fit(x, [y, y])
+    with pytest.raises(ValueError, match="ids given to embedding 'embeddings': values from"):
+        fit({**x, "input_ids": x["input_ids"] + VOCABULARY}, y, jit_compile=True)  # XLA drops the model's own check
+
+
+@pytest.mark.zoo
+def test_a_loss_of_ones_own_that_is_a_scalar_counts_as_a_mean_with_a_warning():
+    class Own(transformers.TFBertForSequenceClassification):
+        def hf_compute_loss(self, labels, logits):
+            return 2 * tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+
+    model, x, y = Own(transformers.BertConfig(**TINY, num_labels=3)), text(), classes()
+    expected = float(model({**x, "labels": y}).loss)
+    trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), gradient_accumulation_steps=2, jit_compile=False)
+    with pytest.warns(UserWarning, match="Own reduces its loss to a scalar by itself"):
+        history = trainer.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert history.history["loss"] == pytest.approx([expected], rel=1e-5)
