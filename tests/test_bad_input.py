@@ -491,6 +491,7 @@ def test_a_layer_with_an_op_that_xla_has_not_is_named(function):
 def test_layers_that_keras_would_recompute_otherwise_are_named():
     with keras.RematScope("full"):
         dropped, dense = keras.layers.Dropout(0.5, name="dropped"), keras.layers.Dense(3, name="recomputed")
+        half = keras.layers.Conv1D(3, 2, name="half", dtype="mixed_bfloat16")
     with keras.RematScope("activations"):
         fine = keras.layers.Dense(3, "tanh")
     for layer, message in ((dropped, r"dropped \(Dropout\).*RematScope"), (dense, r"recomputed \(Dense\).*LayerStack")):
@@ -498,6 +499,9 @@ def test_layers_that_keras_would_recompute_otherwise_are_named():
         trainer._optimizer.build(trainer.model.trainable_variables)
         with refused(trainer, ValueError, message):
             trainer.fit(X, Y, batch_size=4, verbose=0)
+    convolved = [keras.layers.Reshape((4, 1)), half, keras.layers.Flatten(), keras.layers.Dense(1)]
+    with pytest.raises(ValueError, match=r"half \(Conv1D\).*mixed precision"):
+        make_trainer(keras.Sequential([keras.Input((4,)), *convolved])).fit(X, Y, verbose=0)
     make_trainer(keras.Sequential([keras.Input((4,)), fine, keras.layers.Dense(1)])).fit(X, Y, verbose=0)
 
 

@@ -37,14 +37,15 @@ def explained(model: Model) -> Iterator[None]:
     """Within the scope, XLA's refusal of an operation becomes a ValueError that names the layer."""
     try:
         yield
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         layers = [_called(layer) for layer in model.recomputed_layers]
-        if not layers or "custom_gradient decorator currently supports keyword" not in str(error):
+        signs = "custom_gradient decorator currently supports keyword", "that does not match type"
+        if not layers or not any(sign in str(error) for sign in signs):
             raise
         raise ValueError(
-            f"{', '.join(layers)} were made under keras.RematScope, by which Keras recomputes no layer in a graph that "
-            "is called with keyword arguments, as most are with `training`. Make them outside of it, or under "
-            "RematScope('activations'); fastaccum.kernels.LayerStack recomputes layers of one kind."
+            f"{', '.join(layers)} were made under keras.RematScope. In a graph, Keras recomputes none called "
+            "with keyword arguments, as most are with `training`, nor any of mixed precision. Make them outside of it, "
+            "or under RematScope('activations'); fastaccum.kernels.LayerStack recomputes layers of one kind."
         ) from error
     except tf.errors.InvalidArgumentError as error:
         refusals = {
