@@ -255,6 +255,8 @@ class Model:
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
     def _note_calls(self, x: Any) -> Any:
+        for layer in self.layers:
+            _require_sum_over_rows(layer)
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
             traced = tf.function(self.__call__, autograph=False).get_concrete_function(x, training=training)
@@ -369,8 +371,6 @@ class LegacyModel(Model):
             self.model(
                 tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x), training=False
             )
-        for layer in self.layers:
-            _require_sum_over_rows(layer)
         # Not called with numbers, which would move the state of a model that has some.
         outputs = self._note_calls(
             tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
@@ -518,11 +518,11 @@ def _plain(variables: list[Any]) -> list[tf.Variable]:
 
 
 def _require_sum_over_rows(layer: Any) -> None:
-    """Raises ValueError for an activity regulariser of a user's that is a mean over rows, which tf_keras divides by the
-    number of rows once more: that of each micro-batch.
+    """Raises ValueError for an activity regulariser of a user's that is a mean over rows where Keras takes a sum, which
+    it divides by their number: its strength would depend on how the rows are cut.
     """
     regularizer = getattr(layer, "activity_regularizer", None)
-    if regularizer is None or type(regularizer).__module__.startswith("tf_keras."):
+    if regularizer is None or type(regularizer).__module__.startswith(("keras.", "tf_keras.")):
         return
     try:
         one, two = (float(regularizer(tf.fill([rows, 4], 0.5))) for rows in (1, 2))
@@ -531,9 +531,9 @@ def _require_sum_over_rows(layer: Any) -> None:
     if one == two != 0.0 or type(regularizer).__name__ == "KLDivergenceRegularizer":
         name = getattr(regularizer, "__name__", type(regularizer).__name__)
         raise ValueError(
-            f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows, which tf_keras divides by "
-            "the number of rows once more: its strength would be that of the micro-batch's size. Let it return a sum "
-            "over rows, or add the mean in a layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does."
+            f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows where Keras takes a sum: its "
+            "strength would depend on the micro-batch's size. Let it return a sum over rows, or add the mean in a "
+            "layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does."
         )
 
 

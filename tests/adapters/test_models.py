@@ -137,11 +137,15 @@ def test_losses_that_tf_keras_layers_add_are_those_of_the_last_call(tf_keras):
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
 
 
-def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(tf_keras):
+@pytest.mark.parametrize("family", ["keras", "tf_keras"])
+def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(family):
+    layers = pytest.importorskip(family).layers
+
     def sparse(activations):
         return tf.reduce_mean(tf.abs(activations))
 
-    model = legacy(tf_keras, tf_keras.layers.Dense(4, activity_regularizer=sparse, name="codes"))
+    codes = layers.Dense(4, activity_regularizer=sparse, name="codes")
+    model = pytest.importorskip(family).Sequential([layers.Input((6,)), codes, layers.Dense(1)])
     with pytest.raises(ValueError, match="activity_regularizer sparse of layer 'codes' is a mean over rows"):
         fa.Trainer(model, "sgd", "mse").fit(X, Y, verbose=0)
 
