@@ -197,6 +197,8 @@ class Trainer:
         or statistics that were not finite). Logs reach batch callbacks as a mapping that waits for the step only when
         it is read.
 
+        A KerasHub task that has a preprocessor is given its raw inputs, which keep their order, as in its own `fit`.
+
         Shuffling follows `keras.utils.set_random_seed`. As in Keras, data that ends before `steps_per_epoch` ends the
         epoch, with a warning.
 
@@ -478,7 +480,7 @@ class Trainer:
     ) -> Training:
         """What a checkpoint needs to know of a fit."""
         variables = {
-            "model": [*self.model.variables, *self._model.state],
+            "model": [*self._model.variables, *self._model.state],
             "optimizer": self._optimizer.variables,
             "loss_scale": self.loss_scale.variables,
             "step": running.variables,

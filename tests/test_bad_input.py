@@ -262,6 +262,10 @@ def used_up():
     return generator
 
 
+def distributed():
+    return tf.distribute.MirroredStrategy(["CPU:0"]).experimental_distribute_dataset(dataset(X, Y).batch(2))
+
+
 @pytest.mark.parametrize(
     "make, options, error, match",
     [
@@ -285,6 +289,7 @@ def used_up():
         (lambda: batches(0), {}, ValueError, r"empty|no batch|no data"),
         (used_up, {}, ValueError, r"empty|no batch|no data"),
         (lambda: Batches(), {"y": Y}, ValueError, r"leave them out"),
+        (distributed, {}, TypeError, r"x is a DistributedDataset: pass the tf.data.Dataset itself"),
     ],
 )
 def test_datasets_that_do_not_fit(trainer, make, options, error, match):

@@ -186,6 +186,11 @@ class Model:
         return [v.value for layer in self.layers for metric in layer._metrics for v in metric.variables]
 
     @property
+    def variables(self) -> list[Any]:
+        """All of its variables. tf_keras also lists the vocabularies of lookups, which are none."""
+        return [v for v in self.model.variables if isinstance(v, (keras.Variable, tf.Variable))]
+
+    @property
     def trainable_variables(self) -> list[Any]:
         """What the optimizer trains, in the form that an optimizer of the same family takes."""
         return self.model.trainable_variables
@@ -260,7 +265,7 @@ class Model:
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
             traced = tf.function(self.__call__, autograph=False).get_concrete_function(x, training=training)
-            assigned = [*self._assigned, *_assigned(traced.graph, self.model.variables)]
+            assigned = [*self._assigned, *_assigned(traced.graph, self.variables)]
             self._assigned = list({id(v): v for v in assigned}.values())
             self.added_reductions = sorted({*self.added_reductions, *map(_reduction, self._added_losses())})
         return traced.structured_outputs

@@ -102,6 +102,28 @@ def test_a_train_step_takes_text_without_xla(expected_of_text):
     assert trainer.predict(tf.constant(TEXT), verbose=0).shape == (12, 1)
 
 
+def test_a_tf_keras_model_encodes_text_without_xla():
+    tf_keras = pytest.importorskip("tf_keras")
+
+    def model():
+        vectorize = tf_keras.layers.TextVectorization(max_tokens=8, output_sequence_length=3)
+        vectorize.adapt(TEXT)
+        inputs = tf_keras.Input((1,), dtype=tf.string)
+        h = tf_keras.layers.Embedding(8, 3, embeddings_initializer=tf_keras.initializers.RandomUniform(seed=1))(
+            vectorize(inputs)
+        )
+        return tf_keras.Model(inputs, tf_keras.layers.Dense(1, kernel_initializer="ones")(tf_keras.layers.Flatten()(h)))
+
+    theirs = model()
+    theirs.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    expected = theirs.fit(TEXT.astype(object)[:, None], Y, batch_size=12, verbose=0).history["loss"]
+    optimizer = tf_keras.optimizers.SGD(0.1)
+    ours = fa.Trainer(model(), optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)
+    assert ours.fit(TEXT[:, None], Y, batch_size=4, verbose=0).history["loss"] == pytest.approx(expected, rel=1e-5)
+    for a, b in zip(ours.model.trainable_variables, theirs.trainable_variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_text_that_xla_cannot_hold_says_what_to_do():
     with pytest.raises(ValueError, match=r"text_vectorization.*or pass jit_compile=False"):
         trainer_of(model_of_text())

@@ -2,8 +2,9 @@
 
     .venv/bin/python tests/zoo/keras_suite.py PATH_TO/trainer_test.py [pytest's arguments]
 
-The file is keras/src/trainers/trainer_test.py of the release of Keras that is installed. Cases that fail for a reason
-stand in notes.md, under "Keras's own trainer tests", by name (a `*` stands for any ending); all others must pass.
+The file is keras/src/trainers/trainer_test.py of the release of Keras that is installed; it needs jax, torch and grain.
+Cases that fail for a reason stand in notes.md, under "Keras's own trainer tests", by name (a `*` stands for any
+ending); all others must pass.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def causal_lm():
 
 @row("KerasHub", "BERT, text classifier, strings through its own preprocessor")
 def test_bert_from_strings():
-    return Case(classifier(), TEXT, LABELS, loss=cross_entropy(), weighted_metrics=["sparse_categorical_accuracy"])
+    return Case(classifier(), TEXT, LABELS, loss=cross_entropy(), metrics=["sparse_categorical_accuracy"])
 
 
 @row("KerasHub", "GPT-2, causal language model, strings alone", quick=True)
