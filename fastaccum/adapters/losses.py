@@ -173,8 +173,8 @@ def term(
         if not isinstance(loss, FusedHeadLoss):
             dtype = getattr(loss, "dtype", None) or "float32"
             y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
-        if not isinstance(loss, keras.Loss) and y_true.shape.rank == 1 and y_pred.shape[1:] == [1]:
-            y_true = y_true[:, tf.newaxis]  # as tf_keras does, before it calls the loss
+            if not isinstance(loss, keras.Loss) and y_true.shape.rank == 1 and y_pred.shape[1:] == [1]:
+                y_true = y_true[:, tf.newaxis]  # as tf_keras does, before it calls the loss
             _require_same_shape(loss, y_true, y_pred)
         values = loss.call(y_true, y_pred)
     _require_per_example(loss, values, y_pred.shape[0])
