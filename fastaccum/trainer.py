@@ -127,7 +127,7 @@ class Trainer:
         if all(each is None for each in tf.nest.flatten(loss)):
             loss = None
             own_loss.require_any(self._model)
-        self._needs_targets = loss is not None
+        self._needs_targets = loss is not None and not self._model.overrides("compute_loss")
         self._optimizer = optimizers.get(optimizer)
         self._losses = Losses(loss, loss_weights)
         self._metrics = Metrics(metrics, weighted_metrics)

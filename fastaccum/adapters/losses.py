@@ -61,6 +61,12 @@ class Losses:
             if not targets_are_own:
                 raise
             targets = outputs.specs
+        if targets_are_own and self._loss is not None and not tf.nest.flatten(y_true):
+            raise ValueError(
+                "There is no y, so compute_loss makes the targets of its compiled loss by itself, which Trainer cannot "
+                "take over micro-batches. Call a Keras loss in compute_loss, and compile with none; or write the step "
+                "with fastaccum.TrainStep, whose loss function returns (model.compute_loss(...) * rows, rows)."
+            )
         several = len(outputs.names) > 1 and not outputs.legacy  # else Keras takes the first, or refuses them
         weights = outputs.match(self._loss_weights, "loss_weights", True, several)
         for i, of_output in outputs.placed(self._loss, "loss", True, several).items():

@@ -278,6 +278,15 @@ def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
         fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
 
 
+def test_targets_that_compute_loss_makes_for_the_compiled_loss_are_refused():
+    def from_inputs(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
+        return keras.Model.compute_loss(self, x, x[..., :3], y_pred, sample_weight, **options)
+
+    trainer = fa.Trainer(tagger(keras, compute_loss=from_inputs), "sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"There is no y, so compute_loss makes the targets.*fastaccum.TrainStep"):
+        trainer.fit(X, batch_size=4, verbose=0)
+
+
 def test_weights_of_single_rows_are_taken_into_a_sum():
     def weighted(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
         return keras.Model.compute_loss(self, x, y, y_pred, tf.cast(y[..., 0] > 0, tf.float32), **options)
