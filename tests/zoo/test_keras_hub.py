@@ -537,8 +537,8 @@ def test_siglip():
 @row(
     "KerasHub",
     "SigLIP with TrainStep",
-    note="Negatives are those of a micro-batch. Attention over a few patches is nearly uniform, and its query's gradient "
-    "cancels: 2e-5 from float64 in Keras's step and in ours.",
+    note="Negatives are those of a micro-batch. Attention over a few patches is nearly uniform, and its "
+    "query's gradient cancels: 2e-5 from float64 in Keras's step and in ours.",
     tolerance=2e-4,
 )
 def test_siglip_by_hand():
