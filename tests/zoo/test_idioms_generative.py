@@ -66,13 +66,13 @@ def _noisy_vae():
     return [images, noise], _decoder()(z), x
 
 
-@row(FAMILY, "variational autoencoder: KL term by add_loss, reconstruction by loss", mixed=True, quick=True)
+@row(FAMILY, "variational autoencoder: KL term by add_loss, reconstruction by loss", mixed=True)
 def test_vae_add_loss():
     inputs, reconstruction, x = _noisy_vae()
     return Case(keras.Model(inputs, reconstruction), x, x[0], loss="binary_crossentropy", micro_batches=4)
 
 
-@row(FAMILY, "variational autoencoder: both terms by add_loss, no y", quick=True)
+@row(FAMILY, "variational autoencoder: both terms by add_loss, no y")
 def test_vae_add_loss_alone():
     class Reconstruction(layers.Layer):
         def call(self, x, reconstruction):
@@ -120,7 +120,7 @@ class VAE(keras.Model):
         return reconstruction_loss + ops.mean(ops.sum(kl_loss, axis=1))
 
 
-@row(FAMILY, "variational autoencoder: overridden compute_loss, no y", mixed=True, quick=True)
+@row(FAMILY, "variational autoencoder: overridden compute_loss, no y", mixed=True)
 def test_vae_compute_loss():
     noise = np.random.default_rng(1).normal(size=(10, 2)).astype("float32")
     return Case(VAE(), [_images(10), noise], micro_batches=4)

@@ -30,7 +30,7 @@ def _inputs():
     return inputs | {name: keras.Input((), name=name, dtype="float32") for name in NUMBERS}
 
 
-@row(FAMILY, "wide, deep and cross network: a dict of features, sample weights", mixed=True, quick=True)
+@row(FAMILY, "wide, deep and cross network: a dict of features, sample weights", mixed=True)
 def test_wide_and_deep():
     inputs = _inputs()
     embedded, numbers = _encoded(inputs)
@@ -105,7 +105,7 @@ def _feature_space():
     return feature_space, dataset, raw, y
 
 
-@row(FAMILY, "FeatureSpace in tf.data", quick=True)
+@row(FAMILY, "FeatureSpace in tf.data")
 def test_feature_space():
     feature_space, dataset, _, _ = _feature_space()
     x = layers.Dense(8, activation="relu")(feature_space.get_encoded_features())
@@ -356,7 +356,7 @@ class GNNNodeClassifier(keras.Model):
         return self.compute_logits(ops.take(x, input_node_indices, axis=0))
 
 
-@row(FAMILY, "graph neural network: the graph a property of the model, segment sums, node indices as x", quick=True)
+@row(FAMILY, "graph neural network: the graph a property of the model, segment sums, node indices as x")
 def test_gnn_citations():
     model = GNNNodeClassifier(_graph(), 3, 6, "sum")
     x, y = np.array([0, 3, 8, 1, 4, 4, 7]), np.arange(7) % 3
@@ -504,7 +504,7 @@ def test_timeseries_transformer():
     return Case(model, _series(), y, loss=loss, metrics=metrics, micro_batches=4)
 
 
-@row(FAMILY, "WaveNet: dilated causal convolutions with gates and skips", quick=True)
+@row(FAMILY, "WaveNet: dilated causal convolutions with gates and skips")
 def test_wavenet():
     inputs = keras.Input((12, 3))
     x, skips = layers.Conv1D(4, 1)(inputs), []
@@ -522,7 +522,7 @@ def test_wavenet():
     return Case(model, _series(), y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=4)
 
 
-@row(FAMILY, "N-BEATS: backcast and forecast blocks in doubly residual stacks", quick=True)
+@row(FAMILY, "N-BEATS: backcast and forecast blocks in doubly residual stacks")
 def test_n_beats():
     class NBeatsBlock(layers.Layer):
         def __init__(self, n_neurons, input_size, horizon):

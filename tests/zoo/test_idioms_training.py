@@ -52,7 +52,7 @@ def test_ema():
     return _fitted(lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1))
 
 
-@row(FIT, "weight decay, biases and norms excluded", quick=True)
+@row(FIT, "weight decay, biases and norms excluded")
 def test_weight_decay_exclusion():
     model = keras.Sequential(
         [keras.Input((6,)), layers.Dense(8), layers.LayerNormalization(), layers.ReLU(), layers.Dense(4)]
@@ -117,7 +117,7 @@ def test_learning_rate_callbacks():
     return _two_epochs(lambda: keras.optimizers.SGD(0.1), callbacks)
 
 
-@row(FIT, "class_weight and sample_weight with labels of one-hot rows", quick=True)
+@row(FIT, "class_weight and sample_weight with labels of one-hot rows")
 def test_one_hot_class_weight():
     x, y = _data()
     return Case(
@@ -353,7 +353,7 @@ def test_tied_autoencoder():
     return Case(keras.Model(inputs, Tied(encoder)(encoder(inputs))), x, x, loss="mse", micro_batches=4)
 
 
-@row(OWN, "tied weights: ReversibleEmbedding, from ids to logits", mixed=True, quick=True)
+@row(OWN, "tied weights: ReversibleEmbedding, from ids to logits", mixed=True)
 def test_reversible_embedding():
     embedding = layers.ReversibleEmbedding(13, 6)
     inputs = keras.Input((5,), dtype="int32")
@@ -486,7 +486,7 @@ def test_constraints():
     return _fitted(lambda: keras.optimizers.SGD(0.5), model)
 
 
-@row(OWN, "a residual MLP with a head in float32 under a mixed policy", mixed=True, quick=True)
+@row(OWN, "a residual MLP with a head in float32 under a mixed policy", mixed=True)
 def test_float32_head():
     inputs = keras.Input((6,))
     h = layers.Dense(16, activation="relu")(inputs)
@@ -512,7 +512,7 @@ class LoraLayer(layers.Layer):
         return self.original_layer(inputs) + self.B(self.A(inputs)) * self._scale
 
 
-@row(TUNING, "LoRA as a layer around frozen layers", mixed=True, quick=True)
+@row(TUNING, "LoRA as a layer around frozen layers", mixed=True)
 def test_own_lora():
     inputs = keras.Input((6,))
     h = LoraLayer(layers.Dense(8, activation="relu"))(inputs)
@@ -540,7 +540,7 @@ def _with_lora(model):
     return model
 
 
-@row(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True, quick=True)
+@row(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True)
 def test_enable_lora():
     model, x, y = _language_model()
     trainer = {"loss_scale": 256.0}
@@ -567,7 +567,7 @@ def test_float8():
     return Case(model, x, y, loss=LOSS)
 
 
-@row(TUNING, "transfer learning: frozen base with BatchNormalization, called with training=False", quick=True)
+@row(TUNING, "transfer learning: frozen base with BatchNormalization, called with training=False")
 def test_transfer_learning():
     base = keras.Sequential(
         [keras.Input((8, 8, 1)), layers.Conv2D(4, 3), layers.BatchNormalization(), layers.GlobalAveragePooling2D()]

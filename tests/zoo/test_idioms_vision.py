@@ -49,7 +49,7 @@ def _mlp(x, hidden_units):
     return x
 
 
-@row(FAMILY, "Vision Transformer from scratch: patches, position embedding, head in float32", mixed=True, quick=True)
+@row(FAMILY, "Vision Transformer from scratch: patches, position embedding, head in float32", mixed=True)
 def test_vision_transformer():
     inputs = keras.Input(shape=(8, 8, 3))
     encoded_patches = PatchEncoder(4, 8)(Patches(4)(inputs))
@@ -222,7 +222,7 @@ def _unet():
     return keras.Model(inputs, layers.Conv2D(3, 1, activation="softmax", padding="same")(x))
 
 
-@row(FAMILY, "U-Net: a weight for each pixel, by its class", mixed=True, quick=True)
+@row(FAMILY, "U-Net: a weight for each pixel, by its class", mixed=True)
 def test_unet_pixel_weights():
     labels = np.random.default_rng(0).integers(0, 3, (10, 8, 8, 1))
     sample_weights = np.take(np.array([2.0, 2.0, 1.0], "float32") / 5, labels[..., 0])
@@ -272,7 +272,7 @@ def test_oxford_pets():
     return Case(model, _images(8), labels, loss="sparse_categorical_crossentropy", by_micro_batch=True)
 
 
-@row(FAMILY, "object detection: class and box heads, dicts of losses, weights and targets", mixed=True, quick=True)
+@row(FAMILY, "object detection: class and box heads, dicts of losses, weights and targets", mixed=True)
 def test_detection():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(4, 3, strides=2, activation="relu", padding="same")(inputs)
@@ -515,7 +515,7 @@ def test_rotation_without_xla():
     return Case(model, _images(8), _LABELS, loss=_BINARY, by_micro_batch=True, jit_compile=False)
 
 
-@row(FAMILY, "ViT's augmentation: an adapted Normalization, Resizing", quick=True)
+@row(FAMILY, "ViT's augmentation: an adapted Normalization, Resizing")
 def test_normalization_in_the_model():
     images = _images(10)
     normalization = layers.Normalization()
