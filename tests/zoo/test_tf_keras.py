@@ -342,16 +342,14 @@ def _with_optimizer(make):
 
 @row(ADDONS, "Ranger: Lookahead of RectifiedAdam", quick=True)
 def test_ranger():
-    return _with_optimizer(lambda: tfa.optimizers.Lookahead(tfa.optimizers.RectifiedAdam(0.1, epsilon=1e-3)))
+    return _with_optimizer(lambda: tfa.optimizers.Lookahead(tfa.optimizers.RectifiedAdam(0.1, epsilon=0.1)))
 
 
 @row(ADDONS, "MovingAverage of AdamW with decay by a schedule")
 def test_moving_average():
     def make():
         schedule = tf_keras.optimizers.schedules.CosineDecay(0.1, 10)
-        return tfa.optimizers.MovingAverage(
-            tfa.optimizers.AdamW(weight_decay=schedule, learning_rate=0.1, epsilon=1e-3)
-        )
+        return tfa.optimizers.MovingAverage(tfa.optimizers.AdamW(weight_decay=schedule, learning_rate=0.1, epsilon=0.1))
 
     return _with_optimizer(make)
 
@@ -368,5 +366,5 @@ def test_swa():
 @row(ADDONS, "LAMB without decay of biases")
 def test_lamb():
     return _with_optimizer(
-        lambda: tfa.optimizers.LAMB(0.1, weight_decay=0.01, epsilon=1e-3, exclude_from_weight_decay=["bias"])
+        lambda: tfa.optimizers.LAMB(0.1, weight_decay=0.01, epsilon=0.1, exclude_from_weight_decay=["bias"])
     )
