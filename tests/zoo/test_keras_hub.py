@@ -306,7 +306,7 @@ def _seq2seq(model):
     return case
 
 
-@row("KerasHub", "T5 with tied embeddings, sequence to sequence", mixed=True)
+@row("KerasHub", "T5 with tied embeddings, sequence to sequence")
 def test_t5():
     backbone = hub.T5Backbone(**DECODER, num_heads=2, dropout=0.0)
     return _seq2seq(hub.T5Seq2SeqLM(backbone))
@@ -350,7 +350,7 @@ def _segmented(model):
     return case
 
 
-@row("KerasHub", "ViT, image classifier", mixed=True, quick=True, tolerance=5e-5, note=NO_GRADIENT)
+@row("KerasHub", "ViT, image classifier", quick=True, tolerance=5e-5, note=NO_GRADIENT)
 def test_vit():
     backbone = hub.ViTBackbone((32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24)
     return _images(hub.ViTImageClassifier(backbone, 3), rows=7)
