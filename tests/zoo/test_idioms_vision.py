@@ -49,7 +49,13 @@ def _mlp(x, hidden_units):
     return x
 
 
-@row(FAMILY, "Vision Transformer from scratch: patches, position embedding, head in float32", mixed=True)
+@row(
+    FAMILY,
+    "Vision Transformer from scratch: patches, position embedding, head in float32",
+    mixed=True,
+    tolerance=1e-4,
+    note="The bias of attention's keys has no gradient but rounding (5e-19 in float64), which is what differs.",
+)
 def test_vision_transformer():
     inputs = keras.Input(shape=(8, 8, 3))
     encoded_patches = PatchEncoder(4, 8)(Patches(4)(inputs))
