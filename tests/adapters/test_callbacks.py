@@ -103,7 +103,7 @@ def test_logs_hold_what_a_step_reports(trainer):
     watch = Watch()
     history = fit(trainer, watch, validation_data=(X, Y))
     assert set(watch.logs["end", 0]) == LOGS
-    assert set(watch.logs["test", 0]) == {"loss", "mae"}
+    assert set(watch.logs["test", ACCUMULATION - 1]) == {"loss", "mae"}
     assert set(watch.logs["epoch end", 0]) == LOGS | {"val_loss", "val_mae"}
     # Running means: that of the last step is the epoch's.
     assert watch.logs["end", STEPS - 1] == {name: watch.logs["epoch end", 0][name] for name in LOGS}
