@@ -31,6 +31,7 @@ from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.by_hand import StacksByHand
 from fastaccum.step.model_step import ModelStep, Unread
 from fastaccum.step.options import OnNonfinite, Options, Schedule, capped
+from fastaccum.step.probe import probe
 from fastaccum.step.running_state import RunningState
 from fastaccum.step.train_step import StepResult
 
@@ -121,12 +122,18 @@ class Trainer:
         self.model = model
         own_loss.require_plain_steps(self._model)
         if loss is None and (compiled := self._model.compiled_with):
-            loss, loss_weights = compiled["loss"], compiled["loss_weights"]
+            loss = compiled["loss"]
+            loss_weights = compiled["loss_weights"] if loss_weights is None else loss_weights
             if not metrics and not weighted_metrics:
                 metrics, weighted_metrics = compiled["metrics"], compiled["weighted_metrics"]
         if all(each is None for each in tf.nest.flatten(loss)):
             loss = None
             own_loss.require_any(self._model)
+            if loss_weights is not None:
+                raise ValueError(
+                    f"loss_weights={loss_weights!r} without a loss: they weight losses that are passed. Weight the "
+                    "model's own where it computes it."
+                )
         self._needs_targets = loss is not None and not self._model.overrides("compute_loss")
         self._optimizer = optimizers.get(optimizer)
         self._losses = Losses(loss, loss_weights)
@@ -523,7 +530,7 @@ class Trainer:
             self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
             self._moving = self._model.moving_layers
             with contextlib.nullcontext() if self._replicas is None else replicas.first_components():
-                self._step.objective.probe(sample)
+                probe(self._step.objective, sample)
         trained, trainable = (
             {id(v): v for v in vs} for vs in (self._step.cycle.trained, self._model.trainable_variables)
         )

@@ -226,14 +226,15 @@ def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
 
 
 # Of Keras, and of tensorflow-addons.
-_COMPARE_ROWS = (
+_COMPARE_ROWS = {
     *("Circle", "TripletSemiHardLoss", "TripletHardLoss", "LiftedStructLoss", "NpairsLoss", "NpairsMultilabelLoss"),
     "WeightedKappaLoss",
-)
+}
 
 
 def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
-    if type(loss).__name__ in _COMPARE_ROWS:
+    theirs = (c for c in type(loss).__mro__ if c.__module__.startswith(("keras.", "tensorflow_addons.")))
+    if any(c.__name__ in _COMPARE_ROWS for c in theirs):
         raise ValueError(
             f"The loss of output {name!r} is {type(loss).__name__}, which compares the rows of a batch with each "
             "other: no sum over micro-batches equals it. Pass a loss of single rows."

@@ -27,15 +27,15 @@ class Metrics:
         self._user = _of_keras_3(metrics or None), _of_keras_3(weighted_metrics or None)
         self.compiled: CompileMetrics  # from `build` on
         self.own: list[Any] = []
-        # What the model's own `compute_metrics` returned last, beyond the results of metrics.
-        self.returned: dict[str, tf.Variable] = {}
+        # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
+        self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
 
     def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = (), own: Sequence[Any] = ()) -> None:
         """Creates the metrics' variables; `y_true` holds specs of one batch of targets, `taken` names in the logs.
 
         `own` are metrics that the model updates itself, reset and logged with the others.
         """
-        self.own, self.returned = list(own), {}
+        self.own = list(own)
         targets = outputs.targets(y_true) if self.given else outputs.specs
         plain, weighted = (_by_output(each, outputs, targets) for each in self._user)
         if len(targets) == 1:  # before 3.14 Keras takes no list of lists there
@@ -90,7 +90,7 @@ class Metrics:
     def variables(self) -> list[tf.Variable]:
         """The state of every metric."""
         variables = [v for metric in (self.compiled, *self.own) for v in metric.variables]
-        return [*(v if isinstance(v, tf.Variable) else v.value for v in variables), *self.returned.values()]
+        return [*(v if isinstance(v, tf.Variable) else v.value for v in variables), *self._kept]
 
     @property
     def need_exact_rows(self) -> bool:
@@ -109,7 +109,7 @@ class Metrics:
         """
         sums = keras.metrics.Mean, keras.metrics.Sum
         metrics: list[Any] = [*self.compiled.metrics, *self.own]
-        return [*(m.name for m in metrics if _own(type(m)) and not isinstance(m, sums)), *self.returned]
+        return [*(m.name for m in metrics if _own(type(m)) and not isinstance(m, sums))]
 
     def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
         """Updates every metric with one micro-batch's valid rows."""
@@ -121,32 +121,38 @@ class Metrics:
                 keywords = {} if rows is None else {"sample_weight": rows}
                 metric.update_state(batch.y_true[i], batch.y_pred[i], **keywords)
 
-    def result(self) -> dict[str, tf.Tensor]:
+    def result(self, training: bool) -> dict[str, tf.Tensor]:
         """Every metric's value by its log name."""
         results = [(name, metric.result()) for name, metric in self._named]
-        results += [(metric.name, metric.result()) for metric in self.own] + list(self.returned.items())
+        results += [(metric.name, metric.result()) for metric in self.own] + list(self._returned[training].items())
         return {
             k: tf.cast(tf.convert_to_tensor(v), tf.float32)
             for name, value in results
             for k, v in (value.items() if isinstance(value, dict) else [(name, value)])
         }
 
-    def keep(self, returned: Mapping[str, Any], known: Sequence[str] = ()) -> None:
-        """Keeps what `compute_metrics` returned beyond the results of metrics and what is `known`."""
+    def expect(self, returned: Mapping[str, Any], training: bool) -> None:
+        """Makes room for what `compute_metrics` returns beyond the results of metrics."""
         results: dict[str, Any] = self.compiled.result()
-        names = {*known, *results, *(metric.name for metric in self.own)}
-        for name, value in returned.items():
-            if name in names:
-                continue
-            if name not in self.returned:
-                with tf.init_scope():
-                    self.returned[name] = tf.Variable(0.0, trainable=False, name=name)
-            self.returned[name].assign(tf.cast(value, tf.float32))
+        known = {*results, *(metric.name for metric in self.own)}
+        names = [name for name in returned if name not in known]
+        self._returned[training] = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
+
+    def keep(self, returned: Mapping[str, Any], training: bool) -> None:
+        """Keeps what `compute_metrics` returned last, for the logs."""
+        for name, variable in self._returned[training].items():
+            variable.assign(tf.cast(returned[name], tf.float32))
+
+    @property
+    def _kept(self) -> list[tf.Variable]:
+        return [variable for by_name in self._returned.values() for variable in by_name.values()]
 
     def reset(self) -> None:
         """Starts every metric anew."""
         for metric in (self.compiled, *self.own):
             metric.reset_state()
+        for variable in self._kept:
+            variable.assign(0.0)
 
 
 class _LegacyMetric(keras.metrics.Metric):

@@ -114,7 +114,7 @@ class Model:
         return method in vars(self.model) or getattr(type(self.model), method) is not getattr(self._family, method)
 
     @property
-    def _family(self) -> type:
+    def _family(self) -> Any:
         return keras.Model
 
     @property
@@ -410,7 +410,8 @@ class LegacyModel(Model):
         losses = [each for each in tf.nest.flatten(loss) if each is not None]
         of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
         if losses and not of_keras_3 and self.model.compiled_loss is None:
-            self.model.compile(optimizer, loss, loss_weights=loss_weights)  # or `save` leaves the optimizer out
+            # tf_keras's own, as above; without it `save` leaves the optimizer out.
+            self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights)
         self.model.optimizer = optimizer
 
     @contextmanager
@@ -418,7 +419,7 @@ class LegacyModel(Model):
         yield
 
     @property
-    def _family(self) -> type:
+    def _family(self) -> Any:
         return next(c for c in type(self.model).__mro__ if c.__name__ == "Model" and _package(c) == "tf_keras")
 
     @property
@@ -459,7 +460,7 @@ class PretrainedModel(LegacyModel):
     """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
 
     @property
-    def _family(self) -> type:
+    def _family(self) -> Any:
         return next(c for c in type(self.model).__mro__ if c.__name__ == "TFPreTrainedModel")
 
     @property

@@ -11,9 +11,7 @@ from fastaccum.adapters.models import Model
 
 Reduction = Literal["mean", "sum"]
 
-# Of a batch that is only traced: no other axis of a model is as long.
-TELLING_ROWS = 1031
-_OWN_WEIGHT = "weight_of_compute_loss"
+WEIGHTS = "weight_of_compute_loss"
 _REPLACED = "train_step", "test_step", "make_train_function", "make_test_function"
 
 
@@ -98,36 +96,6 @@ class OwnLoss:
         return tf.cast(value, tf.float32)
 
 
-def coupled_rows(graph: tf.Graph, rows: int) -> str | None:
-    """The name of an operation of a traced loss that compares the rows of a batch with each other, where there is one:
-    its result has two axes of so many rows.
-    """
-    for operation in graph.get_operations():
-        for output in operation.outputs:
-            if output.shape.rank and list(output.shape).count(rows) > 1:
-                return operation.name
-    return None
-
-
-def marked(sample_weight: Any) -> Any:
-    """What `compute_loss` hands to its compiled loss as sample weights, for `batch_sum` to find."""
-    return tf.nest.map_structure(lambda w: None if w is None else tf.identity(w, name=_OWN_WEIGHT), sample_weight)
-
-
-def batch_sum(graph: tf.Graph, rows: int) -> str | None:
-    """The name of an operation over all rows of a batch on which `marked` weights depend, where there is one."""
-
-    def has_rows(tensors: Sequence[tf.Tensor]) -> bool:
-        return any(t.shape.rank is None or any(d and d % rows == 0 for d in t.shape) for t in tensors)
-
-    pending = [op for op in graph.get_operations() if _OWN_WEIGHT in op.name.rpartition("/")[2]]
-    seen = set()
-    while pending:
-        operation = pending.pop()
-        if operation.name in seen or operation.type in ("Shape", "ShapeN", "Size", "Rank"):
-            continue
-        seen.add(operation.name)
-        if has_rows(operation.inputs) and not has_rows(operation.outputs):
-            return operation.name
-        pending += [tensor.op for tensor in operation.inputs]
-    return None
+def named_weights(sample_weight: Any) -> Any:
+    """What `compute_loss` hands to its compiled loss as sample weights, named so that a probe finds them."""
+    return tf.nest.map_structure(lambda w: None if w is None else tf.identity(w, name=WEIGHTS), sample_weight)

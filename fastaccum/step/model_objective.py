@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +14,7 @@ from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
-from fastaccum.adapters.own_loss import TELLING_ROWS, OwnLoss, Reduction, batch_sum, coupled_rows, marked
+from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu, loop
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -44,10 +43,10 @@ class ModelObjective(Objective):
         lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]
         self._first_embedding = len(labelled)
         self.own = OwnLoss(model, options.own_loss_reduction) if model.overrides("compute_loss") else None
-        self._own_metrics = model.overrides("compute_metrics")
+        self.has_own_metrics = model.overrides("compute_metrics")
         for output in losses.take_over_heads(model):
             metrics.require_none(output.position, output.name)
-            if self.own is not None or self._own_metrics:
+            if self.own is not None or self.has_own_metrics:
                 raise ValueError(
                     f"{type(model.model).__name__} has a compute_loss or compute_metrics of its own, which is given "
                     "the logits that LinearCrossEntropy never computes: use "
@@ -55,7 +54,8 @@ class ModelObjective(Objective):
                 )
         # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
         self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
-        self._added = [] if self.own else _added_kinds(model, options.own_loss_reduction)
+        added = _added_kinds(model, options.own_loss_reduction)  # a sum is refused for a `compute_loss` too
+        self._added = [] if self.own else added
         others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
         self.reductions = [o.loss.reduction for o in losses.outputs] + list(others)
@@ -123,7 +123,7 @@ class ModelObjective(Objective):
 
         def compiled(y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
             nonlocal part
-            matched = self.outputs.matched(y, y_pred, marked(sample_weight))
+            matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
             asked.extend(self.losses.terms(matched, None, {}))
@@ -146,21 +146,23 @@ class ModelObjective(Objective):
     def _matched(self, batch: Batch, y_pred: Any) -> Matched:
         return self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
 
-    def _update_metrics(self, batch: Batch, y_pred: Any) -> None:
-        if not self._own_metrics:
+    def update_metrics(self, batch: Batch, y_pred: Any, training: bool) -> Mapping[str, Any]:
+        """Updates the metrics with one micro-batch; what a `compute_metrics` of the model's own returns."""
+        if not self.has_own_metrics:
             if self.metrics.compiled.metrics:
                 self.metrics.update(self._matched(batch, y_pred), batch.mask)
-            return
+            return {}
 
         def update(y: Any, y_pred: Any, sample_weight: Any = None) -> None:
             self.metrics.update(self.outputs.matched(y, y_pred, sample_weight), None)
 
         returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
-        self.metrics.keep(returned, known=["loss", *self.running.losses])
+        self.metrics.keep(returned, training)
+        return {name: value for name, value in returned.items() if name not in ("loss", *self.running.losses)}
 
     def sums(self, batch: Batch, prepared: list[tf.Tensor] | None) -> tuple[tf.Tensor, tf.Tensor]:
         terms, y_pred = self.terms(batch, training=True, prepared=prepared)
-        self._update_metrics(batch, y_pred)
+        self.update_metrics(batch, y_pred, training=True)
         if prepared is None:
             (only,), (weight,) = terms, self.term_weights
             return weight * only.loss_sum, only.weight_sum
@@ -174,46 +176,6 @@ class ModelObjective(Objective):
         first = 0 if self.own is None else len(self.losses.outputs)
         total = _weighted(self.term_weights[first:], terms[first:], denominators[first:])
         return all_rows * total, rows
-
-    def probe(self, sample: Batch) -> None:
-        """Traces one micro-batch like `sample`, a nest of specs, where the model computes losses or metrics itself: it
-        shows what `compute_metrics` returns, and a loss that compares rows, of which it warns.
-        """
-        if self.own is None and not self._own_metrics and not self.model.added_reductions:
-            return
-
-        def forward(batch: Batch) -> tf.Tensor:
-            terms, y_pred = self.terms(batch, training=True, observe=False)
-            self._update_metrics(batch, y_pred)
-            return tf.add_n([t.loss_sum for t in terms])
-
-        def traced(rows: int | None) -> Any:
-            specs = tf.nest.map_structure(
-                lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), sample
-            )
-            return tf.function(forward, autograph=False).get_concrete_function(specs)
-
-        try:
-            graph = traced(TELLING_ROWS).graph
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
-            traced(None)
-            return
-        name = type(self.model.model).__name__
-        normalized = batch_sum(graph, TELLING_ROWS)
-        if normalized is not None and "sum" in self.reductions[: len(self.losses.outputs)]:
-            raise ValueError(
-                f"{name}.compute_loss weights its compiled loss by what it finds in the whole batch ({normalized}), "
-                "and the loss's reduction is 'sum': over micro-batches, each with weights of its own, the sums add up "
-                "to something else. Write the step with fastaccum.TrainStep, whose loss function returns "
-                "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
-            )
-        coupling = coupled_rows(graph, TELLING_ROWS) or normalized
-        if coupling is not None:
-            warnings.warn(
-                f"{name} compares the rows of a batch with each other ({coupling}): that loss is of each micro-batch "
-                "as if it were the batch: batch_size says how many rows are compared, not gradient_accumulation_steps.",
-                stacklevel=2,
-            )
 
     # One step.
 
@@ -292,7 +254,7 @@ class ModelObjective(Objective):
 
         def sums(batch):
             terms, y_pred = self.terms(batch, training=False)
-            self._update_metrics(batch, y_pred)
+            self.update_metrics(batch, y_pred, training=False)
             return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
 
         self.observe_labels(stacks)
@@ -313,7 +275,7 @@ class ModelObjective(Objective):
                 logs[name] = value
         penalty = self.penalty()
         loss += 0.0 if penalty is None else float(penalty)
-        return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result().items()}}
+        return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result(training=False).items()}}
 
 
 def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
@@ -324,6 +286,11 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
         raise ValueError(
             f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means over rows: add what "
             "they compute by add_loss, as a sum, or one value for each row, which needs no own_loss_reduction."
+        )
+    if model.legacy and model.overrides("compute_loss") and model.penalty() is not None:
+        raise ValueError(
+            "own_loss_reduction='sum', but the compute_loss of a tf_keras model has its weight regularisers in each "
+            "micro-batch: let it return a mean over rows, to which they add up once."
         )
     return ["sum"] * len(model.added_reductions)
 

@@ -82,7 +82,7 @@ class RunningState:
         logs = {
             "loss": self.loss.result(),
             **{name: mean.result() for name, mean in self.losses.items()},
-            **self.metrics.result(),
+            **self.metrics.result(training=True),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
             "skipped_steps": self.skipped.read_value(),

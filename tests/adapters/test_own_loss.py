@@ -124,6 +124,36 @@ def test_a_sum_over_rows_is_told():
         fa.Trainer(make(), own_loss_reduction="max")
 
 
+def test_sums_whose_regularisers_would_count_for_each_micro_batch(family):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return tf.reduce_sum((y - y_pred) ** 2) + tf.add_n(self.losses)
+
+    options = {"optimizer": "sgd", "jit_compile": False, "own_loss_reduction": "sum"}
+    if family is tf_keras:
+        with pytest.raises(ValueError, match=r"the compute_loss of a tf_keras model has its weight"):
+            fa.Trainer(tagger(family, compute_loss=compute_loss), **options).fit(X, Y, verbose=0)
+    else:
+        model = tagger(family, compute_loss=compute_loss)
+        model.out.activity_regularizer = keras.regularizers.L2(0.1)
+        with pytest.raises(ValueError, match=r"the activity regularisers of .* are means over rows"):
+            fa.Trainer(model, **options).fit(X, Y, verbose=0)
+
+
+def test_loss_weights_without_a_loss_to_weight(family):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return tf.reduce_mean((y - y_pred) ** 2)
+
+    with pytest.raises(ValueError, match=r"loss_weights=7\.0 without a loss"):
+        fa.Trainer(tagger(family, compute_loss=compute_loss), "sgd", loss_weights=7.0)
+    model = tagger(family)
+    model.compile("sgd", "mse")
+    trainer = fa.Trainer(model, family.optimizers.SGD(0.0), loss_weights=2.0, jit_compile=False)
+    plain = fa.Trainer(tagger(family), family.optimizers.SGD(0.0), "mse", jit_compile=False)
+    losses = [each.evaluate(X, Y, verbose=0)[0] for each in (trainer, plain)]
+    penalty = float(tf.add_n(model.losses))
+    assert losses[0] - penalty == pytest.approx(2 * (losses[1] - penalty), rel=1e-5)
+
+
 def test_added_losses_that_are_sums():
     def call(self, x):
         hidden = self.hidden(self.mask(x))
