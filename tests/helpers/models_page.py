@@ -8,18 +8,23 @@ from importlib import metadata
 from typing import Any
 
 _COLUMNS = {"float32": "error", "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
-_PACKAGES = "tensorflow", "keras", "tf_keras", "keras-hub", "keras-rs", "transformers", "tensorflow-probability"
+_PACKAGES = (
+    *("tensorflow", "keras", "tf_keras", "tensorflow-addons"),
+    *("keras-hub", "keras-rs", "transformers", "tensorflow-probability"),
+)
 _HEAD = """# Models
 
 <!-- written by: .venv/bin/pytest -q tests/zoo -m zoo --models-page docs/models.md -->
 
 Models and idioms that this project did not write, at a tiny size, each trained by the code its users would write: one
 update over micro-batches, beside the model's own full-batch step in Keras (a loop over micro-batches where there are
-batch statistics). {summary}
+batch statistics). {summary} *By TrainStep* are loops of one's own, several models or several optimizers, which `fit`
+takes in no Keras: there the loop over `fastaccum.TrainStep` is compared with the plain one. {largest}
 
 *error* is the largest difference of a weight, beyond its last bit, relative to the update of its variable, in float32.
 *float16* and *bfloat16* are the distance of the whole update from the float32 one under `mixed_float16` and
-`mixed_bfloat16`, relative to the update, and in brackets that of Keras's own step. Loss and metrics are compared too.
+`mixed_bfloat16`, relative to the update, and in brackets that of Keras's own step. In float32, where the comparison is
+with Keras's `fit`, loss and metrics are compared too.
 
 {versions}
 """
@@ -39,12 +44,21 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         elif result:
             own = f" ({result['own_error']:.1e})" if "own_error" in result else ""
             cells[_COLUMNS[about["policy"]]] = f"{result['error']:.1e}{own}"
-            cells.update({k: result[k] for k in ("seconds", "parameters") if k in result})
+            cells.update({k: result[k] for k in ("seconds", "parameters", "by_train_step") if k in result})
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     refused = sum("refused" in cells for cells in rows.values())
     failed = sum(cells["failed"] for cells in rows.values())
-    summary = f"{len(rows)} rows: {len(rows) - refused - failed} work as written, {refused} are refused by name"
-    lines = [_HEAD.format(summary=f"{summary}, {failed} fail.", versions=f"{versions}; {platform.machine()} CPU.")]
+    by_hand = sum(cells.get("by_train_step", False) and not cells["failed"] for cells in rows.values())
+    summary = (
+        f"{len(rows)} rows: {len(rows) - refused - failed - by_hand} work as written, {by_hand} by TrainStep, "
+        f"{refused} are refused by name, {failed} fail."
+    )
+    name, cells = max(((name, c) for (_, name), c in rows.items()), key=lambda each: each[1].get("parameters", 0))
+    largest = (
+        f"The largest, {name}, has {cells['parameters']:,} weights; its first step, which XLA compiled beside another "
+        f"test on two CPU cores, took {cells['seconds']:.0f} s."
+    )
+    lines = [_HEAD.format(summary=summary, largest=largest, versions=f"{versions}; {platform.machine()} CPU.")]
     for family in dict.fromkeys(family for family, _ in rows):
         lines += [f"## {family}", "", "| model | | error | float16 | bfloat16 | note |", "|---|---|---|---|---|---|"]
         lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
@@ -53,7 +67,8 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
 
 
 def _line(name: str, cells: dict[str, Any]) -> str:
-    verdict = "**fails**" if cells["failed"] else "refused" if "refused" in cells else "works"
+    works = "by TrainStep" if cells.get("by_train_step") else "works"
+    verdict = "**fails**" if cells["failed"] else "refused" if "refused" in cells else works
     note = cells["note"]
     if "refused" in cells:
         note = f"{note} “{' '.join(cells['refused'].split())}”".strip()

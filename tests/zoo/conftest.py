@@ -20,7 +20,7 @@ def pytest_terminal_summary(terminalreporter, config):
     path = config.getoption("--models-page")
     if path is None:
         return
-    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    reports = [r for outcome in ("passed", "failed", "error") for r in terminalreporter.stats.get(outcome, [])]
     rows = [(dict(r.user_properties), r.outcome) for r in reports if "zoo" in dict(r.user_properties)]
     notes = pathlib.Path(__file__).with_name("notes.md").read_text(encoding="utf-8")
     pathlib.Path(path).write_text(models_page.page(rows, notes), encoding="utf-8")

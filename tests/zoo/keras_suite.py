@@ -1,8 +1,8 @@
 """Keras's own trainer tests with `fastaccum.Trainer` behind `fit`, `evaluate` and `predict`.
 
-    .venv/bin/python tests/zoo/keras_suite.py PATH_TO/trainer_test.py [pytest's arguments]
+    .venv/bin/python tests/zoo/keras_suite.py [pytest's arguments]
 
-The file is keras/src/trainers/trainer_test.py of the release of Keras that is installed; it needs jax, torch and grain.
+They come with Keras's wheel, and need jax, torch and grain.
 Cases that fail for a reason stand in notes.md, under "Keras's own trainer tests", by name (a `*` stands for any
 ending); all others must pass.
 """
@@ -142,10 +142,10 @@ def report(suite: str, outcomes: Outcomes, known: list[str]) -> int:
 
 
 def main() -> int:
-    path, *arguments = sys.argv[1:]
+    path = str(pathlib.Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py")
     outcomes = Outcomes()
     with Behind():
-        pytest.main(["-q", "--no-header", "--tb=short", "-c", "/dev/null", *arguments, path], plugins=[outcomes])
+        pytest.main(["-q", "--no-header", "--tb=short", "-c", "/dev/null", *sys.argv[1:], path], plugins=[outcomes])
     return report(f"Keras {keras.__version__}", outcomes, listed(HEADING))
 
 
