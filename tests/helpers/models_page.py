@@ -53,17 +53,24 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         f"{len(rows)} rows: {len(rows) - refused - failed - by_hand} work as written, {by_hand} by TrainStep, "
         f"{refused} are refused by name, {failed} fail."
     )
-    name, cells = max(((name, c) for (_, name), c in rows.items()), key=lambda each: each[1].get("parameters", 0))
-    largest = (
-        f"The largest, {name}, has {cells['parameters']:,} weights; its first step, which XLA compiled beside another "
-        f"test on two CPU cores, took {cells['seconds']:.0f} s."
-    )
-    lines = [_HEAD.format(summary=summary, largest=largest, versions=f"{versions}; {platform.machine()} CPU.")]
+    versions = f"{versions}; {platform.machine()} CPU."
+    lines = [_HEAD.format(summary=summary, largest=_largest(rows), versions=versions)]
     for family in dict.fromkeys(family for family, _ in rows):
         lines += [f"## {family}", "", "| model | | error | float16 | bfloat16 | note |", "|---|---|---|---|---|---|"]
         lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
         lines.append("")
     return "\n".join([*lines, notes.rstrip(), ""])
+
+
+def _largest(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    trained = [(cells["parameters"], cells["seconds"], name) for (_, name), cells in rows.items() if "seconds" in cells]
+    if not trained:
+        return ""
+    parameters, seconds, name = max(trained)
+    return (
+        f"The largest, {name}, has {parameters:,} weights; its first step, which XLA compiled beside another test on "
+        f"two CPU cores, took {seconds:.0f} s."
+    )
 
 
 def _line(name: str, cells: dict[str, Any]) -> str:
