@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from fastaccum.adapters.added_losses import reduction
 from fastaccum.adapters.models import Model
 
 Reduction = Literal["mean", "sum"]
@@ -83,8 +84,7 @@ class OwnLoss:
             if share is None:
                 return loss
             if self.reduction == "mean":  # a loss for each row is summed over all of them, as in Keras
-                sums_rows = len(loss.shape) or getattr(loss, "sums_rows", False)
-                return loss / tf.cast(share, loss.dtype) if sums_rows else loss
+                return loss / tf.cast(share, loss.dtype) if reduction(loss) == "sum" else loss
             return loss * tf.cast(share, loss.dtype) if is_regularizer else loss
 
         with self._model.own_losses(None if compiled is None else once, rescaled):

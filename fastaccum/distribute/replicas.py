@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
-from fastaccum.adapters.models import LegacyModel, Model
+from fastaccum.adapters.models import Model
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ def of(model: Model) -> Replicas | None:
     """
     strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
     outside = strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
-    if isinstance(model, LegacyModel) and (not outside or tf.distribute.has_strategy()):
+    if model.legacy and (not outside or tf.distribute.has_strategy()):
         raise ValueError(
             f"model={model.model.name!r} is a tf_keras model, which trains on one device: make it and this Trainer "
             f"outside the scope of {type(tf.distribute.get_strategy() if outside else strategy).__name__}, or use a "

@@ -10,7 +10,7 @@ from keras.src.layers import layer as keras_layer
 from oracle import keras_steps
 
 import fastaccum as fa
-from fastaccum.adapters import models
+from fastaccum.adapters import added_losses, models
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(20, 6)).astype("float32")
@@ -274,7 +274,7 @@ def test_activity_regularisers_count_as_keras_has_them(divided, monkeypatch):
     if not divided:  # as before 3.14
         undivided = types.SimpleNamespace(**{**vars(keras_layer.ops), "divide_no_nan": lambda loss, rows: loss})
         monkeypatch.setattr(keras_layer, "ops", undivided)
-    monkeypatch.setattr(models, "_DIVIDES_BY_ROWS", divided)
+    monkeypatch.setattr(added_losses, "_DIVIDES_BY_ROWS", divided)
     own, model = (
         keras.Sequential([keras.Input((6,)), Regularised(3, activity_regularizer="l2"), keras.layers.Dense(1)])
         for _ in range(2)

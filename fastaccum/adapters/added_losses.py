@@ -1,0 +1,52 @@
+"""Losses that a forward pass adds, `add_loss` and activity regularisers: over rows a mean, or a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Whether Keras divides what an activity regulariser returns, which sums over rows, by their number.
+_DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
+
+
+def require_sum_over_rows(layer: Any) -> None:
+    """Raises ValueError for an activity regulariser of a user's that is a mean over rows where Keras takes a sum, which
+    it divides by their number: its strength would depend on how the rows are cut.
+    """
+    regularizer = getattr(layer, "activity_regularizer", None)
+    if regularizer is None or type(regularizer).__module__.startswith(("keras.", "tf_keras.")):
+        return
+    try:
+        one, two = (float(regularizer(tf.fill([rows, 4], 0.5))) for rows in (1, 2))
+    except Exception:  # it takes other shapes, or a distribution
+        one, two = 0.0, 1.0
+    if one == two != 0.0 or type(regularizer).__name__ == "KLDivergenceRegularizer":
+        name = getattr(regularizer, "__name__", type(regularizer).__name__)
+        raise ValueError(
+            f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows where Keras takes a sum: its "
+            "strength would depend on the micro-batch's size. Let it return a sum over rows, or add the mean in a "
+            "layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does."
+        )
+
+
+def reduction(added_loss: Any) -> str:
+    """How a loss that a forward pass adds counts: a scalar as the rows' mean, one per row as a sum, as in Keras."""
+    return "sum" if len(added_loss.shape) or getattr(added_loss, "sums_rows", False) else "mean"
+
+
+def marked_regularizers(layers: list[Any]) -> list[tuple[Any, str, Callable]]:
+    """What to set on which layer, `(layer, name, value)`, so that `reduction` knows activity regularisers' sums."""
+    regularised = [] if _DIVIDES_BY_ROWS else [each for each in layers if each.activity_regularizer is not None]
+    return [(each, "activity_regularizer", _marked(each.activity_regularizer)) for each in regularised]
+
+
+def _marked(regularizer: Callable) -> Callable:
+    def marked(output):
+        loss = regularizer(output)
+        loss.sums_rows = True
+        return loss
+
+    return marked

@@ -1,0 +1,338 @@
+"""A Keras 3 model: its variables, state and forward pass, and what a padded row may touch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.utils.tracking import DotNotTrackScope
+
+from fastaccum.adapters import added_losses, assigned, embeddings
+from fastaccum.adapters import layers as xla_layers
+from fastaccum.adapters.attributes import replaced
+from fastaccum.kernels import fp32_layers
+
+
+class Model:
+    """A Keras 3 model."""
+
+    legacy = False  # whether it is tf_keras's
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+        # How the losses that a forward pass adds count: a scalar as the rows' mean, one per row as a sum, as in
+        # Keras. Known once the model has been called.
+        self.added_reductions: list[str] = []
+        # Known then too: the variables, Keras's and others, that a forward pass assigns.
+        self._assigned: list[Any] = []
+
+    @property
+    def layers(self) -> list[Any]:
+        """Every layer, nested ones too, the model itself included."""
+        return list(self.model._flatten_layers())
+
+    @property
+    def called_layers(self) -> list[Any]:
+        """Every layer whose `call` runs: those that a LayerStack calls for its own too."""
+        return list(fp32_layers.all_layers(self.model))
+
+    def symbolic_call(self, x: Any, training: bool) -> Any:
+        """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
+        inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
+        try:
+            outputs = self.model(inputs, training=training)
+        except (TypeError, ValueError):
+            if not self.model.built:
+                raise
+            # Functional models ask layers for their specs without casting what they are given, as a call does.
+            traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+            outputs = tf.nest.map_structure(
+                lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
+            )
+        if self.may_add_losses:
+            self._note_calls(
+                tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
+            )
+        return outputs
+
+    def require_inputs(self, x: Any) -> None:
+        """Raises ValueError for a list of more or fewer inputs than the model has; Keras drops what is too many."""
+        expected = len(tf.nest.flatten(getattr(self.model, "inputs", None) or []))
+        if expected and isinstance(x, (list, tuple)) and (given := len(tf.nest.flatten(x))) != expected:
+            raise ValueError(f"x has {given} arrays, but the model has {expected} inputs: pass one for each.")
+
+    @property
+    def may_take_text(self) -> bool:
+        """Whether strings may be among its inputs, as far as is known."""
+        inputs = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
+        return not inputs or any(tf.as_dtype(each.dtype) == tf.string for each in inputs)
+
+    @property
+    def preprocess(self) -> Callable[..., Any] | None:
+        """What makes a KerasHub task's batches of raw (x, y, sample_weight); None for any other model."""
+        if getattr(self.model, "preprocessor", None) is None:
+            return None
+        return getattr(self.model, "preprocess_samples", None)
+
+    def __call__(self, x: Any, training: bool) -> Any:
+        with replaced(added_losses.marked_regularizers(self.layers)):
+            outputs = self.model(x, training=training)
+        rows = tf.nest.flatten(x)[0].shape[0]
+        for output in tf.nest.flatten(outputs):
+            # Lookups of text forget how many rows they were given.
+            if tf.is_tensor(output) and output.shape.rank and output.shape[0] is None:
+                tf.debugging.assert_equal(tf.shape(output)[0], rows)
+                output.set_shape([rows, *output.shape[1:]])
+        return outputs
+
+    def overrides(self, method: str) -> bool:
+        """Whether a method of Keras's Model is the model's own."""
+        return method in vars(self.model) or getattr(type(self.model), method) is not getattr(self._family, method)
+
+    @property
+    def _family(self) -> Any:
+        return keras.Model
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        """The losses and metrics that the model was compiled with, as arguments of `compile`; empty without a loss."""
+        loss, metrics = getattr(self.model, "_compile_loss", None), getattr(self.model, "_compile_metrics", None)
+        if loss is None:
+            return {}
+        return {
+            "loss": loss._user_loss,
+            "loss_weights": loss._user_loss_weights,
+            "metrics": getattr(metrics, "_user_metrics", None),
+            "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
+        }
+
+    @property
+    def returned_losses(self) -> int:
+        """How many means the loss consists of that the model returns by itself, where it is given no other."""
+        return 0
+
+    def with_losses(
+        self, x: Any, y: Any, training: bool, valid: tf.Tensor | None
+    ) -> tuple[Any, list[tuple[tf.Tensor, tf.Tensor]]]:
+        """What the model returns, and the value and the weight sum of each of these means over the `valid` rows."""
+        raise NotImplementedError
+
+    @property
+    def takes_targets_apart(self) -> bool:
+        """Whether targets need not have the structure of the outputs: the model, or its adapter, finds what belongs to
+        which.
+        """
+        return self.overrides("compute_loss")
+
+    def matched(self, x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
+        """Targets and what they are compared with, in one structure."""
+        return y, y_pred
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+        """The model's own `compute_loss`."""
+        return self.model._compute_loss(x, y, y_pred, sample_weight, training=training)
+
+    @contextlib.contextmanager
+    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
+        """Within the scope, after a forward pass, `compute_loss` finds `compiled` for the compiled loss, and each of
+        `self.losses` as `rescaled(loss, is_regularizer)`.
+        """
+        losses = [rescaled(loss, False) for loss in self._added_losses()]
+        losses += [rescaled(v.regularizer(v), True) for v in self._regularised()]
+        if compiled is not None:
+            compiled.metrics = []  # type: ignore[attr-defined] # as Keras's has
+        with replaced([(self.model, "_compile_loss", compiled), (self.model, "_losses_override", losses)]):
+            yield
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, update: Callable) -> dict[str, Any]:
+        """What the model's own `compute_metrics` returns; `update(y, y_pred, sample_weight)` is `compile`'s part."""
+        with replaced([(self.model._compile_metrics, "update_state", update)]):
+            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+
+    @property
+    def own_metrics(self) -> list[Any]:
+        """Metrics that the model and its layers hold and update themselves, as Keras would log them."""
+        model = self.model
+        of_compile = [model._loss_tracker, model._compile_metrics, *getattr(model._compile_loss, "metrics", ())]
+        return [m for m in model.metrics if all(m is not each for each in of_compile)]
+
+    @property
+    def metric_variables(self) -> list[tf.Variable]:
+        """What the metrics of all layers hold."""
+        return [v.value for layer in self.layers for metric in layer._metrics for v in metric.variables]
+
+    @property
+    def variables(self) -> list[Any]:
+        """All of its variables. tf_keras also lists the vocabularies of lookups, which are none."""
+        return [v for v in self.model.variables if isinstance(v, (keras.Variable, tf.Variable))]
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """What the optimizer trains, in the form that an optimizer of the same family takes."""
+        return self.model.trainable_variables
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """Variables that a forward pass may assign (moving statistics, random seeds), frozen weights left out."""
+        own = [v for layer in self.layers for v in self._own_state(layer)]
+        # A SpectralNormalization assigns a weight of another layer, and layers of the user's own what they like.
+        known = {id(v) for v in (*own, *self.metric_variables)}
+        return [*own, *(v for v in assigned.plain(self._assigned) if id(v) not in known)]
+
+    @property
+    def unmanaged_state(self) -> list[str]:
+        """The names of what a forward pass assigns and no layer has made with `add_weight`."""
+        names = [v.name for v in self._assigned if not isinstance(v, keras.Variable)]
+        return [name for name in names if "/replica_" not in name]  # the first one's says it
+
+    @property
+    def moving_layers(self) -> list[str]:
+        """The names of the layers whose statistics a train step moves."""
+        return [
+            layer.name
+            for layer in self.layers
+            if layer.trainable and any(v.dtype.is_floating for v in self._own_state(layer))
+        ]
+
+    def _own_state(self, layer: Any) -> list[tf.Variable]:
+        seeds = [generator.state for generator in layer._seed_generators]
+        return [v.value for v in (*layer._non_trainable_variables, *seeds)]
+
+    @property
+    def seeds(self) -> list[tf.Variable]:
+        """The states of random generators."""
+        return [generator.state.value for layer in self.layers for generator in layer._seed_generators]
+
+    def owner(self, variable: tf.Variable) -> str | None:
+        """The name of the innermost layer that has a trainable variable."""
+        owners = [
+            layer.name
+            for layer in self.called_layers
+            for v in layer.trainable_variables
+            if variable is (v.value if isinstance(v, keras.Variable) else v)
+        ]
+        return owners[-1] if owners else None
+
+    @property
+    def compute_dtype(self) -> str:
+        """The lowest precision that any layer computes in: what decides about loss scaling."""
+        dtypes = {layer.compute_dtype for layer in self.called_layers}
+        return next((d for d in ("float16", "bfloat16") if d in dtypes), "float32")
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names that dict losses, targets and weights go by; empty for a model that names none."""
+        # A Sequential model keeps them, and much else, in a functional one.
+        model = getattr(self.model, "_functional", None) or self.model
+        return list(getattr(model, "output_names", None) or [])
+
+    @property
+    def may_add_losses(self) -> bool:
+        """False where it is known that a call adds no loss."""
+        return any(map(_may_do_more, self.layers))
+
+    def _added_losses(self) -> list[tf.Tensor]:
+        """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
+        return self.model.losses[: len(self.model.losses) - len(self._regularised())]
+
+    def _note_calls(self, x: Any) -> Any:
+        for layer in self.layers:
+            added_losses.require_sum_over_rows(layer)
+        # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
+        for training in (True, False):
+            traced = tf.function(self.__call__, autograph=False).get_concrete_function(x, training=training)
+            written = [*self._assigned, *assigned.assigned(traced.graph, self.variables)]
+            self._assigned = list({id(v): v for v in written}.values())
+            self.added_reductions = sorted({*self.added_reductions, *map(added_losses.reduction, self._added_losses())})
+        return traced.structured_outputs
+
+    def added_loss(self, reduction: str) -> tf.Tensor:
+        """The sum of the last call's added losses of one kind of `added_reductions`: float32 scalar."""
+        losses = [loss for loss in self._added_losses() if added_losses.reduction(loss) == reduction]
+        return tf.add_n([tf.constant(0.0), *(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses)])
+
+    def penalty(self) -> tf.Tensor | None:
+        """The sum of the weight regularisers, or None where there are none."""
+        losses = [v.regularizer(v) for v in self._regularised()]
+        return tf.add_n(losses) if losses else None
+
+    def _regularised(self) -> list[Any]:
+        return [v for v in self.model.trainable_weights if getattr(v, "regularizer", None) is not None]
+
+    @property
+    def lookups(self) -> list[tuple[Any, int]]:
+        """Embedding layers and the rows of their tables: ids outside must be caught, since XLA clamps them silently."""
+        return embeddings.lookups(self.layers)
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether rows share statistics or losses, so that one that only pads would be felt; known after a call."""
+        moved = any(v.dtype.is_floating for v in assigned.plain(self._assigned))
+        return moved or bool(self.moving_layers) or self.couples_losses
+
+    @property
+    def couples_losses(self) -> bool:
+        """Whether losses or metrics are of the model's own, which know a batch's rows as one."""
+        return bool(self.added_reductions) or self.overrides("compute_loss") or self.overrides("compute_metrics")
+
+    @property
+    def recomputed_layers(self) -> list[Any]:
+        """The layers that a `keras.RematScope` recomputes whole."""
+        modes = [(layer, getattr(layer, "_remat_mode", None)) for layer in self.layers]
+        chosen = [(layer, mode) for layer, mode in modes if mode and mode.mode not in (None, "activations")]
+        return [each for each, mode in chosen if mode.mode != "list_of_layers" or each.name in mode.layer_names]
+
+    def state_within(self, layer: Any) -> list[tf.Variable]:
+        """What the layers in a layer, and itself, assign."""
+        return [v for part in layer._flatten_layers() for v in self._own_state(part)]
+
+    def uncompilable_layers(self) -> list[str]:
+        """Layers that say that XLA cannot compile them, as "name (Type)"."""
+        return [
+            f"{layer.name} ({type(layer).__name__})"
+            for layer in self.layers
+            if not getattr(layer, "supports_jit", True)
+        ]
+
+    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
+        """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
+        if not isinstance(optimizer, keras.Optimizer):
+            self.model.optimizer = optimizer
+            return
+        # Keras's own: a `compile` that the model overrides takes other arguments, and was called by the user.
+        keras.Model.compile(self.model, optimizer, loss, loss_weights=loss_weights, auto_scale_loss=False)
+        # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
+        with DotNotTrackScope():
+            self.model._compile_metrics = metrics
+
+    def observed_ids(self, observe: Callable[[int, tf.Tensor], None]) -> contextlib.AbstractContextManager[None]:
+        """Within the scope, the ids that embedding i of `lookups` looks up first pass to `observe(i, ids)`."""
+        return embeddings.observed_ids([layer for layer, _ in self.lookups], observe)
+
+    @contextlib.contextmanager
+    def fp32_weight_gradients(self) -> Iterator[None]:
+        """Within the scope, weight gradients are computed in float32 under mixed precision.
+
+        The layers are their own again outside of it: what a callback saves there loads without fastaccum.
+        """
+        layers = fp32_layers.fp32_weight_gradients(self.model)
+        try:
+            yield
+        finally:
+            fp32_layers.plain_weight_gradients(layers)
+
+    @contextlib.contextmanager
+    def compiled_layers(self, fast_gradients: bool) -> Iterator[None]:
+        """Within the scope, layers compute in the form that XLA compiles in a loop, or that a CPU runs fast too."""
+        with replaced(xla_layers.replacements(self.called_layers, fast_gradients)):
+            yield
+
+
+def _may_do_more(layer: Any) -> bool:
+    """Whether a call may add losses, or assign variables of others: of Keras's own layers few do."""
+    few = keras.layers.SpectralNormalization, keras.layers.Lambda
+    own = type(layer).__module__.startswith("keras.") and not isinstance(layer, few)
+    return not own or layer.activity_regularizer is not None or getattr(layer, "stateful", False)

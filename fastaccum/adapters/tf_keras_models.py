@@ -1,0 +1,148 @@
+"""tf_keras (Keras 2) models, and those of Hugging Face among them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from fastaccum.adapters import huggingface
+from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.keras_models import Model
+
+
+def family(model: Any) -> type | None:
+    """The tf_keras.Model that a model is derived from, if any."""
+    bases = type(model).__mro__
+    return next((c for c in bases if c.__name__ == "Model" and c.__module__.partition(".")[0] == "tf_keras"), None)
+
+
+class LegacyModel(Model):
+    """A tf_keras (Keras 2) model."""
+
+    legacy = True
+
+    def symbolic_call(self, x: Any, training: bool) -> Any:
+        if not self.model.built:
+            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
+            self.model(
+                tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x), training=False
+            )
+        # Not called with numbers, which would move the state of a model that has some.
+        outputs = self._note_calls(
+            tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
+        )
+        rows = tf.nest.flatten(x)[0].shape[0]
+        return tf.nest.map_structure(
+            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
+        )
+
+    @property
+    def called_layers(self) -> list[Any]:
+        return self.layers
+
+    def _own_state(self, layer: Any) -> list[tf.Variable]:
+        if hasattr(layer, "update_state"):  # a metric, which is a layer here
+            return []
+        return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
+
+    @property
+    def may_add_losses(self) -> bool:
+        return True
+
+    def _added_losses(self) -> list[tf.Tensor]:
+        return [loss for layer in self.layers for loss in layer._eager_losses]
+
+    def penalty(self) -> tf.Tensor | None:
+        losses = [loss() for layer in self.layers for loss in layer._callable_losses]
+        losses = [loss for loss in losses if loss is not None]
+        return tf.add_n(losses) if losses else None
+
+    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
+        losses = [each for each in tf.nest.flatten(loss) if each is not None]
+        of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
+        if losses and not of_keras_3 and self.model.compiled_loss is None:
+            # tf_keras's own, as above; without it `save` leaves the optimizer out.
+            self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights)
+        self.model.optimizer = optimizer
+
+    @contextmanager
+    def fp32_weight_gradients(self) -> Iterator[None]:
+        yield
+
+    @property
+    def _family(self) -> Any:
+        return family(self.model)
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        losses, metrics = getattr(self.model, "compiled_loss", None), getattr(self.model, "compiled_metrics", None)
+        if losses is None or losses._user_losses is None:
+            return {}
+        return {
+            "loss": losses._user_losses,
+            "loss_weights": losses._user_loss_weights,
+            "metrics": getattr(metrics, "_user_metrics", None),
+            "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
+        }
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+        return self.model.compute_loss(x, y, y_pred, sample_weight)
+
+    @contextmanager
+    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
+        with replaced([(self.model, "compiled_loss", compiled)]):
+            yield
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, update: Callable) -> dict[str, Any]:
+        compiled = types.SimpleNamespace(update_state=update, metrics=[])
+        with replaced([(self.model, "compiled_metrics", compiled)]):
+            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+
+    @property
+    def own_metrics(self) -> list[Any]:
+        return [metric for layer in self.layers for metric in layer._metrics]
+
+    @property
+    def metric_variables(self) -> list[tf.Variable]:
+        return [v for metric in self.own_metrics for v in metric.variables]
+
+
+class PretrainedModel(LegacyModel):
+    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
+
+    @property
+    def _family(self) -> Any:
+        return next(c for c in type(self.model).__mro__ if c.__name__ == "TFPreTrainedModel")
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        return {} if getattr(self.model, "_using_dummy_loss", True) else super().compiled_with
+
+    @property
+    def lookups(self) -> list[tuple[Any, int]]:
+        return [*super().lookups, *huggingface.tables(self.layers)]
+
+    @property
+    def returned_losses(self) -> int:
+        return huggingface.means(self.model)
+
+    def with_losses(
+        self, x: Any, y: Any, training: bool, valid: tf.Tensor | None
+    ) -> tuple[Any, list[tuple[tf.Tensor, tf.Tensor]]]:
+        inputs = huggingface.with_labels(self.model, x, y)
+        with huggingface.observed_losses(self.model, valid) as seen:
+            outputs = self.model(inputs, training=training, **huggingface.call_options(self.model))
+        rows = tf.nest.flatten(x)[0].shape[0]
+        return outputs, [tuple(each) for each in huggingface.terms(self.model, outputs, seen, rows, valid)]
+
+    @property
+    def takes_targets_apart(self) -> bool:
+        return True
+
+    def matched(self, x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
+        return huggingface.matched(self.model, x, y if tf.nest.flatten(y) else None, y_pred)
