@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.packages import of_keras
+
 # Whether Keras divides what an activity regulariser returns, which sums over rows, by their number.
 _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
@@ -17,7 +19,7 @@ def require_sum_over_rows(layer: Any) -> None:
     it divides by their number: its strength would depend on how the rows are cut.
     """
     regularizer = getattr(layer, "activity_regularizer", None)
-    if regularizer is None or type(regularizer).__module__.startswith(("keras.", "tf_keras.")):
+    if regularizer is None or of_keras(type(regularizer)):
         return
     try:
         one, two = (float(regularizer(tf.fill([rows, 4], 0.5))) for rows in (1, 2))

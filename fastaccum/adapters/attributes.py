@@ -1,10 +1,18 @@
-"""Attributes of objects that are not ours, replaced for a while."""
+"""Attributes of objects that are not ours: a Keras variable's value, and any replaced for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def raw(variable: Any) -> tf.Variable:
+    """The tf.Variable in a keras.Variable; one of TensorFlow's as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 @contextmanager

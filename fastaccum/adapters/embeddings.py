@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from fastaccum.adapters.packages import kinds
+
 
 def lookups(layers: list[Any]) -> list[tuple[Any, int]]:
     """Embedding layers and the rows of their tables: ids outside must be caught, since XLA clamps them silently."""
@@ -35,9 +37,8 @@ def observed_ids(layers: list[Any], observe: Callable[[int, tf.Tensor], None]) -
 
 def _lookup_class(layer: Any) -> Any:
     """Keras's or tf_keras's own Embedding, where a layer is one; None otherwise, whatever the layer is called."""
-    packages = ("keras", "tf_keras")
-    own = [c for c in type(layer).__mro__ if c.__name__ == "Embedding" and c.__module__.partition(".")[0] in packages]
-    return own[0] if own else None
+    own = kinds(layer)
+    return own.get("keras.Embedding") or own.get("tf_keras.Embedding")
 
 
 def _observing(layer: Any, observe: Callable[[tf.Tensor], None]) -> Any:

@@ -15,6 +15,7 @@ from fastaccum import checks
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import whole
+from fastaccum.adapters.packages import package
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
 
@@ -185,7 +186,7 @@ def _is_known(layer: Any) -> bool:
 
 def _is_dense(layer: Any) -> bool:
     plain = type(layer) in (keras.layers.Dense, fp32_layers.Fp32Dense)
-    return plain or (type(layer).__module__.startswith("tf_keras.") and type(layer).__name__ == "Dense")
+    return plain or (package(type(layer)) == "tf_keras" and type(layer).__name__ == "Dense")
 
 
 def _kernel(layer: Any) -> Any:

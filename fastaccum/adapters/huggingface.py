@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.packages import kinds, package
 
 
 class Observed(NamedTuple):
@@ -32,7 +33,7 @@ class Seen(list[Observed]):
 
 def is_pretrained(model: Any) -> bool:
     """Whether it is one of Hugging Face's TF models."""
-    return any(c.__name__ == "TFPreTrainedModel" for c in type(model).__mro__)
+    return "transformers.TFPreTrainedModel" in kinds(model)
 
 
 def means(model: Any) -> int:
@@ -177,7 +178,7 @@ def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | No
 def _loss_class(model: Any) -> str:
     """The class of Hugging Face's that defines its hf_compute_loss; empty for another's."""
     method: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
-    of_theirs = getattr(method, "__module__", "").startswith("transformers.")
+    of_theirs = package(method) == "transformers"
     return method.__qualname__.removesuffix(".hf_compute_loss") if of_theirs else ""
 
 

@@ -12,7 +12,8 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum.adapters import added_losses, assigned, embeddings
 from fastaccum.adapters import layers as xla_layers
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import raw, replaced
+from fastaccum.adapters.packages import package
 from fastaccum.kernels import fp32_layers
 
 
@@ -180,7 +181,7 @@ class Model:
         own = [v for layer in self.layers for v in self._own_state(layer)]
         # A SpectralNormalization assigns a weight of another layer, and layers of the user's own what they like.
         known = {id(v) for v in (*own, *self.metric_variables)}
-        return [*own, *(v for v in assigned.plain(self._assigned) if id(v) not in known)]
+        return [*own, *(v for v in map(raw, self._assigned) if id(v) not in known)]
 
     @property
     def unmanaged_state(self) -> list[str]:
@@ -208,12 +209,7 @@ class Model:
 
     def owner(self, variable: tf.Variable) -> str | None:
         """The name of the innermost layer that has a trainable variable."""
-        owners = [
-            layer.name
-            for layer in self.called_layers
-            for v in layer.trainable_variables
-            if variable is (v.value if isinstance(v, keras.Variable) else v)
-        ]
+        owners = [layer.name for layer in self.called_layers for v in layer.trainable_variables if variable is raw(v)]
         return owners[-1] if owners else None
 
     @property
@@ -270,7 +266,7 @@ class Model:
     @property
     def couples_rows(self) -> bool:
         """Whether rows share statistics or losses, so that one that only pads would be felt; known after a call."""
-        moved = any(v.dtype.is_floating for v in assigned.plain(self._assigned))
+        moved = any(v.dtype.is_floating for v in map(raw, self._assigned))
         return moved or bool(self.moving_layers) or self.couples_losses
 
     @property
@@ -334,5 +330,5 @@ class Model:
 def _may_do_more(layer: Any) -> bool:
     """Whether a call may add losses, or assign variables of others: of Keras's own layers few do."""
     few = keras.layers.SpectralNormalization, keras.layers.Lambda
-    own = type(layer).__module__.startswith("keras.") and not isinstance(layer, few)
+    own = package(type(layer)) == "keras" and not isinstance(layer, few)
     return not own or layer.activity_regularizer is not None or getattr(layer, "stateful", False)

@@ -16,6 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known, whole
+from fastaccum.adapters.packages import of_keras, package
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
@@ -233,7 +234,7 @@ _COMPARE_ROWS = {
 
 
 def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
-    theirs = (c for c in type(loss).__mro__ if c.__module__.startswith(("keras.", "tensorflow_addons.")))
+    theirs = (c for c in type(loss).__mro__ if package(c) in ("keras", "tensorflow_addons"))
     if any(c.__name__ in _COMPARE_ROWS for c in theirs):
         raise ValueError(
             f"The loss of output {name!r} is {type(loss).__name__}, which compares the rows of a batch with each "
@@ -245,7 +246,7 @@ def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
             "reduction='sum_over_batch_size' (the mean) or 'sum'."
         )
     called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
-    if not called.__module__.startswith(("keras.", "tf_keras.")):
+    if not of_keras(called):
         raise ValueError(
             f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ {called.__name__} overrides: "
             "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
@@ -301,8 +302,7 @@ _TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cro
 
 def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
     fn: Any = getattr(loss, "fn", None)
-    of_keras = getattr(fn, "__module__", "").startswith(("keras.", "tf_keras."))
-    if not of_keras or fn.__name__ in _TAKE_INDICES:
+    if not of_keras(fn) or fn.__name__ in _TAKE_INDICES:
         return
     shapes = [tuple(y_true.shape), tuple(y_pred.shape)]
     short, long = sorted(shapes, key=len)

@@ -11,7 +11,9 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.trainers.compile_utils import CompileMetrics
 
+from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known
+from fastaccum.adapters.packages import kinds, of_keras
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
@@ -90,7 +92,7 @@ class Metrics:
     def variables(self) -> list[tf.Variable]:
         """The state of every metric."""
         variables = [v for metric in (self.compiled, *self.own) for v in metric.variables]
-        return [*(v if isinstance(v, tf.Variable) else v.value for v in variables), *self._kept]
+        return [*map(raw, variables), *self._kept]
 
     @property
     def need_exact_rows(self) -> bool:
@@ -100,7 +102,7 @@ class Metrics:
         one value for a whole batch.
         """
         metrics = self.compiled.metrics
-        return self._by_batch or bool(self.own) or any(_own(type(getattr(m, "legacy", m))) for m in metrics)
+        return self._by_batch or bool(self.own) or not all(of_keras(type(getattr(m, "legacy", m))) for m in metrics)
 
     @property
     def unknown_states(self) -> list[str]:
@@ -109,7 +111,7 @@ class Metrics:
         """
         sums = keras.metrics.Mean, keras.metrics.Sum
         metrics: list[Any] = [*self.compiled.metrics, *self.own]
-        return [*(m.name for m in metrics if _own(type(m)) and not isinstance(m, sums))]
+        return [*(m.name for m in metrics if not (of_keras(type(m)) or isinstance(m, sums)))]
 
     def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
         """Updates every metric with one micro-batch's valid rows."""
@@ -202,12 +204,7 @@ class _LegacyMetric(keras.metrics.Metric):
 
 
 def _of_keras_3(metrics: Any) -> Any:
-    def adopted(metric):
-        classes = type(metric).__mro__
-        legacy = any(c.__name__ == "Metric" and c.__module__.partition(".")[0] == "tf_keras" for c in classes)
-        return _LegacyMetric(metric) if legacy else metric
-
-    return tf.nest.map_structure(adopted, metrics)
+    return tf.nest.map_structure(lambda m: _LegacyMetric(m) if "tf_keras.Metric" in kinds(m) else m, metrics)
 
 
 def _by_output(metrics: Any, outputs: Outputs, targets: Sequence[Any]) -> list[Any]:
@@ -246,14 +243,9 @@ def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tenso
     )
 
 
-def _own(thing: Any) -> bool:
-    """Whether a class or function is the user's, not Keras's."""
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] not in ("keras", "tf_keras")
-
-
 def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
     """Whether a metric made from a user's function averages over the batch by itself."""
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not _own(metric._fn):
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or of_keras(metric._fn):
         return False
     value: Any = compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
     return len(getattr(value, "shape", ())) == 0  # it may be a number

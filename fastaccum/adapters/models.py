@@ -8,7 +8,8 @@ import keras
 
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.keras_models import Model as Model
-from fastaccum.adapters.tf_keras_models import LegacyModel, PretrainedModel, family
+from fastaccum.adapters.packages import kinds
+from fastaccum.adapters.tf_keras_models import LegacyModel, PretrainedModel
 
 
 def get(model: Any) -> Model:
@@ -17,6 +18,6 @@ def get(model: Any) -> Model:
         return Model(model)
     if huggingface.is_pretrained(model):
         return PretrainedModel(model)
-    if family(model) is not None:
+    if "tf_keras.Model" in kinds(model):
         return LegacyModel(model)
     raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")

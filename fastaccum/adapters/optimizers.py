@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import untouched_rows
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import raw, replaced
+from fastaccum.adapters.packages import kinds
 
 Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
 
@@ -37,9 +38,9 @@ def get(optimizer: Any) -> Optimizer:
         optimizer = _named(optimizer)
     if isinstance(optimizer, type):
         raise TypeError(f"optimizer={optimizer.__name__} is a class: call it, and pass what it makes")
-    kinds = _kinds(optimizer)
+    own = kinds(optimizer)
     for kind, family in _FAMILIES.items():
-        if kind in kinds:
+        if kind in own:
             return family(optimizer)
     raise TypeError(
         f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass a Keras 3, tf_keras or "
@@ -72,8 +73,8 @@ class Optimizer:
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates every slot for the trainable variables; a second call with the same ones does nothing."""
-        raw = [_raw(v) for v in variables]
-        if self._model_variables and [id(v) for v in raw] == [id(v) for v in self._model_variables]:
+        given = [raw(v) for v in variables]
+        if self._model_variables and [id(v) for v in given] == [id(v) for v in self._model_variables]:
             return
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
@@ -84,14 +85,14 @@ class Optimizer:
             if self._model_variables or not self._knows(self._native(variable)):
                 raise ValueError(
                     f"optimizer={type(self.optimizer).__name__} was built on other variables, without "
-                    f"{_raw(variable).name!r}: make a new one; or, if the `trainable` of a layer was switched since, "
+                    f"{raw(variable).name!r}: make a new one; or, if the `trainable` of a layer was switched since, "
                     "switch it back"
                 )
         if not getattr(self.optimizer, "built", False):
             self._create([self._native(v) for v in variables])
         for part in self.parts:  # MultiOptimizer may have found its optimizers only now
             _refuse(part)
-        self._model_variables = raw
+        self._model_variables = given
 
     @property
     def parts(self) -> list[Any]:
@@ -133,7 +134,7 @@ class Optimizer:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
             raise ValueError("no variable has a gradient: the loss depends on no trainable variable")
-        counts = {_raw(v).ref(): c for v, c in zip(variables, lookups, strict=False) if c is not None}
+        counts = {raw(v).ref(): c for v, c in zip(variables, lookups, strict=False) if c is not None}
         if ok is True:
             with self._knowing(counts):
                 self._update(pairs)
@@ -164,7 +165,7 @@ class Optimizer:
     @property
     def iterations(self) -> tf.Variable:
         """Counts the updates."""
-        return _raw(self.optimizer.iterations)
+        return raw(self.optimizer.iterations)
 
     def finalize(self, variables: Sequence[Any]) -> None:
         """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages."""
@@ -173,7 +174,7 @@ class Optimizer:
 
     def _native(self, variable: Any) -> Any:
         """The variable as the family's own models have it."""
-        return _raw(variable)
+        return raw(variable)
 
     def _create(self, variables: list[Any]) -> None:
         self.optimizer.build(variables)
@@ -211,12 +212,12 @@ class _Keras(Optimizer):
 
         def hooked(assign, new):
             def select(variable, value):
-                raw = _raw(variable)
-                if id(raw) not in slots:
-                    return assign(raw, value)
-                selected.add(id(raw))
-                old = raw.read_value()
-                return raw.assign(tf.where(ok, new(old, tf.cast(value, old.dtype)), old))
+                own = raw(variable)
+                if id(own) not in slots:
+                    return assign(own, value)
+                selected.add(id(own))
+                old = own.read_value()
+                return own.assign(tf.where(ok, new(old, tf.cast(value, old.dtype)), old))
 
             return select
 
@@ -263,8 +264,8 @@ class _TFKeras(Optimizer):
 
     def _update(self, pairs: Pairs) -> None:
         # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
-        dtypes = [getattr(_raw(v), "true_dtype", v.dtype) for _, v in pairs]
-        native = [(tf.cast(g, t), _raw(v)) for (g, v), t in zip(pairs, dtypes, strict=True)]
+        dtypes = [getattr(raw(v), "true_dtype", v.dtype) for _, v in pairs]
+        native = [(tf.cast(g, t), raw(v)) for (g, v), t in zip(pairs, dtypes, strict=True)]
         self.optimizer.apply_gradients(native, experimental_aggregate_gradients=False)
         for _, variable in pairs:
             # It applies constraints itself, but that of a keras.Variable is not on its tf.Variable.
@@ -361,7 +362,7 @@ class _AddonsMulti(Optimizer):
     def _update(self, pairs: Pairs) -> None:
         for inner, names in self._groups:
             # Once for each time that a layer was named, as there.
-            own = [(g, v) for g, v in pairs for name in names if _raw(v).name == name]
+            own = [(g, v) for g, v in pairs for name in names if raw(v).name == name]
             if own:
                 inner._update(own)
         self.iterations.assign_add(1)
@@ -377,14 +378,9 @@ _FAMILIES = {
 }
 
 
-def _raw(variable: Any) -> tf.Variable:
-    """The tf.Variable in a keras.Variable."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
 def _held(value: Any) -> Iterator[tf.Variable]:
     """The tf.Variables in nested containers, in order."""
-    value = _raw(value)
+    value = raw(value)
     if isinstance(value, tf.Variable):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -394,15 +390,15 @@ def _held(value: Any) -> Iterator[tf.Variable]:
 
 def _refuse(optimizer: Any) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
-    kinds, hyper = _kinds(optimizer), getattr(optimizer, "_hyper", {})
+    own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
     rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     scale = getattr(optimizer, "loss_scale_factor", None)
     step_does = "which is the train step's work: make it without, and pass Trainer"
     schedule = type(rate).__name__
     if isinstance(rate, (keras.Variable, tf.Variable)):
-        rate = float(_raw(rate).numpy())
-    if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & kinds:
+        rate = float(raw(rate).numpy())
+    if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & own.keys():
         problem = "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
     elif steps is not None:
         problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
@@ -410,15 +406,10 @@ def _refuse(optimizer: Any) -> None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
     elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
         problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
-    elif "tf_keras.Nadam" in kinds and "tf_keras.OptimizerV2" not in kinds:
+    elif "tf_keras.Nadam" in own and "tf_keras.OptimizerV2" not in own:
         problem = "counts updates in Python, which no compiled program does: use tf_keras.optimizers.legacy.Nadam"
-    elif "keras.Optimizer" in kinds and "tf_keras.LearningRateSchedule" in _kinds(rate):
+    elif "keras.Optimizer" in own and "tf_keras.LearningRateSchedule" in kinds(rate):
         problem = f"cannot call tf_keras's {schedule}: use learning_rate=keras.optimizers.schedules.{schedule}"
     else:
         return
     raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
-
-
-def _kinds(value: Any) -> set[str]:
-    """The names of a value's classes, each with its package."""
-    return {f"{c.__module__.split('.')[0]}.{c.__name__}" for c in type(value).__mro__}

@@ -13,12 +13,7 @@ import tensorflow as tf
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.keras_models import Model
-
-
-def family(model: Any) -> type | None:
-    """The tf_keras.Model that a model is derived from, if any."""
-    bases = type(model).__mro__
-    return next((c for c in bases if c.__name__ == "Model" and c.__module__.partition(".")[0] == "tf_keras"), None)
+from fastaccum.adapters.packages import kinds
 
 
 class LegacyModel(Model):
@@ -76,7 +71,7 @@ class LegacyModel(Model):
 
     @property
     def _family(self) -> Any:
-        return family(self.model)
+        return kinds(self.model)["tf_keras.Model"]
 
     @property
     def compiled_with(self) -> dict[str, Any]:
@@ -117,7 +112,7 @@ class PretrainedModel(LegacyModel):
 
     @property
     def _family(self) -> Any:
-        return next(c for c in type(self.model).__mro__ if c.__name__ == "TFPreTrainedModel")
+        return kinds(self.model)["transformers.TFPreTrainedModel"]
 
     @property
     def compiled_with(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from fastaccum.adapters.packages import package
+
 # By the class that defines the sparse form. What does the same to every row as the dense form, what does nothing at all
 # to other rows (kernels mostly, which XLA lacks), and what must be asked.
 _DENSE = {"Adagrad", "Adam", "AdamWeightDecay", "COCOB", "LAMB", "NonFusedAdam", "OptimizerV2", "RMSprop", "SGD"}
@@ -81,7 +83,7 @@ class _Forms:
         if getattr(optimizer, "_momentum", False) and family in ("SGD", "RMSprop"):
             family = "with momentum"
         packages = ("tf_keras", "tensorflow_addons", "transformers")
-        theirs = all(f.__module__.split(".")[0] in packages for f in (own_dense, own_sparse))
+        theirs = all(package(f) in packages for f in (own_dense, own_sparse))
         if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
             self.to_others = "as dense"
         elif theirs and family == "SGD":  # whose sparse form goes past that of the weight decay

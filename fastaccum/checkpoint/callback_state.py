@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.adapters.packages import of_keras
 from fastaccum.checkpoint.state import plain
 
 # What Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
@@ -36,7 +37,7 @@ def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
 
 def _kind(callback: Any) -> str | None:
     """The name of the callback's class among Keras's own."""
-    names = (c.__name__ for c in type(callback).__mro__ if c.__module__.split(".")[0] in ("keras", "tf_keras"))
+    names = (c.__name__ for c in type(callback).__mro__ if of_keras(c))
     return next(names, None)
 
 

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.models import Model
 from fastaccum.data.arrays import ArrayStacks
@@ -63,11 +64,11 @@ def name_variables(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, t
     for group, variables in groups.items():
         seen = set()
         for variable in variables:
-            raw = variable.value if isinstance(variable, keras.Variable) else variable
-            if id(raw) not in seen:
-                seen.add(id(raw))
-                path = getattr(variable, "path", None) or raw.name
-                found[group][_free(path.split(":")[0], found[group])] = raw
+            own = raw(variable)
+            if id(own) not in seen:
+                seen.add(id(own))
+                path = getattr(variable, "path", None) or own.name
+                found[group][_free(path.split(":")[0], found[group])] = own
     return found
 
 
