@@ -49,7 +49,7 @@ class OwnLoss:
 
     def __init__(self, model: Model, reduction: Reduction):
         self._model, self.reduction = model, reduction
-        self._name = f"{type(model.model).__name__}.compute_loss"
+        self.name = f"{type(model.model).__name__}.compute_loss"
 
     def __call__(
         self,
@@ -67,16 +67,8 @@ class OwnLoss:
             compiled: `compiled(y, y_pred, sample_weight)` stands for the compiled loss; None where there is none.
             share: this micro-batch's share of all rows of the step; None for a batch by itself.
         """
-        calls = 0
 
-        def once(y: Any, y_pred: Any, sample_weight: Any = None, regularization_losses: Sequence = ()) -> tf.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise ValueError(
-                    f"{self._name} computes the compiled loss more than once, and each would need denominators of its "
-                    "own: call a Keras loss object for the others."
-                )
+        def given(y: Any, y_pred: Any, sample_weight: Any = None, regularization_losses: Sequence = ()) -> tf.Tensor:
             loss = compiled(y, y_pred, sample_weight)  # type: ignore[misc]
             return tf.add_n([loss, *(tf.cast(each, tf.float32) for each in regularization_losses)])
 
@@ -87,11 +79,11 @@ class OwnLoss:
                 return loss / tf.cast(share, loss.dtype) if reduction(loss) == "sum" else loss
             return loss * tf.cast(share, loss.dtype) if is_regularizer else loss
 
-        with self._model.own_losses(None if compiled is None else once, rescaled):
+        with self._model.own_losses(None if compiled is None else given, rescaled):
             value = self._model.compute_loss(x, y, y_pred, sample_weight, training)
         if not tf.is_tensor(value) or value.shape.rank or not value.dtype.is_floating:
             raise ValueError(
-                f"{self._name} returned {value!r}; it must return a floating-point scalar, the loss of the batch."
+                f"{self.name} returned {value!r}; it must return a floating-point scalar, the loss of the batch."
             )
         return tf.cast(value, tf.float32)
 

@@ -116,30 +116,29 @@ class ModelObjective(Objective):
         prepared: list[tf.Tensor] | None,
     ) -> list[Term]:
         asked: list[Term] = []
-        part = tf.constant(0.0)
-        rows, share = _rows(batch), None
-        if prepared is not None:
-            share = rows / prepared[-1]
+        rows = _rows(batch)
+        share = None if prepared is None else rows / prepared[-1]
+
+        def part() -> tf.Tensor:
+            denominators = self._denominators([t.weight_sum for t in asked]) if prepared is None else prepared
+            return _weighted(self.term_weights, asked, denominators)
 
         def compiled(y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-            nonlocal part
+            if asked:
+                raise ValueError(
+                    f"{own.name} computes the compiled loss more than once, and each would need denominators of its "
+                    "own: call a Keras loss object for the others."
+                )
             matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
             asked.extend(self.losses.terms(matched, None, {}))
-            denominators = prepared
-            if denominators is None:
-                denominators = [
-                    tf.constant(1.0) if reduction == "sum" else t.weight_sum
-                    for t, reduction in zip(asked, self.reductions, strict=False)
-                ]
-            part = _weighted(self.term_weights, asked, denominators)
-            return part if share is None or own.reduction == "sum" else part / share
+            return part() if share is None or own.reduction == "sum" else part() / share
 
         given = compiled if self.losses.outputs else None
         value = own(batch.x, _targets(batch), y_pred, batch.weights, training, given, share)
-        if prepared is None:
-            value -= part
+        if prepared is None and asked:
+            value -= part()
         nothing = [Term(tf.constant(0.0), tf.constant(0.0))] * (len(self.losses.outputs) - len(asked))
         return [*asked, *nothing, Term(value * rows if own.reduction == "mean" else value, rows)]
 
@@ -198,8 +197,12 @@ class ModelObjective(Objective):
         if not self.has_several_terms:
             return None
         *weight_sums, rows = self.count(*stacks) if counts is None else counts
-        sums = zip(self.reductions, weight_sums, strict=True)
-        return [*(tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums), rows]
+        return [*self._denominators(weight_sums), rows]
+
+    def _denominators(self, weight_sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """What the first terms' loss sums are divided by."""
+        sums = zip(self.reductions, weight_sums, strict=False)
+        return [tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums]
 
     def count(self, *stacks: Batch) -> list[tf.Tensor]:
         """Each term's weight sum over the stacks, and the number of valid rows. Leaves all state as it was."""
