@@ -41,23 +41,23 @@ class SumAccumulator:
 
 
 class LookupAccumulator(SumAccumulator):
-    """A `SumAccumulator` of `IndexedSlices` that counts, from `counts` [rows] on, how often it met each row."""
+    """A `SumAccumulator` of `IndexedSlices` that marks the rows that it met, in `met`, bool [rows]."""
 
-    def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, counts: tf.Tensor):
+    def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, met: tf.Tensor):
         super().__init__(total, gradient)
-        self._counts = counts
+        self._met = met
 
     def start(self) -> list[tf.Tensor]:
-        return [*super().start(), self._counts]
+        return [*super().start(), self._met]
 
     def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
-        *total, counts = carried
-        indices = terms[0].indices
-        one_each = tf.ones(tf.shape(indices), counts.dtype)
-        return [*super().add(i, total, terms), tf.tensor_scatter_nd_add(counts, indices[:, tf.newaxis], one_each)]
+        *total, met = carried
+        indices = terms[0].indices[:, tf.newaxis]
+        marks = tf.fill(tf.shape(indices)[:1], True)
+        return [*super().add(i, total, terms), tf.tensor_scatter_nd_update(met, indices, marks)]
 
-    def counts(self, carried: list[tf.Tensor]) -> tf.Tensor:
-        """How often each row was met, from what the loop carried out."""
+    def met(self, carried: list[tf.Tensor]) -> tf.Tensor:
+        """Which rows it met, from what the loop carried out."""
         return carried[1]
 
 

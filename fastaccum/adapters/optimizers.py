@@ -110,7 +110,7 @@ class Optimizer:
 
     @property
     def needs_lookups(self) -> bool:
-        """Whether `apply` must know how often each row of a table was looked up; ValueError if that cannot be told."""
+        """Whether `apply` must know which rows of a table were looked up; ValueError if that cannot be told."""
         return False
 
     def apply(
@@ -118,12 +118,12 @@ class Optimizer:
         gradients: Sequence[tf.Tensor | None],
         variables: Sequence[Any],
         ok: tf.Tensor | bool = True,
-        lookups: Sequence[tf.Tensor | None] = (),
+        looked_up: Sequence[tf.Tensor | None] = (),
     ) -> None:
         """One update where `ok`, and nothing changed elsewhere; a gradient of None leaves its variable alone. It
         creates no variable, so it may stand in a loop body.
 
-        `lookups` has for each variable how often each of its rows was looked up; None, or nothing at all, where the
+        `looked_up` has for each variable which of its rows were, bool [rows]; None, or nothing at all, where the
         gradient is not one of lookups alone, or it does not matter.
 
         Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
@@ -134,14 +134,14 @@ class Optimizer:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
             raise ValueError("no variable has a gradient: the loss depends on no trainable variable")
-        counts = {raw(v).ref(): c for v, c in zip(variables, lookups, strict=False) if c is not None}
+        rows = {raw(v).ref(): each for v, each in zip(variables, looked_up, strict=False) if each is not None}
         if ok is True:
-            with self._knowing(counts):
+            with self._knowing(rows):
                 self._update(pairs)
             return
         changed = [*self._model_variables, *self.variables]
         before = [v.read_value() for v in changed]
-        with self._selecting(ok) as selected, self._knowing(counts):
+        with self._selecting(ok) as selected, self._knowing(rows):
             self._update(pairs)
         for variable, value in zip(changed, before, strict=True):
             if id(variable) not in selected:
@@ -152,8 +152,8 @@ class Optimizer:
         """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
         yield set()
 
-    def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Within the scope, tables are updated by their lookups, `counts` by the tables' `ref()`."""
+    def _knowing(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Within the scope, tables are updated by their lookups, bool [rows] by the tables' `ref()`."""
         return contextlib.nullcontext()
 
     @functools.cached_property
@@ -302,8 +302,8 @@ class _Legacy(_TFKeras):
     def needs_lookups(self) -> bool:
         return untouched_rows.treated_apart(self.parts[-1])
 
-    def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
-        return replaced(untouched_rows.in_sparse_form(self.parts[-1], counts))
+    def _knowing(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        return replaced(untouched_rows.in_sparse_form(self.parts[-1], looked_up))
 
     def _knows(self, variable: Any) -> bool:
         return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
@@ -337,11 +337,11 @@ class _AddonsMulti(Optimizer):
         return {"class": type(self.optimizer).__name__, "optimizers": parts}
 
     @contextlib.contextmanager
-    def _knowing(self, counts: Mapping[Any, tf.Tensor]) -> Iterator[None]:
+    def _knowing(self, looked_up: Mapping[Any, tf.Tensor]) -> Iterator[None]:
         with contextlib.ExitStack() as scopes:
             for inner, _ in self._groups:
                 own = {v.ref() for v in inner._model_variables}
-                scopes.enter_context(inner._knowing({table: c for table, c in counts.items() if table in own}))
+                scopes.enter_context(inner._knowing({table: rows for table, rows in looked_up.items() if table in own}))
             yield
 
     def _knows(self, variable: Any) -> bool:

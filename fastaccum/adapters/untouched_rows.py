@@ -2,7 +2,7 @@
 
 These optimizers have a form of their own for the gradient of lookups, `_resource_apply_sparse`. Most leave the weights
 of all other rows alone, where the form for dense gradients would decay them or move them by momentum. A train step
-adds up a dense gradient and counts how often each row was looked up; a table's update is then that of the other form,
+adds up a dense gradient and marks the rows that were looked up; a table's update is then that of the other form,
 with the lookups of the whole step, each row once:
 
     touched = dense form(gradient)                    # on these rows the two are equal
@@ -38,17 +38,17 @@ def treated_apart(optimizer: Any) -> bool:
     return _Forms(optimizer).to_others != "as dense"
 
 
-def in_sparse_form(optimizer: Any, counts: Mapping[Any, tf.Tensor]) -> Iterator[tuple[Any, str, Callable]]:
+def in_sparse_form(optimizer: Any, looked_up: Mapping[Any, tf.Tensor]) -> Iterator[tuple[Any, str, Callable]]:
     """What to set, `(object, name, value)`, for the optimizer's dense form to update tables as its sparse one does.
 
-    `counts` has for each table, by its `ref()`, how often each row was looked up.
+    `looked_up` has for each table, by its `ref()`, which of its rows were: bool [rows].
     """
-    if not counts:
+    if not looked_up:
         return
     own, forms = optimizer._resource_apply_dense, _Forms(optimizer)
 
     def apply(gradient, variable, **state):
-        if variable.ref() not in counts:
+        if variable.ref() not in looked_up:
             return own(gradient, variable, **state)
         slots = [optimizer.get_slot(variable, name) for name in optimizer.get_slot_names()]
         tables = [variable, *(slot for slot in slots if slot.shape[:1] == variable.shape[:1])]
@@ -61,8 +61,8 @@ def in_sparse_form(optimizer: Any, counts: Mapping[Any, tf.Tensor]) -> Iterator[
             forms.sparse(gradient[:0], variable, tf.zeros([0], tf.int32), **state)
             others = [t.read_value() for t in tables]
         for table, new, other in zip(tables, touched, others, strict=True):
-            looked_up = tf.reshape(counts[variable.ref()] > 0, [-1] + [1] * (len(table.shape) - 1))
-            table.assign(tf.where(looked_up, new, other))
+            rows = tf.reshape(looked_up[variable.ref()], [-1] + [1] * (len(table.shape) - 1))
+            table.assign(tf.where(rows, new, other))
         return tf.no_op()
 
     apply.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # which says whether to pass a state

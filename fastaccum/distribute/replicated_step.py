@@ -122,7 +122,7 @@ class ReplicatedStep:
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
         scale = self.cycle.loss_scale.scale()
-        sums = Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state)
+        sums = Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {})
         all_work = tf.equal(shared["working"], float(self._replicas.count))
         result = self.running.add_step(scale, self.cycle.finish(sums, accepted=all_work & in_range))
         return self.running.report(result, fine=in_range), shared["working"]

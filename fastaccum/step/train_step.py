@@ -48,8 +48,7 @@ class Accumulated(NamedTuple):
     weight_sum: tf.Tensor  # float32 scalar
     scale: tf.Tensor  # float32 scalar, the same on every device
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
-    # How often each row of a table was looked up, by the variable's place; where the optimizer must know.
-    lookups: dict[int, tf.Tensor] = {}  # noqa: RUF012
+    looked_up: dict[int, tf.Tensor]  # bool [rows of a table], by its variable's place; where the optimizer must know
 
 
 class Objective:
@@ -201,6 +200,7 @@ class TrainStep:
                 # A constant denominator keeps float16 cotangents in range whatever the stack's size, and costs nothing.
                 scale=self.loss_scale.scale() / objective.typical_weight(stacks),
                 state=[v.read_value() for v in objective.state],
+                looked_up={},
             )
             for stack in stacks:
                 sums = self._loop(stack, prepared, sums)
@@ -215,12 +215,12 @@ class TrainStep:
         steps = trip_count(stack)
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
-        unmet = [tf.zeros(v.shape[:1]) for v in self.variables]
+        unmet = [tf.zeros(v.shape[:1], tf.bool) for v in self.variables]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
         def accumulating(j, gradient, wholes):
             if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
-                return LookupAccumulator(start[j], gradient, sums.lookups.get(j, unmet[j]))
+                return LookupAccumulator(start[j], gradient, sums.looked_up.get(j, unmet[j]))
             return accumulator(start[j], gradient, steps, lambda t: wholes.get(t.ref()))
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
@@ -255,13 +255,13 @@ class TrainStep:
 
         carried = [each.start() for each in summed.values()]
         loss_sum, weight_sum, carried = loop(steps, body, [sums.loss_sum, sums.weight_sum, carried])
-        totals, lookups = list(sums.gradients), {}
+        totals, looked_up = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
             for (j, each), of_loop in zip(summed.items(), carried, strict=True):
                 totals[j] = each.total(of_loop)
                 if isinstance(each, LookupAccumulator):
-                    lookups[j] = each.counts(of_loop)
-        return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, lookups=lookups)
+                    looked_up[j] = each.met(of_loop)
+        return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up)
 
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
         """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.
@@ -272,7 +272,7 @@ class TrainStep:
         weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
-        penalty, grads, lookups = self._with_penalty(sums, denominator)
+        penalty, grads, looked_up = self._with_penalty(sums, denominator)
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
         loss += penalty
         counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted
@@ -281,7 +281,7 @@ class TrainStep:
         ok = finite & counted
         with tf.name_scope("update"):
             final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
-            self.optimizer.apply(final, self.trained, ok, lookups)
+            self.optimizer.apply(final, self.trained, ok, looked_up)
             _keep_where(ok, objective.state, sums.state)
         before = [v.read_value() for v in self.loss_scale.variables]
         self.loss_scale.update(reduced.finite)
@@ -290,16 +290,16 @@ class TrainStep:
 
     def _with_penalty(self, sums, denominator):
         """The penalty, the accumulators with its gradient added at their own scale, and lookups that it leaves be."""
-        grads, lookups = sums.gradients, [sums.lookups.get(j) for j in range(len(self.variables))]
+        grads, looked_up = sums.gradients, [sums.looked_up.get(j) for j in range(len(self.variables))]
         with tf.GradientTape() as tape:
             penalty = self.objective.penalty()
         if penalty is None:
-            return tf.constant(0.0), grads, lookups
+            return tf.constant(0.0), grads, looked_up
         added = [_times(g, denominator) for g in tape.gradient(penalty, self.variables)]
         total = [a if g is None else g if a is None else g + a for g, a in zip(grads, added, strict=True)]
         # With its own gradient, that of a table is one of all rows.
-        lookups = [counts if a is None else None for counts, a in zip(lookups, added, strict=True)]
-        return tf.cast(penalty, tf.float32), total, lookups
+        looked_up = [rows if a is None else None for rows, a in zip(looked_up, added, strict=True)]
+        return tf.cast(penalty, tf.float32), total, looked_up
 
 
 def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
