@@ -80,8 +80,9 @@ class Trainer:
 
     Raises:
         TypeError: raised if the model, optimizer, loss or a metric is not one.
-        ValueError: raised if a number is out of its range, a name unknown, if the optimizer accumulates or scales by
-            itself, or XLA cannot compile a layer; or if an option is set that the train step was built with.
+        ValueError: raised if a number is out of its range, a name unknown, if the model overrides `train_step` or there
+            is no loss, if the optimizer accumulates or scales by itself, or XLA cannot compile a layer; or if an option
+            is set that the train step was built with.
 
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)

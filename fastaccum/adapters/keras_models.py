@@ -53,7 +53,7 @@ class Model:
             outputs = tf.nest.map_structure(
                 lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
             )
-        if self.may_add_losses:
+        if self.may_do_more:
             self._note_calls(
                 tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
             )
@@ -226,8 +226,8 @@ class Model:
         return list(getattr(model, "output_names", None) or [])
 
     @property
-    def may_add_losses(self) -> bool:
-        """False where it is known that a call adds no loss."""
+    def may_do_more(self) -> bool:
+        """Whether a call may add losses, or assign variables, that only a trace shows."""
         return any(map(_may_do_more, self.layers))
 
     def _added_losses(self) -> list[tf.Tensor]:
@@ -287,11 +287,8 @@ class Model:
 
     def uncompilable_layers(self) -> list[str]:
         """Layers that say that XLA cannot compile them, as "name (Type)"."""
-        return [
-            f"{layer.name} ({type(layer).__name__})"
-            for layer in self.layers
-            if not getattr(layer, "supports_jit", True)
-        ]
+        found = [layer for layer in self.layers if not getattr(layer, "supports_jit", True)]
+        return [f"{layer.name} ({type(layer).__name__})" for layer in found]
 
     def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""

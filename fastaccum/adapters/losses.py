@@ -29,7 +29,7 @@ class Term(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A model output with a loss of its. `classes` is set where labels are class indices."""
+    """One loss of a model output. `classes` is set where labels are class indices."""
 
     position: int
     name: str

@@ -215,8 +215,7 @@ def _by_output(metrics: Any, outputs: Outputs, targets: Sequence[Any]) -> list[A
         found = [tf.nest.flatten(metrics)]
     elif outputs.legacy and isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics)):
         # In tf_keras a plain list is for every output.
-        own = (lambda m: type(m).from_config(m.get_config()) if isinstance(m, keras.Metric) else m), list(metrics)
-        found = [list(map(*own)) for _ in outputs.names]
+        found = [[_anew(metric) for metric in metrics] for _ in outputs.names]
     else:
         found = [
             tf.nest.flatten([] if m is None else m)
@@ -227,6 +226,10 @@ def _by_output(metrics: Any, outputs: Outputs, targets: Sequence[Any]) -> list[A
         if each and target is None and not outputs.legacy:
             raise ValueError(f"Output {name!r} has metrics but no target.")
     return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
+
+
+def _anew(metric: Any) -> Any:
+    return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
 
 
 def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor | None:

@@ -30,7 +30,7 @@ def require_plain_steps(model: Model) -> None:
 
 def require_any(model: Model, called: bool = False) -> None:
     """Raises ValueError for a model without a loss of its own; what it adds is known only once it has been `called`."""
-    adds = model.added_reductions if called else model.may_add_losses
+    adds = model.added_reductions if called else model.may_do_more
     if not (adds or model.overrides("compute_loss") or model.returned_losses):
         raise ValueError(
             f"loss=None, and {type(model.model).__name__} has no loss of its own: it was not compiled with one, adds "

@@ -46,7 +46,7 @@ class LegacyModel(Model):
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
 
     @property
-    def may_add_losses(self) -> bool:
+    def may_do_more(self) -> bool:
         return True
 
     def _added_losses(self) -> list[tf.Tensor]:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.data.sparse import SparseRows, is_sparse
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import has_gpu
 
@@ -32,47 +33,10 @@ def is_array_nest(x: Any) -> bool:
     leaves = tf.nest.flatten(x)
     return bool(leaves) and all(
         hasattr(leaf, "__array__")
-        or _is_sparse(leaf)
+        or is_sparse(leaf)
         or isinstance(leaf, (tf.RaggedTensor, SparseRows, int, float, str, bytes))
         for leaf in leaves
     )
-
-
-class SparseRows:
-    """A sparse array (a tf.SparseTensor, SciPy's or JAX's) whose rows become dense as they are taken."""
-
-    def __init__(self, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]):
-        order = np.argsort(indices[:, 0], kind="stable")
-        self._indices, self._values = indices[order], values[order]
-        self._starts = np.searchsorted(self._indices[:, 0], np.arange(shape[0] + 1))
-        self.shape, self.dtype = shape, values.dtype
-
-    @staticmethod
-    def of(array: Any) -> SparseRows:
-        """Of any kind of sparse array."""
-        shape = tuple(int(size) for size in array.shape)
-        if isinstance(array, tf.SparseTensor):
-            return SparseRows(array.indices.numpy(), array.values.numpy(), shape)
-        if hasattr(array, "tocoo"):
-            array = array.tocoo()
-            return SparseRows(np.stack([array.row, array.col], -1), array.data, shape)
-        return SparseRows(np.asarray(array.indices), np.asarray(array.data), shape)
-
-    def __getitem__(self, rows: Any) -> np.ndarray:
-        """These rows, dense."""
-        rows = np.arange(self.shape[0])[rows]
-        taken = rows.ravel()
-        counts = self._starts[taken + 1] - self._starts[taken]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        entries = np.repeat(self._starts[taken], counts) + within
-        dense = np.zeros((len(taken), *self.shape[1:]), self.dtype)
-        places = (np.repeat(np.arange(len(taken)), counts), *self._indices[entries, 1:].T)
-        np.add.at(dense, places, self._values[entries])  # an element given twice is their sum
-        return dense.reshape(*rows.shape, *self.shape[1:])
-
-
-def _is_sparse(leaf: Any) -> bool:
-    return isinstance(leaf, tf.SparseTensor) or hasattr(leaf, "tocoo") or hasattr(leaf, "todense")
 
 
 def as_arrays(batch: tuple, text: bool = False) -> Batch:
@@ -131,7 +95,7 @@ def count(what: str, batch: Batch) -> int:
 def _checked(name: str, leaf: Any, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
     if isinstance(leaf, tf.RaggedTensor):
         raise TypeError(f"{name} holds a RaggedTensor: {DENSE}")
-    if _is_sparse(leaf) or isinstance(leaf, SparseRows):
+    if is_sparse(leaf) or isinstance(leaf, SparseRows):
         return leaf if isinstance(leaf, SparseRows) else SparseRows.of(leaf)
     if not hasattr(leaf, "__array__"):
         raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
@@ -186,9 +150,8 @@ def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
     if isinstance(array, tf.Tensor):
         return tf.cast(array if rows is ... else tf.gather(array, rows), model_dtype(array))
     dtype = np.dtype(model_dtype(array).as_numpy_dtype)
-    if (
-        rows is ... or isinstance(array, SparseRows) or not array.flags.c_contiguous
-    ):  # of such a one `take` would copy the whole array
+    # Of an array that is not contiguous, `take` would copy the whole.
+    if rows is ... or isinstance(array, SparseRows) or not array.flags.c_contiguous:
         return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
     if dtype.kind not in "fiu" or has_gpu():
         return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))

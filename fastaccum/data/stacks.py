@@ -97,8 +97,8 @@ class Layout(NamedTuple):
 def warn_short(what: str, steps: int, wanted: int) -> None:
     """Says that a pass ended, and with it the epoch, before as many steps as were asked for."""
     warnings.warn(
-        f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the epoch, as in Keras; the "
-        "next one begins anew. Ask for fewer, or pass a dataset with .repeat().",
+        f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the epoch, as in Keras. "
+        "Ask for fewer, or pass a dataset with .repeat().",
         stacklevel=2,
     )
 

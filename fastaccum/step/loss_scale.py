@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from fastaccum.checks import positive, whole_number
 
-SMALLEST = 2.0**-64  # below, gradients that float32 holds would be lost
+_LEAST_SCALE = 2.0**-64  # below, gradients that float32 holds would be lost
 
 
 class LossScale(tf.Module):
@@ -143,8 +143,8 @@ class DynamicLossScale(LossScale):
 
 
 def _scale(name: str, value: float) -> float:
-    if positive(name, value) < SMALLEST:
-        raise ValueError(f"{name}={value} must be at least {SMALLEST:.1e}: scaled by less, gradients are 0 in float32.")
+    if positive(name, value) < _LEAST_SCALE:
+        raise ValueError(f"{name}={value} must be at least {_LEAST_SCALE:.1e}: below, gradients are 0 in float32.")
     return float(value)
 
 

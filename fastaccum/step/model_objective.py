@@ -107,13 +107,7 @@ class ModelObjective(Objective):
         return terms, y_pred
 
     def _own_terms(
-        self,
-        own: OwnLoss,
-        batch: Batch,
-        y_pred: Any,
-        training: bool,
-        observe: bool,
-        prepared: list[tf.Tensor] | None,
+        self, own: OwnLoss, batch: Batch, y_pred: Any, training: bool, observe: bool, prepared: list[tf.Tensor] | None
     ) -> list[Term]:
         asked: list[Term] = []
         rows = _rows(batch)
