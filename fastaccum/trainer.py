@@ -54,11 +54,11 @@ class Trainer:
     Args:
         model: a Keras 3 model, or a tf_keras model.
         optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name. Its schedules and `iterations`
-            count updates.
+            count updates. That of a compiled model is not taken by itself: pass `model.optimizer`.
         loss: a Keras loss or its name; `fn(y_true, y_pred)` that returns one loss per example or per token, each of
             that row alone; or a list or dict of these by output. None: the model's own, as in Keras: what it was
             compiled with (then its metrics too, if none are given), a `compute_loss` that it overrides, what it adds
-            by `add_loss`, or the loss that a Hugging Face model returns. `y` may be left out then.
+            by `add_loss`, or the loss that a Hugging Face model returns. `y` may be left out where the loss needs none.
         metrics: as in Keras's `compile`; computed inside the program.
         loss_weights: factors of the outputs' losses, as in `compile`.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
@@ -75,8 +75,10 @@ class Trainer:
             cannot go lower (no scaling, a static scale, or a dynamic one at its floor). Such a step changes nothing.
             "skip" goes on, and raises after 10 of them in a row; "raise" raises at the first.
         own_loss_reduction: what a scalar that the model computes itself (by `compute_loss`, or added by `add_loss`) is
-            over the rows of a micro-batch: their "mean", or their "sum". What `compute_loss` takes from
-            `super().compute_loss` needs no telling. A loss that compares rows is that of each micro-batch by itself.
+            over the rows of a micro-batch: their "mean", or their "sum", which nothing else tells. What is linear in
+            `super().compute_loss(...)` is exact either way. A penalty on weights within a sum counts for each
+            micro-batch: make it a regulariser. A loss that is neither sum nor mean (a masked mean, a comparison of
+            rows) is that of each micro-batch, with a warning where it is seen.
 
     Raises:
         TypeError: raised if the model, optimizer, loss or a metric is not one.
@@ -122,9 +124,11 @@ class Trainer:
         self._model = models.get(model)
         self.model = model
         own_loss.require_plain_steps(self._model)
-        if loss is None and (compiled := self._model.compiled_with):
+        if loss is None:
+            compiled = self._model.compiled_with
             loss = compiled["loss"]
-            loss_weights = compiled["loss_weights"] if loss_weights is None else loss_weights
+            if loss is not None and loss_weights is None:
+                loss_weights = compiled["loss_weights"]
             if not metrics and not weighted_metrics:
                 metrics, weighted_metrics = compiled["metrics"], compiled["weighted_metrics"]
         if all(each is None for each in tf.nest.flatten(loss)):
@@ -357,8 +361,9 @@ class Trainer:
         """The step, specs of one micro-batch, and the stacks of passes that move no weight."""
         steps = capped("steps", steps)
         step = self._built(data.sample)
-        own = self._model.couples_losses or not self._needs_targets
-        layout = self._layout(exact_rows=own or self._metrics.need_exact_rows)
+        mixed = self._model.mixes_rows or self._model.couples_losses or self._losses.mixing
+        exact = bool(mixed) or not self._needs_targets or self._metrics.need_exact_rows
+        layout = self._layout(exact_rows=exact)
         # One micro-batch per dispatch where the caller counts them.
         batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
         return step, data.sample, data.stacks(layout._replace(accumulation=batches), steps, passes)
@@ -471,7 +476,8 @@ class Trainer:
 
     def _training_layout(self) -> Layout:
         """Once the model has been called: before, it is not known whether its rows are coupled."""
-        exact = self._model.couples_rows or not self._needs_targets or self._metrics.need_exact_rows
+        own = not self._needs_targets or self._losses.mixing
+        exact = self._model.couples_rows or bool(own) or self._metrics.need_exact_rows
         return self._layout(exact, self.steps_per_execution)
 
     def _agreed_seed(self, schedule: Schedule, shuffle: bool) -> int | None:

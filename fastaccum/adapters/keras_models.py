@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
-from fastaccum.adapters import added_losses, assigned, embeddings
+from fastaccum.adapters import added_losses, assigned, coupling, embeddings
 from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.packages import package
@@ -29,6 +30,8 @@ class Model:
         self.added_reductions: list[str] = []
         # Known then too: the variables, Keras's and others, that a forward pass assigns.
         self._assigned: list[Any] = []
+        # And whether the result of it for a row depends on the others.
+        self.mixes_rows = False
 
     @property
     def layers(self) -> list[Any]:
@@ -54,9 +57,7 @@ class Model:
                 lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
             )
         if self.may_do_more:
-            self._note_calls(
-                tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
-            )
+            self._note_calls(x)
         return outputs
 
     def require_inputs(self, x: Any) -> None:
@@ -99,13 +100,11 @@ class Model:
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        """The losses and metrics that the model was compiled with, as arguments of `compile`; empty without a loss."""
+        """The losses and metrics that the model was compiled with, as arguments of `compile`."""
         loss, metrics = getattr(self.model, "_compile_loss", None), getattr(self.model, "_compile_metrics", None)
-        if loss is None:
-            return {}
         return {
-            "loss": loss._user_loss,
-            "loss_weights": loss._user_loss_weights,
+            "loss": getattr(loss, "_user_loss", None),
+            "loss_weights": getattr(loss, "_user_loss_weights", None),
             "metrics": getattr(metrics, "_user_metrics", None),
             "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
         }
@@ -173,6 +172,8 @@ class Model:
     @property
     def trainable_variables(self) -> list[Any]:
         """What the optimizer trains, in the form that an optimizer of the same family takes."""
+        if type(self.model).trainable_weights is not keras.Model.trainable_weights:
+            return self.model.trainable_weights  # what Keras's own step trains, where a model overrides it
         return self.model.trainable_variables
 
     @property
@@ -227,7 +228,7 @@ class Model:
 
     @property
     def may_do_more(self) -> bool:
-        """Whether a call may add losses, or assign variables, that only a trace shows."""
+        """Whether a call may add losses, assign variables or mix rows, which only a trace shows."""
         return any(map(_may_do_more, self.layers))
 
     def _added_losses(self) -> list[tf.Tensor]:
@@ -239,7 +240,12 @@ class Model:
             added_losses.require_sum_over_rows(layer)
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers add in one mode only.
         for training in (True, False):
-            traced = tf.function(self.__call__, autograph=False).get_concrete_function(x, training=training)
+            call = functools.partial(self.__call__, training=training)
+            try:
+                traced = coupling.traced(call, x)
+                self.mixes_rows |= coupling.mixing(traced.graph) is not None
+            except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
+                traced, self.mixes_rows = coupling.traced(call, x, rows=None), True
             written = [*self._assigned, *assigned.assigned(traced.graph, self.variables)]
             self._assigned = list({id(v): v for v in written}.values())
             self.added_reductions = sorted({*self.added_reductions, *map(added_losses.reduction, self._added_losses())})
@@ -267,7 +273,7 @@ class Model:
     def couples_rows(self) -> bool:
         """Whether rows share statistics or losses, so that one that only pads would be felt; known after a call."""
         moved = any(v.dtype.is_floating for v in map(raw, self._assigned))
-        return moved or bool(self.moving_layers) or self.couples_losses
+        return moved or self.mixes_rows or bool(self.moving_layers) or self.couples_losses
 
     @property
     def couples_losses(self) -> bool:
@@ -325,7 +331,10 @@ class Model:
 
 
 def _may_do_more(layer: Any) -> bool:
-    """Whether a call may add losses, or assign variables of others: of Keras's own layers few do."""
+    """Whether a call may add losses, assign variables of others or mix rows: of Keras's own layers few do."""
     few = keras.layers.SpectralNormalization, keras.layers.Lambda
     own = package(type(layer)) == "keras" and not isinstance(layer, few)
-    return not own or layer.activity_regularizer is not None or getattr(layer, "stateful", False)
+    across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
+    of_ops = any(not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ()))
+    regularised = layer.activity_regularizer is not None
+    return not own or regularised or getattr(layer, "stateful", False) or across_rows or of_ops

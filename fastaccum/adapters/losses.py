@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
+from fastaccum.adapters import coupling
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known, whole
@@ -49,6 +50,7 @@ class Losses:
             require_known("loss", each, "Keras loss", keras.losses.get, _SHORTHANDS)
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
+        self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the output
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
     def build(self, outputs: Outputs, y_true: Any, targets_are_own: bool = False) -> None:
@@ -86,6 +88,8 @@ class Losses:
         if not self.outputs and self._loss is not None:
             raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
         logged = len(outputs.names if outputs.legacy else self.outputs) > 1
+        seen = [(o.name, _mixing(o.loss, targets[o.position], outputs, o)) for o in self.outputs]
+        self.mixing = {name: operation for name, operation in seen if operation is not None}
         self.log_names = distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
 
     def require_targets(self, outputs: Outputs, y_true: Any) -> None:
@@ -204,6 +208,17 @@ def term(
     else:
         weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, values.shape), tf.float32))
     return Term(loss_sum, weight_sum)
+
+
+def _mixing(loss: Any, target: Any, outputs: Outputs, output: Output) -> str | None:
+    """The operation by which a loss that is not Keras's own makes of a row what depends on others, if one is seen."""
+    if of_keras(getattr(loss, "fn", type(loss))):
+        return None
+    try:
+        traced = coupling.traced(lambda pair: loss.call(*pair), (target, outputs.specs[output.position]))
+    except Exception:  # of a distribution, or by AutoGraph: nothing is known
+        return None
+    return coupling.mixing(traced.graph)
 
 
 def _require_target(position: int, outputs: Outputs, targets: Sequence[Any]) -> None:

@@ -138,6 +138,12 @@ class Metrics:
         results: dict[str, Any] = self.compiled.result()
         known = {*results, *(metric.name for metric in self.own)}
         names = [name for name in returned if name not in known]
+        for name in names:
+            if len(getattr(returned[name], "shape", ())):
+                raise ValueError(
+                    f"compute_metrics returned {name!r} of shape {tuple(returned[name].shape)}: each value must be a "
+                    "scalar. Return one for each number."
+                )
         self._returned[training] = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
 
     def keep(self, returned: Mapping[str, Any], training: bool) -> None:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import untouched_rows
 from fastaccum.adapters.attributes import raw, replaced
-from fastaccum.adapters.packages import kinds
+from fastaccum.adapters.packages import kinds, package
 
 Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
 
@@ -233,8 +233,9 @@ class _Keras(Optimizer):
         return not self.optimizer.built or self.optimizer._var_key(variable) in known
 
     def _update(self, pairs: Pairs) -> None:
-        # No cast: Keras clips in the gradient's dtype, then casts to the variable's.
-        self.optimizer.apply([g for g, _ in pairs], [self._native(v) for _, v in pairs])
+        # No cast: Keras clips in the gradient's dtype, then casts to the variable's. As its own step calls it, which
+        # ends in `apply`.
+        self.optimizer.apply_gradients([(g, self._native(v)) for g, v in pairs])
 
 
 class _KerasMulti(_Keras):
@@ -388,6 +389,16 @@ def _held(value: Any) -> Iterator[tf.Variable]:
             yield from _held(item)
 
 
+# What Keras's or tf_keras's own train step calls, and this one does not.
+_UNCALLED = "scale_loss", "minimize", "compute_gradients", "_compute_gradients", "_transform_unaggregated_gradients"
+
+
+def _is_the_users(optimizer: Any, method: str) -> bool:
+    """Whether a class of the user's own, not of a known package, defines the method."""
+    defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
+    return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
+
+
 def _refuse(optimizer: Any) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
     own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
@@ -404,6 +415,8 @@ def _refuse(optimizer: Any) -> None:
         problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
     elif scale is not None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
+    elif uncalled := [name for name in _UNCALLED if _is_the_users(optimizer, name)]:
+        problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
     elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
         problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
     elif "tf_keras.Nadam" in own and "tf_keras.OptimizerV2" not in own:

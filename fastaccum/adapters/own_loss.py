@@ -8,24 +8,27 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from fastaccum.adapters.added_losses import reduction
+from fastaccum.adapters.coupling import WEIGHTS
 from fastaccum.adapters.models import Model
 
 Reduction = Literal["mean", "sum"]
 
-WEIGHTS = "weight_of_compute_loss"
 _REPLACED = "train_step", "test_step", "make_train_function", "make_test_function"
 
 
 def require_plain_steps(model: Model) -> None:
     """Raises ValueError for a model whose class writes the train or test step itself, which would never run."""
     overridden = [name for name in _REPLACED if model.overrides(name)]
-    if overridden:
-        raise ValueError(
-            f"{type(model.model).__name__} overrides {' and '.join(overridden)}, which Trainer would never call: it "
-            "computes gradients and updates itself. Override compute_loss(x, y, y_pred, sample_weight) with the loss "
-            "(and compute_metrics with the metrics); or write the update with fastaccum.TrainStep(loss_fn, variables, "
-            "optimizer)."
-        )
+    if not overridden:
+        return
+    what = f"{type(model.model).__name__} overrides {' and '.join(overridden)}, which Trainer would never call: "
+    if all("test" in name for name in overridden):
+        raise ValueError(f"{what}an evaluation uses compute_loss and compute_metrics. Override those instead.")
+    raise ValueError(
+        f"{what}it computes gradients and updates itself. Override compute_loss(x, y, y_pred, sample_weight) with the "
+        "loss (and compute_metrics with the metrics); or write the update with fastaccum.TrainStep(loss_fn, variables, "
+        "optimizer), one for each optimizer."
+    )
 
 
 def require_any(model: Model, called: bool = False) -> None:

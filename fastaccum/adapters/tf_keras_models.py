@@ -28,9 +28,7 @@ class LegacyModel(Model):
                 tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x), training=False
             )
         # Not called with numbers, which would move the state of a model that has some.
-        outputs = self._note_calls(
-            tf.nest.map_structure(lambda s: tf.TensorSpec([s.shape[0] or 1, *s.shape[1:]], s.dtype), x)
-        )
+        outputs = self._note_calls(x)
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(
             lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
@@ -76,11 +74,9 @@ class LegacyModel(Model):
     @property
     def compiled_with(self) -> dict[str, Any]:
         losses, metrics = getattr(self.model, "compiled_loss", None), getattr(self.model, "compiled_metrics", None)
-        if losses is None or losses._user_losses is None:
-            return {}
         return {
-            "loss": losses._user_losses,
-            "loss_weights": losses._user_loss_weights,
+            "loss": getattr(losses, "_user_losses", None),
+            "loss_weights": getattr(losses, "_user_loss_weights", None),
             "metrics": getattr(metrics, "_user_metrics", None),
             "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
         }
@@ -116,7 +112,8 @@ class PretrainedModel(LegacyModel):
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        return {} if getattr(self.model, "_using_dummy_loss", True) else super().compiled_with
+        own = {"loss": None, "loss_weights": None} if getattr(self.model, "_using_dummy_loss", True) else {}
+        return super().compiled_with | own
 
     @property
     def lookups(self) -> list[tuple[Any, int]]:

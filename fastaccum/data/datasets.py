@@ -148,12 +148,14 @@ class DatasetStacks:
         """The steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
         wanted = self._given_steps - done if self._given_steps else None
         taken = 0
-        while not taken:
+        while True:
             for step in itertools.islice(self._rest, wanted):
                 taken += 1
                 yield step
             if wanted is None or taken < wanted:
                 self._rest = iter(()) if self._read_once and wanted else self._pass()
+            if taken or wanted is None:  # a pass that ended with the last epoch leaves nothing for this one
+                break
         if wanted is None or taken == wanted:
             return
         if self._alike:  # others may have more

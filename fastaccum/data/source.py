@@ -104,6 +104,10 @@ def _batches(x: Any, y: Any, sample_weight: Any, batch_size: int | None, what: s
 def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:
     """The sample weights times the factors of the classes in `y`, indices or one-hot; 1 for a class that has none."""
     targets, weights = ([t for t in tf.nest.flatten(nest) if t is not None] for nest in (y, sample_weight))
+    if not targets:
+        raise ValueError(
+            f"class_weight={class_weight} needs the labels as y, and there is none: weight the rows in the model."
+        )
     if len(targets) != 1 or len(weights) > 1:
         raise ValueError(f"class_weight={class_weight} needs a single output, but y holds several.")
     labels = (y := targets[0])

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from fastaccum.checks import positive, whole_number
 
+_LARGEST_SCALE = 2.0**100  # above, its inverse or the loss would be lost in float32
 _LEAST_SCALE = 2.0**-64  # below, gradients that float32 holds would be lost
 
 
@@ -145,6 +146,8 @@ class DynamicLossScale(LossScale):
 def _scale(name: str, value: float) -> float:
     if positive(name, value) < _LEAST_SCALE:
         raise ValueError(f"{name}={value} must be at least {_LEAST_SCALE:.1e}: below, gradients are 0 in float32.")
+    if value > _LARGEST_SCALE:
+        raise ValueError(f"{name}={value} must be at most {_LARGEST_SCALE:.1e}: above, the scaled loss overflows.")
     return float(value)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import log_value
+from fastaccum.adapters.coupling import COMPILED
 from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
@@ -127,12 +128,13 @@ class ModelObjective(Objective):
             if observe:
                 self._observe(matched.y_true)
             asked.extend(self.losses.terms(matched, None, {}))
-            return part() if share is None or own.reduction == "sum" else part() / share
+            scaled = part() if share is None or own.reduction == "sum" else part() / share
+            return tf.identity(scaled, name=COMPILED)
 
         given = compiled if self.losses.outputs else None
         value = own(batch.x, _targets(batch), y_pred, batch.weights, training, given, share)
         if prepared is None and asked:
-            value -= part()
+            value -= tf.identity(part(), name=COMPILED)
         nothing = [Term(tf.constant(0.0), tf.constant(0.0))] * (len(self.losses.outputs) - len(asked))
         return [*asked, *nothing, Term(value * rows if own.reduction == "mean" else value, rows)]
 
@@ -150,6 +152,8 @@ class ModelObjective(Objective):
             self.metrics.update(self.outputs.matched(y, y_pred, sample_weight), None)
 
         returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
+        nested = [value.items() if isinstance(value, dict) else [(name, value)] for name, value in returned.items()]
+        returned = {name: value for items in nested for name, value in items}
         self.metrics.keep(returned, training)
         return {name: value for name, value in returned.items() if name not in ("loss", *self.running.losses)}
 

@@ -1,95 +1,83 @@
-"""What a model computes itself, looked at in a trace before the first step."""
+"""What a model computes itself, and losses of one's own, looked at in a trace before the first step."""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.adapters.own_loss import WEIGHTS
+from fastaccum.adapters import assigned, coupling
 from fastaccum.data.stacks import Batch
 from fastaccum.step.model_objective import ModelObjective
-
-# Of a batch that is only traced: no other axis of a model is as long.
-_TELLING_ROWS = 1031
 
 
 def probe(objective: ModelObjective, sample: Batch) -> None:
     """Traces one micro-batch like `sample`, a nest of specs, where the model computes losses or metrics itself.
 
-    Notes what its `compute_metrics` returns, and warns of a loss that compares rows. Raises ValueError for a
-    `compute_loss` whose weights normalise a sum over the batch.
+    Notes what its `compute_metrics` returns, and warns of losses that are no sum or mean over rows. Raises ValueError
+    for a `compute_loss` whose weights normalise a sum over the batch, or that assigns what no step could restore.
     """
+    for output, operation in objective.losses.mixing.items():
+        _warn(f"The loss of output {output!r}", operation)
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return
 
-    def traced(training: bool, rows: int | None) -> Any:
-        def forward(batch: Batch) -> Any:
-            terms, y_pred = objective.terms(batch, training=training, observe=False)
-            return [t.loss_sum for t in terms], objective.update_metrics(batch, y_pred, training)
+    def forward(training: bool, batch: Batch) -> Any:
+        terms, y_pred = objective.terms(batch, training=training, observe=False)
+        return [t.loss_sum for t in terms], objective.update_metrics(batch, y_pred, training)
 
-        specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), sample)
-        return tf.function(forward, autograph=False).get_concrete_function(specs)
+    def traced(training: bool, **rows: Any) -> Any:
+        return coupling.traced(functools.partial(forward, training), sample, **rows)
 
-    rows: int | None = _TELLING_ROWS
+    rows: dict[str, Any] = {}
     try:
-        training = traced(True, rows)
+        training = traced(True)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
-        rows = None
-        training = traced(True, rows)
+        rows = {"rows": None}
+        training = traced(True, **rows)
     if objective.has_own_metrics:
-        for mode, trace in ((True, training), (False, traced(False, rows))):
+        for mode, trace in ((True, training), (False, traced(False, **rows))):
             objective.metrics.expect(trace.structured_outputs[1], mode)
-    if rows is not None:
-        _require_sum_of_micro_batches(objective, training.graph)
+    _require_restorable(objective, training.graph)
+    if not rows:
+        _require_sums(objective, training)
 
 
-def _require_sum_of_micro_batches(objective: ModelObjective, graph: tf.Graph) -> None:
+def _require_restorable(objective: ModelObjective, graph: tf.Graph) -> None:
+    known = {id(v) for v in (*objective.state, *objective.model.metric_variables, *objective.running.variables)}
+    left = [v.name for v in assigned.assigned(graph, []) if id(v) not in known]
+    if left:
+        raise ValueError(
+            f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or metrics: no layer has "
+            "them, so that a skipped step could not restore them, nor a checkpoint save them. Make them by "
+            "add_weight(..., trainable=False), or hold a keras.metrics.Metric."
+        )
+
+
+def _require_sums(objective: ModelObjective, traced: Any) -> None:
     name = type(objective.model.model).__name__
-    normalized = _batch_sum(graph, _TELLING_ROWS)
-    if normalized is not None and "sum" in objective.reductions[: len(objective.losses.outputs)]:
+    normalized = coupling.sum_in_weights(traced.graph)
+    of_outputs = len(objective.losses.outputs)
+    if normalized is not None and "sum" in objective.reductions[:of_outputs]:
         raise ValueError(
             f"{name}.compute_loss weights its compiled loss by what it finds in the whole batch ({normalized}), "
             "and the loss's reduction is 'sum': over micro-batches, each with weights of its own, the sums add up "
             "to something else. Write the step with fastaccum.TrainStep, whose loss function returns "
             "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
         )
-    coupling = _coupled_rows(graph, _TELLING_ROWS) or normalized
-    if coupling is not None:
-        warnings.warn(
-            f"{name} compares the rows of a batch with each other ({coupling}): that loss is of each micro-batch "
-            "as if it were the batch: batch_size says how many rows are compared, not gradient_accumulation_steps.",
-            stacklevel=2,
-        )
+    by_row = not objective.model.mixes_rows and not objective.model.moving_layers
+    beyond = [coupling.beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
+    found = [operation for operation in (coupling.square(traced.graph), normalized, *beyond) if operation]
+    if found:
+        _warn(f"A loss that {name} computes itself", found[0])
 
 
-def _coupled_rows(graph: tf.Graph, rows: int) -> str | None:
-    """The name of an operation of a traced loss that compares the rows of a batch with each other, where there is one:
-    its result has two axes of so many rows.
-    """
-    for operation in graph.get_operations():
-        for output in operation.outputs:
-            if output.shape.rank and list(output.shape).count(rows) > 1:
-                return operation.name
-    return None
-
-
-def _batch_sum(graph: tf.Graph, rows: int) -> str | None:
-    """The name of an operation over all rows of a batch on which `named_weights` depend, where there is one."""
-
-    def has_rows(tensors: Sequence[tf.Tensor]) -> bool:
-        return any(t.shape.rank is None or any(d and d % rows == 0 for d in t.shape) for t in tensors)
-
-    pending = [op for op in graph.get_operations() if WEIGHTS in op.name.rpartition("/")[2]]
-    seen = set()
-    while pending:
-        operation = pending.pop()
-        if operation.name in seen or operation.type in ("Shape", "ShapeN", "Size", "Rank"):
-            continue
-        seen.add(operation.name)
-        if has_rows(operation.inputs) and not has_rows(operation.outputs):
-            return operation.name
-        pending += [tensor.op for tensor in operation.inputs]
-    return None
+def _warn(what: str, operation: str) -> None:
+    warnings.warn(
+        f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}): here it is that of "
+        "each micro-batch, averaged by rows. A mean over some rows or tokens: pass a Keras loss, and tell it of them "
+        "by sample_weight, with reduction='mean_with_sample_weight'. A comparison of rows: of as many as batch_size.",
+        stacklevel=2,
+    )

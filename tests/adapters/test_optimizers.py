@@ -433,3 +433,26 @@ def test_slots_have_the_names_that_the_optimizer_gives_them():
         build(optimizer, tf.Variable([1.0, 2.0], name="w"))
         names.append([v.name for v in optimizer.weights])
     assert names[0] == names[1]
+
+
+def test_what_an_optimizer_of_ones_own_overrides_is_called_or_refused():
+    class Twice(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars):
+            return super().apply_gradients([(2 * g, v) for g, v in grads_and_vars])
+
+    class Scaled(keras.optimizers.SGD):
+        def scale_loss(self, loss):
+            return 3 * loss
+
+    class Minimized(tf_keras().SGD):
+        def compute_gradients(self, *arguments, **keywords):
+            return super().compute_gradients(*arguments, **keywords)
+
+    variable = keras.Variable([1.0])
+    optimizer = optimizers.get(Twice(0.1))
+    optimizer.build([variable])
+    optimizer.apply([tf.constant([1.0])], [variable])
+    np.testing.assert_allclose(variable, [0.8])
+    for refused, method in ((Scaled(), "scale_loss"), (Minimized(), "compute_gradients")):
+        with pytest.raises(ValueError, match=f"overrides {method}, which a train step never calls"):
+            optimizers.get(refused)

@@ -226,7 +226,7 @@ def test_a_compute_metrics_of_its_own(family):
 @pytest.mark.parametrize("method", ["train_step", "test_step", "make_train_function"])
 def test_a_step_of_its_own_is_refused(family, method):
     model = tagger(family, **{method: lambda self, *_: {}})
-    with pytest.raises(ValueError, match=f"Tagger overrides {method}.*compute_loss.*TrainStep"):
+    with pytest.raises(ValueError, match=f"Tagger overrides {method}.*compute_loss"):
         fa.Trainer(model, "sgd", "mse")
     plain = tagger(family)
     plain.train_step = lambda data: {}
@@ -246,6 +246,28 @@ def test_what_a_model_was_compiled_with(family):
     error, _, expected = both(family, lambda: tagger(family), loss="mse", metrics=["mae"])
     assert error < 3e-6
     assert logs["loss"][0] == expected["loss"] and logs["mae"][0] == expected["mae"]
+
+
+def test_metrics_compiled_without_a_loss(family):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return tf.reduce_mean((y - y_pred) ** 2)
+
+    model = tagger(family, compute_loss=compute_loss)
+    model.compile("sgd", metrics=["mae"])
+    logs = fa.Trainer(model, "sgd", jit_compile=False).fit(X, Y, verbose=0).history
+    assert logs["mae"][0] > 0
+
+
+def test_results_of_all_metrics_by_name():
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.seen.update_state(tf.reduce_mean(tf.abs(y - y_pred), [1, 2]))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    _, history, logs = both(keras, lambda: tagger(keras, compute_metrics=compute_metrics), loss="mse")
+    assert logs["seen"] == pytest.approx(history["seen"], rel=1e-5)
+    model = tagger(keras, compute_metrics=lambda self, x, y, y_pred, w=None: {"v": tf.reduce_mean(y_pred, [0, 1])})
+    with pytest.raises(ValueError, match=r"compute_metrics returned 'v' of shape \(3,\).*scalar"):
+        fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(X, Y, verbose=0)
 
 
 def test_no_loss_at_all(family):
@@ -287,7 +309,7 @@ def test_a_loss_that_compares_rows_warns():
         return tf.reduce_mean(tf.matmul(flat, flat, transpose_b=True))
 
     model = tagger(keras, compute_loss=returning(contrast))
-    with pytest.warns(UserWarning, match="Tagger compares the rows of a batch with each other"):
+    with pytest.warns(UserWarning, match="Tagger computes itself is no sum or mean"):
         fa.Trainer(model, "sgd", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
 
 
@@ -304,7 +326,7 @@ def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
     with pytest.raises(ValueError, match=r"Tagger.compute_loss weights its compiled loss by .*reduction is 'sum'"):
         trainer.fit(X, Y, batch_size=4, verbose=0)
     np.testing.assert_array_equal(before[0], weights(model)[0])
-    with pytest.warns(UserWarning, match="Tagger compares the rows of a batch"):
+    with pytest.warns(UserWarning, match="Tagger computes itself is no sum or mean"):
         fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
 
 

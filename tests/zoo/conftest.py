@@ -11,6 +11,9 @@ import models_page
 import pytest
 
 
+collect_ignore = ["addons_suite.py", "keras_suite.py"]  # commands
+
+
 def pytest_addoption(parser):
     parser.addoption("--models-page", metavar="PATH", help="write the page of all rows there")
 
