@@ -10,7 +10,6 @@ import pathlib
 import models_page
 import pytest
 
-
 collect_ignore = ["addons_suite.py", "keras_suite.py"]  # commands
 
 
