@@ -68,8 +68,8 @@ def _largest(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         return ""
     parameters, seconds, name = max(trained)
     return (
-        f"The largest, {name}, has {parameters:,} weights; its first step, which XLA compiled beside another test on "
-        f"two CPU cores, took {seconds:.0f} s."
+        f"The largest, {name}, has {parameters:,} weights; making its trainer and the first step took {seconds:.0f} s, "
+        "beside another test on two CPU cores."
     )
 
 
