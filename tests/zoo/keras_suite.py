@@ -16,7 +16,9 @@ import functools
 import inspect
 import pathlib
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,9 +144,11 @@ def report(suite: str, outcomes: Outcomes, known: list[str]) -> int:
 
 
 def main() -> int:
-    path = str(pathlib.Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py")
+    original = pathlib.Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py"
     outcomes = Outcomes()
-    with Behind():
+    # A copy: where it lies, what the tests define would be taken for Keras's own.
+    with tempfile.TemporaryDirectory() as folder, Behind():
+        path = shutil.copy(original, folder)
         pytest.main(["-q", "--no-header", "--tb=short", "-c", "/dev/null", *sys.argv[1:], path], plugins=[outcomes])
     return report(f"Keras {keras.__version__}", outcomes, listed(HEADING))
 
