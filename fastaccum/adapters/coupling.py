@@ -17,21 +17,8 @@ _CHECKS = {"All", "Any", "Assert"}
 _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
 _LINEAR = {
-    *(
-        "Add",
-        "AddV2",
-        "AddN",
-        "Sub",
-        "Neg",
-        "Cast",
-        "Identity",
-        "IdentityN",
-        "Reshape",
-        "Squeeze",
-        "ExpandDims",
-        "Pack",
-    ),
-    *("ConcatV2", "Sum", "Mean"),
+    *("Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"),
+    *("Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2"),
 }
 _FUNCTIONS = {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"}  # not looked into
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}

@@ -22,6 +22,8 @@ class Model:
     """A Keras 3 model."""
 
     legacy = False  # whether it is tf_keras's
+    # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
+    _COMPILED = "_compile_loss", "_user_loss", "_compile_metrics"
 
     def __init__(self, model: keras.Model):
         self.model = model
@@ -101,10 +103,11 @@ class Model:
     @property
     def compiled_with(self) -> dict[str, Any]:
         """The losses and metrics that the model was compiled with, as arguments of `compile`."""
-        loss, metrics = getattr(self.model, "_compile_loss", None), getattr(self.model, "_compile_metrics", None)
+        of_losses, user_loss, of_metrics = self._COMPILED
+        losses, metrics = (getattr(self.model, name, None) for name in (of_losses, of_metrics))
         return {
-            "loss": getattr(loss, "_user_loss", None),
-            "loss_weights": getattr(loss, "_user_loss_weights", None),
+            "loss": getattr(losses, user_loss, None),
+            "loss_weights": getattr(losses, "_user_loss_weights", None),
             "metrics": getattr(metrics, "_user_metrics", None),
             "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
         }

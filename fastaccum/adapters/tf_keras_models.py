@@ -20,6 +20,7 @@ class LegacyModel(Model):
     """A tf_keras (Keras 2) model."""
 
     legacy = True
+    _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
 
     def symbolic_call(self, x: Any, training: bool) -> Any:
         if not self.model.built:
@@ -70,16 +71,6 @@ class LegacyModel(Model):
     @property
     def _family(self) -> Any:
         return kinds(self.model)["tf_keras.Model"]
-
-    @property
-    def compiled_with(self) -> dict[str, Any]:
-        losses, metrics = getattr(self.model, "compiled_loss", None), getattr(self.model, "compiled_metrics", None)
-        return {
-            "loss": getattr(losses, "_user_losses", None),
-            "loss_weights": getattr(losses, "_user_loss_weights", None),
-            "metrics": getattr(metrics, "_user_metrics", None),
-            "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
-        }
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
         return self.model.compute_loss(x, y, y_pred, sample_weight)

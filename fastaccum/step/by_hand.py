@@ -30,7 +30,10 @@ class StacksByHand:
 
     def prepare(self, stack: Any, text: bool = False) -> tuple[Any, Batch]:
         """The model's step, and the stack as it takes it; one like a stack before is not checked again."""
-        batch = Batch(*stack) if type(stack) in (tuple, list) and len(stack) in (2, 3) else stack
+        batch = stack
+        if type(stack) in (tuple, list) and 1 <= len(stack) <= 3:
+            x, *others = stack
+            batch = Batch(x, *(() if each is None else each for each in others or [None]))
         if isinstance(batch, Batch) and self._signature(batch) in self._known:
             return self._step, batch
         batch = as_stack(stack, self._needs_targets, text)
