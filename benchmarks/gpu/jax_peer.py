@@ -6,7 +6,6 @@ compute, a scan over the blocks, cuDNN's attention, optax. Needs JAX and optax.
 
 import argparse
 import functools
-import math
 from pathlib import Path
 
 import jax
@@ -15,34 +14,8 @@ import optax
 
 from benchmarks.gpu import manifest, measure
 from benchmarks.gpu.run import matmul_rate, peak_bytes
-from benchmarks.peers.jax_models import layer_norm, rotate, scan_train_step
-
-COMPUTE = jnp.bfloat16
-
-
-def loss_fn(params, ids_BT, labels_BT, heads):
-    """The mean cross-entropy of one micro-batch. Shape suffixes as in `fastaccum.transformer`."""
-    table_VD = params["embedding/embeddings"].astype(COMPUTE)
-    x_BTD = table_VD[ids_BT] * (2 * math.sqrt(table_VD.shape[1]))
-    blocks = {name: value for name, value in params.items() if name.startswith("blocks/")}
-    x_BTD, _ = jax.lax.scan(functools.partial(_block, heads=heads), x_BTD, blocks)
-    x_BTD = layer_norm(x_BTD, params["final_norm/gamma"])
-    logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT).mean()
-
-
-def _block(x_BTD, block, heads):
-    block = {name.removeprefix("blocks/"): value for name, value in block.items()}
-    kernels = {name: value.astype(COMPUTE) for name, value in block.items() if name.endswith("kernel")}
-    qkv = layer_norm(x_BTD, block["attention_norm.gamma"]) @ kernels["attention.qkv.kernel"]
-    q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv.reshape(*x_BTD.shape[:2], 3 * heads, -1), 3, axis=2)
-    implementation = "cudnn" if jax.devices()[0].platform == "gpu" else "xla"
-    mixed_BTHK = jax.nn.dot_product_attention(
-        rotate(q_BTHK), rotate(k_BTHK), v_BTHK, is_causal=True, implementation=implementation
-    )
-    x_BTD += mixed_BTHK.reshape(x_BTD.shape) @ kernels["attention.out.kernel"]
-    h_BTF = jax.nn.gelu(layer_norm(x_BTD, block["mlp_norm.gamma"]) @ kernels["mlp_in.kernel"], approximate=True)
-    return x_BTD + h_BTF @ kernels["mlp_out.kernel"], None
+from benchmarks.peers import jax_gpt
+from benchmarks.peers.jax_models import scan_train_step
 
 
 def make_step(program):
@@ -58,8 +31,10 @@ def make_step(program):
             weight_decay=options["weight_decay"],
         ),
     )
-    train_step = scan_train_step(functools.partial(loss_fn, heads=program["sizes"]["heads"]), optimizer)
-    params = jax.tree.map(jnp.array, manifest.weights(program))
+    attention = "cudnn" if jax.devices()[0].platform == "gpu" else "xla"
+    loss_fn = functools.partial(jax_gpt.loss_fn, heads=program["sizes"]["heads"], attention=attention)
+    train_step = scan_train_step(loss_fn, optimizer)
+    params = jax.tree.map(jnp.array, jax_gpt.from_stacked(manifest.weights(program)))
     opt_state = optimizer.init(params)
     stack = jax.tree.map(jnp.array, manifest.tokens(program))
 

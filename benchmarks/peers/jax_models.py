@@ -96,12 +96,15 @@ def scan_train_step(loss_fn, optimizer):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, x, y):
         def accumulate(total, micro_batch):
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *micro_batch)), None
+            one = jax.value_and_grad(loss_fn)(params, *micro_batch)
+            with jax.named_scope("accumulate"):
+                return jax.tree.map(jnp.add, total, one), None
 
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         total, _ = jax.lax.scan(accumulate, zeros, (x, y))
-        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        with jax.named_scope("optimizer"):
+            loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
 
     return train_step
