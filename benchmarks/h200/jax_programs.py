@@ -6,6 +6,7 @@ No value of a weight is ever made: parameters, optimizer state and tokens are sh
 import contextlib
 import dataclasses
 import functools
+import io
 from typing import Literal
 from unittest import mock
 
@@ -63,9 +64,9 @@ def export(program):
 
 
 def _serialized(lowered):
-    module = lowered.compiler_ir("stablehlo")
-    with module.context:
-        return str(module)
+    module, file = lowered.compiler_ir("stablehlo"), io.BytesIO()
+    module.operation.write_bytecode(file)  # with locations, which name the scopes
+    return file.getvalue()
 
 
 @contextlib.contextmanager
