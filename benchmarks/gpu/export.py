@@ -76,7 +76,7 @@ def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
 def export(program, folder):
     """Traces the program as on a GPU, writes it, and completes its entry in the manifest."""
     trainer, stack = _trainer(program), _shapes(program)
-    with h200.as_on_a_gpu(), _attention(program["attention"]):
+    with h200.as_on_a_gpu(), attention_by(program["attention"]):
         module, variables = stablehlo.of_train_step(trainer, stack)
     next_values = stablehlo.next_values(module)
     vocabulary = program["sizes"]["vocabulary_size"]
@@ -117,7 +117,7 @@ def _losses(program):
 
 
 @contextlib.contextmanager
-def _attention(implementation):
+def attention_by(implementation):
     """Lets the model's attention be this one in programs; Keras's symbolic calls, outside them, keep theirs."""
 
     def chosen(*args, **kwargs):

@@ -12,6 +12,7 @@ import re
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"\}')
 # What hands a value on without summing or selecting: in another layout, dtype or shape, or one layer of it.
 _CARRIES = ("bitcast", "copy", "convert", "dynamic-slice", "get-tuple-element", "reshape", "transpose")
@@ -19,14 +20,29 @@ _CARRIES = ("bitcast", "copy", "convert", "dynamic-slice", "get-tuple-element", 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `%name = dtype[shape] opcode(operands), attributes`; of a tuple, dtype and shape of its first."""
+    """One line: `%name = dtype[shape] opcode(operands), attributes`.
+
+    Attributes:
+        types: dtype and shape of what it yields, of each part where that is a tuple.
+        is_root: whether it yields what its computation does.
+    """
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    types: tuple[tuple[str, tuple[int, ...]], ...]
     opcode: str
     arguments: str
     attributes: str
+    is_root: bool = False
+
+    @property
+    def dtype(self):
+        """Of a tuple, its first's."""
+        return self.types[0][0]
+
+    @property
+    def shape(self):
+        """Of a tuple, its first's."""
+        return self.types[0][1]
 
     @property
     def operands(self):
@@ -102,7 +118,7 @@ class Program:
     """
 
     def __init__(self, text):
-        self._computations, entry = _parse(text)
+        self._computations, entry = parse(text)
         self.values: list[Value] = []
         self._open(entry, None, None, 1)
         for value in self.values:
@@ -172,19 +188,23 @@ class Program:
                 yield _weight_gradient(value, shape, split)
 
 
-def _parse(text):
+def parse(text):
+    """The computations of an HLO module by name, each a list of instructions, and the name of its entry."""
     computations, entry, lines = {}, None, None
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             lines = computations[header[2]] = []
             entry = header[2] if header[1] else entry
         elif found := _INSTRUCTION.match(line):
-            _, name, type_, opcode, rest = found.groups()
-            dtype, shape = re.search(r"(\w+)\[([\d,]*)\]", type_).groups() if "[" in type_ else (type_, "")
+            root, name, type_, opcode, rest = found.groups()
             arguments, _, attributes = rest.partition(")")
-            shape = tuple(int(size) for size in shape.split(",") if size)
-            lines.append(Instruction(name, dtype, shape, opcode, arguments, attributes))
+            lines.append(Instruction(name, _types(type_), opcode, arguments, attributes, bool(root)))
     return computations, entry
+
+
+def _types(text):
+    found = _ARRAY.findall(text) or [(text, "")]
+    return tuple((dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found)
 
 
 def _flat(given):

@@ -1,0 +1,75 @@
+"""Our programs on an H200, predicted on any machine: `python -m benchmarks.h200 show`.
+
+Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from benchmarks.h200 import programs, roofline, summary
+from fastaccum.step.program import MemoryAnalysis
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.h200", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    _add_show(commands.add_parser("show", help="one program: totals, and its costliest kernels"))
+    options = parser.parse_args(argv)
+    options.run(options)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path, help="an optimized HLO module, instead of one of ours")
+    parser.add_argument("--json", action="store_true", help="the totals alone, as JSON")
+    parser.add_argument("--by", choices=("scope", "kernel"), default="scope", help="what a row of the table is")
+    parser.add_argument("--rows", type=int, default=40, help="how many (%(default)s)")
+    parser.add_argument("--save", type=Path, help="where to write the optimized HLO")
+    add_gpt_options(parser)
+    for rate in dataclasses.fields(roofline.Rates):
+        parser.add_argument(f"--{rate.name}-rate", type=float, default=rate.default, help="(%(default)s)")
+    parser.set_defaults(run=show)
+
+
+def add_gpt_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `programs.Gpt`."""
+    for field in dataclasses.fields(programs.Gpt):
+        if isinstance(field.default, int) and not isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--unrolled", dest="stacked", action="store_false", help="without a LayerStack")
+    parser.add_argument("--policy", type=_policy, default="auto", help='what a LayerStack keeps: a name, or "a,b,c"')
+    parser.add_argument("--attention", default="auto", help="its implementation")
+    parser.add_argument("--chunk-size", type=int, help="of the cross-entropy")
+
+
+def gpt_options(options: argparse.Namespace) -> programs.Gpt:
+    return programs.Gpt(**{field.name: getattr(options, field.name) for field in dataclasses.fields(programs.Gpt)})
+
+
+def show(options: argparse.Namespace) -> None:
+    if options.file:
+        micro_batches = options.micro_batches
+        program = programs.Compiled(options.file.read_text(), MemoryAnalysis(0, 0, 0, 0), micro_batches)
+    else:
+        program = programs.gpt(gpt_options(options))
+    if options.save:
+        options.save.write_text(program.text)
+    rates = roofline.Rates(
+        **{rate.name: getattr(options, f"{rate.name}_rate") for rate in dataclasses.fields(roofline.Rates)}
+    )
+    if options.json:
+        print(json.dumps(summary.of(program, rates), indent=1))
+    else:
+        print(summary.text(program, options.rows, rates, options.by))
+
+
+def _policy(text: str) -> str | tuple[str, ...]:
+    return tuple(text.split(",")) if "," in text else text
+
+
+if __name__ == "__main__":
+    main()

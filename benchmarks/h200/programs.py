@@ -1,0 +1,121 @@
+"""Our train steps, compiled for an H200: GPTs by options, traced as on a GPU and never run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import fastaccum as fa
+from benchmarks.gpu import export
+from benchmarks.h200 import roofline
+from benchmarks.stablehlo import h200
+from fastaccum.step.program import MemoryAnalysis
+
+CACHE = Path(tempfile.gettempdir(), f"fastaccum-h200-{os.getuid()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpt:
+    """A GPT and its train step: `fa.gpt` with a tied head, AdamW, clipping by global norm, `fa.LinearCrossEntropy`.
+
+    Attributes:
+        layers, width, vocabulary, context: its sizes; heads are 128 wide.
+        batch: sequences in a micro-batch.
+        micro_batches: in a train step.
+        dtype: what it computes in: "bfloat16", "float16" or "float32".
+        stacked: whether the blocks are one LayerStack.
+        policy: what that keeps: "auto", or as `fa.kernels.LayerStack` takes it.
+        attention: implementation of it, "auto" or as `fa.kernels.attention` takes it.
+        chunk_size: of the cross-entropy, or None for its own choice.
+    """
+
+    layers: int = 4
+    width: int = 2048
+    vocabulary: int = 50304
+    context: int = 2048
+    batch: int = 8
+    micro_batches: int = 8
+    dtype: str = "bfloat16"
+    stacked: bool = True
+    policy: str | tuple[str, ...] = "auto"
+    attention: str = "auto"
+    chunk_size: int | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of a train step, by hand."""
+        tokens = self.micro_batches * self.batch * self.context
+        sizes = {name: getattr(self, name) for name in ("layers", "width", "vocabulary", "context")}
+        return roofline.gpt_flops(**sizes, tokens=tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program compiled for an H200.
+
+    Attributes:
+        text: the optimized HLO.
+        memory: what XLA planned.
+        micro_batches: in a run of it.
+        flops: the model's own arithmetic in a run of it, or None where nobody has counted.
+    """
+
+    text: str
+    memory: MemoryAnalysis
+    micro_batches: int
+    flops: float | None = None
+
+
+def gpt(options: Gpt, **flags: Any) -> Compiled:
+    """Our program for these options.
+
+    Args:
+        options: the model and its step.
+        **flags: XLA's debug options.
+    """
+    policy = "float32" if options.dtype == "float32" else f"mixed_{options.dtype}"
+    sizes = (options.vocabulary, options.context, options.width, options.layers, options.width // 128)
+    form = {"stacked": options.stacked} | ({} if options.policy == "auto" else {"policy": options.policy})
+    with h200.weightless(), _attention(options.attention):
+        model = fa.gpt(*sizes, tied=True, dtype=policy, **form)
+        loss = fa.LinearCrossEntropy(chunk_size=options.chunk_size)
+        trainer = fa.Trainer(model, keras.optimizers.AdamW(3e-4, weight_decay=0.1), loss, clip_norm=1.0)
+        ids = np.zeros((options.micro_batches, options.batch, options.context), "int32")
+        exported = h200.export_step(trainer, (ids, ids))
+    keras.backend.clear_session()
+    return Compiled(*compiled(exported, **flags), options.micro_batches, options.flops)
+
+
+def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
+    """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE` afterwards.
+
+    Args:
+        exported: StableHLO, as `h200.compile_for_h200` takes it.
+        **flags: XLA's debug options.
+    """
+    key = hashlib.sha256(repr((exported, h200.H200, sorted(flags.items()))).encode()).hexdigest()
+    path = CACHE / f"{key[:32]}.json.gz"
+    if path.exists():
+        text, memory = json.loads(gzip.decompress(path.read_bytes()))
+        return text, MemoryAnalysis(*memory)
+    text, memory = h200.compile_for_h200(exported, **flags)
+    CACHE.mkdir(mode=0o700, exist_ok=True)
+    numbers = list(memory)
+    whole = path.with_suffix(f".{os.getpid()}")
+    whole.write_bytes(gzip.compress(json.dumps([text, numbers]).encode(), 1))
+    whole.replace(path)  # others may compile the same
+    return text, memory
+
+
+def _attention(implementation: str) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if implementation == "auto" else export.attention_by(implementation)
