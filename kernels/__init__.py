@@ -2,6 +2,7 @@
 
 from fastaccum.kernels.attention import attention as attention
 from fastaccum.kernels.attention import attention_implementation as attention_implementation
+from fastaccum.kernels.checkpoint_name import checkpoint_name as checkpoint_name
 from fastaccum.kernels.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from fastaccum.kernels.fp32_layers import fp32_weight_gradients as fp32_weight_gradients
 from fastaccum.kernels.fp32_layers import plain_weight_gradients as plain_weight_gradients

@@ -19,6 +19,8 @@ from fastaccum.kernels.xla_ops import first_order, loop
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
 
+Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
+
 
 class Body(NamedTuple):
     """One layer as a function of its input, of tensors that all layers share, and of its variables' values."""
@@ -62,7 +64,7 @@ class Body(NamedTuple):
         return y, {k: new for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old}
 
 
-def unrolled(body, depth, x, weights, state):
+def unrolled(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]) -> Result:
     """`looped` as plain calls and plain autodiff."""
     states = []
     for i in range(depth):
@@ -71,7 +73,7 @@ def unrolled(body, depth, x, weights, state):
     return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
 
 
-def looped(body, depth, x, weights, state):
+def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]) -> Result:
     """The last layer's output, and by its place the new value of each stacked state that the layers assign."""
     assigned: set[int] = set()  # known once the body has been traced
 
