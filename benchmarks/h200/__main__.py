@@ -1,6 +1,7 @@
-"""Our programs on an H200, predicted on any machine: `python -m benchmarks.h200 show`.
+"""Our programs and JAX's on an H200, predicted on any machine: `python -m benchmarks.h200 show`.
 
-Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), and no GPU.
+Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), for JAX's programs JAX and optax
+(`".[test,bench,h200]"`), and no GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=40, help="how many (%(default)s)")
     parser.add_argument("--save", type=Path, help="where to write the optimized HLO")
     add_gpt_options(parser)
+    parser.add_argument("--jax", choices=("scan", "remat", "unrolled"), help="JAX's program of this form instead")
+    parser.add_argument("--logits", choices=("bfloat16", "float32"), default="bfloat16", help="JAX's (%(default)s)")
     for rate in dataclasses.fields(roofline.Rates):
         parser.add_argument(f"--{rate.name}-rate", type=float, default=rate.default, help="(%(default)s)")
     parser.set_defaults(run=show)
@@ -54,6 +57,8 @@ def show(options: argparse.Namespace) -> None:
     if options.file:
         micro_batches = options.micro_batches
         program = programs.Compiled(options.file.read_text(), MemoryAnalysis(0, 0, 0, 0), micro_batches)
+    elif options.jax:
+        program = _jax_program(options)
     else:
         program = programs.gpt(gpt_options(options))
     if options.save:
@@ -65,6 +70,13 @@ def show(options: argparse.Namespace) -> None:
         print(json.dumps(summary.of(program, rates), indent=1))
     else:
         print(summary.text(program, options.rows, rates, options.by))
+
+
+def _jax_program(options: argparse.Namespace) -> programs.Compiled:
+    from benchmarks.h200 import jax_programs  # needs JAX and optax
+
+    attention = "cudnn" if options.attention == "auto" else options.attention
+    return jax_programs.gpt(jax_programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options)))
 
 
 def _policy(text: str) -> str | tuple[str, ...]:

@@ -1,13 +1,16 @@
-"""The train step of `fa.gpt` as JAX users write it, lowered for a CUDA device that need not be there.
+"""The train step of `fa.gpt` as JAX users write it, compiled by the same XLA for the same device.
 
 No value of a weight is ever made: parameters, optimizer state and tokens are shapes.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
 import io
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -15,62 +18,67 @@ import jax.numpy as jnp
 import optax
 from jax._src.cudnn import fused_attention_stablehlo
 
+from benchmarks.h200 import programs
 from benchmarks.peers import jax_gpt
 from benchmarks.peers.jax_models import scan_train_step
 
-CUDNN_VERSION = 91000  # 9.10.0, and compute capability 9.0: what the description of the H200 says
 FORMS = ("scan", "remat", "unrolled")
+CUDNN_VERSION, CAPABILITY = 91000, (9, 0)  # what the description of the H200 says
 
 
 @dataclasses.dataclass(frozen=True)
-class JaxProgram:
-    """A GPT and how its step is written.
+class JaxGpt:
+    """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by global norm.
 
     Attributes:
         form: "scan" over the blocks; "remat", the same with each block under `jax.checkpoint`; or "unrolled".
         attention: the `implementation` of `jax.nn.dot_product_attention`.
         logits: the dtype that they are held in.
-        layers, width, heads, vocabulary, context, micro_batches, batch: sizes, those of the standard program.
+        sizes: where the sizes and the dtype of the model are taken from.
     """
 
     form: Literal["scan", "remat", "unrolled"] = "scan"
-    attention: Literal["xla", "cudnn"] = "cudnn"
-    logits: Literal["bfloat16", "float32"] = "bfloat16"
-    layers: int = 4
-    width: int = 2048
-    heads: int = 16
-    vocabulary: int = 50304
-    context: int = 2048
-    micro_batches: int = 8
-    batch: int = 8
+    attention: Literal["cudnn", "xla"] = "cudnn"
+    logits: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    sizes: programs.Gpt = dataclasses.field(default_factory=programs.Gpt)
 
 
-def export(program):
-    """The step's StableHLO, serialized: as `tests/helpers/h200.py` compiles it."""
+def gpt(options: JaxGpt, **flags: Any) -> programs.Compiled:
+    """JAX's program for these options.
+
+    Args:
+        options: the model and its step.
+        **flags: XLA's debug options.
+    """
+    sizes = options.sizes
+    return programs.Compiled(*programs.compiled(export(options), **flags), sizes.micro_batches, sizes.flops)
+
+
+def export(options: JaxGpt) -> bytes:
+    """The step's StableHLO, lowered for CUDA, serialized."""
+    jax.config.update("jax_platforms", "cpu")  # JAX would try its CUDA plugin, and find no driver
+    sizes = options.sizes
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
     loss_fn = functools.partial(
         jax_gpt.loss_fn,
-        heads=program.heads,
-        attention=program.attention,
-        remat=program.form == "remat",
-        logits=jnp.dtype(program.logits),
+        heads=sizes.width // 128,
+        attention=options.attention,
+        remat=options.form == "remat",
+        logits=jnp.dtype(options.logits),
+        compute=jnp.dtype(sizes.dtype),
     )
-    params = jax_gpt.shapes(program.vocabulary, program.width, program.layers, program.form != "unrolled")
+    params = jax_gpt.shapes(sizes.vocabulary, sizes.width, sizes.layers, options.form != "unrolled")
     opt_state = jax.eval_shape(optimizer.init, params)
-    ids = jax.ShapeDtypeStruct((program.micro_batches, program.batch, program.context), jnp.int32)
+    ids = jax.ShapeDtypeStruct((sizes.micro_batches, sizes.batch, sizes.context), jnp.int32)
     with _cudnn_of_the_described_gpu():
         traced = scan_train_step(loss_fn, optimizer).trace(params, opt_state, ids, ids)
-        return _serialized(traced.lower(lowering_platforms=("cuda",)))
-
-
-def _serialized(lowered):
-    module, file = lowered.compiler_ir("stablehlo"), io.BytesIO()
+        module, file = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"), io.BytesIO()
     module.operation.write_bytecode(file)  # with locations, which name the scopes
     return file.getvalue()
 
 
 @contextlib.contextmanager
-def _cudnn_of_the_described_gpu():
+def _cudnn_of_the_described_gpu() -> Iterator[None]:
     """Answers for the device that JAX asks, while it traces, whether its cuDNN has flash attention.
 
     JAX looks at the machine that it runs on, although the program may be for another: these three functions of
@@ -83,7 +91,7 @@ def _cudnn_of_the_described_gpu():
     with mock.patch.multiple(
         fused_attention_stablehlo,
         check_cudnn_version=lambda: CUDNN_VERSION,
-        check_compute_capability=lambda at_least: capability(at_least) <= (9, 0),
-        is_cuda_compute_capability_equal=lambda to: capability(to) == (9, 0),
+        check_compute_capability=lambda at_least: capability(at_least) <= CAPABILITY,
+        is_cuda_compute_capability_equal=lambda to: capability(to) == CAPABILITY,
     ):
         yield
