@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.kernels.blockwise_attention import blockwise_attention, reference_attention
-from fastaccum.kernels.checks import LARGEST, as_tensor, number, one_of, shown, true_or_false, whole_number
-from fastaccum.kernels.cudnn_attention import cudnn_attention
-from fastaccum.kernels.xla_ops import HALF, has_gpu
+from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
+from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, works
+from fastaccum.kernels.xla_ops import HALF, has_gpu, in_xla
 
 
 def attention(
@@ -51,8 +51,10 @@ def attention(
             tuple of [B, T] and [B, S]. None for one sequence.
         block_size: the most queries, and the most keys, in one block; by default what runs fast.
         implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
-            in a program that XLA compiles for a GPU, of float16 or bfloat16 without segment_ids, K a multiple of 8
-            up to 128, and T equal to S if causal (not run on a GPU yet); or "auto", see `attention_implementation`.
+            (not run on a GPU yet); or "auto", see `attention_implementation`. cuDNN's need a program that XLA compiles
+            for a GPU, float16 or bfloat16, sizes known when it is traced, and K a multiple of 8 up to 128 (256 on a
+            GPU of compute capability 9); T equal to S if causal; with segment_ids, the same for queries and keys, an
+            even T, and memory for a mask [B, T, T].
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -64,9 +66,17 @@ def attention(
     _require_tensors(query, key, value)
     one_of("implementation", implementation, ("auto", "blockwise", "cudnn", "reference"))
     block_size = _block_size(block_size)
-    if implementation == "auto":
-        implementation = attention_implementation(query.shape, key.shape, block_size=block_size)
     causal, segments = true_or_false("causal", causal), _segments(segment_ids, query, key)
+    if implementation == "auto":
+        implementation = attention_implementation(
+            query.shape,
+            key.shape,
+            block_size=block_size,
+            dtype=query.dtype,
+            causal=causal,
+            packed=segments is not None,
+            jit_compile=in_xla() and (segments is None or segments[0] is segments[1]),
+        )
     if scale is None:
         scale = query.shape[-1] ** -0.5
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
@@ -74,9 +84,7 @@ def attention(
         if implementation == "reference":
             return reference_attention(query, key, value, scale, causal, segments)
         if implementation == "cudnn":
-            if segments is not None:
-                raise ValueError('implementation="cudnn" takes no segment_ids: pass implementation="blockwise".')
-            return cudnn_attention(query, key, value, scale=scale, causal=causal)
+            return cudnn_attention(query, key, value, scale=scale, causal=causal, segments=segments)
         if None in (query.shape[1], key.shape[1]):
             raise ValueError(
                 f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
@@ -86,37 +94,57 @@ def attention(
 
 
 def attention_implementation(
-    query_shape: Sequence[int | None], key_shape: Sequence[int | None], *, block_size: int | None = None
-) -> Literal["blockwise", "reference"]:
-    """What `implementation="auto"` stands for: "reference" up to one block of scores, "blockwise" beyond.
+    query_shape: Sequence[int | None],
+    key_shape: Sequence[int | None],
+    *,
+    block_size: int | None = None,
+    dtype: Any = "float32",
+    causal: bool = False,
+    packed: bool = False,
+    jit_compile: bool = True,
+) -> Literal["blockwise", "cudnn", "reference"]:
+    """What `implementation="auto"` stands for.
 
-    Never "cudnn", which has not run on a GPU yet. Where T or S is not known, as in a symbolic call, "reference".
+    "cudnn" where its kernels take the call (see `attention`) in a program that XLA compiles for a GPU. They are tried
+    there first, once in a process for each kind of call: a small one, forward and backward, next to "reference".
+    Where that fails, a RuntimeWarning gives the reason, and the choice is as elsewhere: "reference" up to one block of
+    scores, and where T or S is not known, as in a symbolic call; "blockwise" beyond.
 
     Args:
         query_shape, key_shape: [B, T, H, K] and [B, S, G, K].
-        block_size: as in `attention`.
+        block_size, causal: as in `attention`.
+        dtype: of query, key and value.
+        packed: whether queries and keys have the same `segment_ids`.
+        jit_compile: whether XLA compiles the program.
 
     >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])
     'reference'
     >>> attention_implementation([1, 8192, 8, 64], [1, 8192, 8, 64])
     'blockwise'
     """
-    queries, keys = _time("query_shape", query_shape), _time("key_shape", key_shape)
+    query_shape, key_shape = _sizes("query_shape", query_shape), _sizes("key_shape", key_shape)
     block_size = _block_size(block_size)
+    with naming(f"dtype={shown(dtype)}"):
+        dtype = tf.as_dtype(dtype)
+    causal, packed = true_or_false("causal", causal), true_or_false("packed", packed)
+    call = Call(query_shape, key_shape, dtype, causal, packed)
+    if true_or_false("jit_compile", jit_compile) and has_gpu() and works(call):
+        return "cudnn"
+    queries, keys = query_shape[1], key_shape[1]
     if queries is None or keys is None or queries * keys <= block_size**2:
         return "reference"
     return "blockwise"
 
 
-def _time(name: str, shape: Any) -> int | None:
-    """The second of four sizes."""
+def _sizes(name: str, shape: Any) -> tuple[int | None, ...]:
+    """Batch, time, heads and width."""
     try:
         sizes = list(shape) if isinstance(shape, (list, tuple, np.ndarray, tf.TensorShape)) else []
     except (TypeError, ValueError):  # of no axis, or of unknown rank
         sizes = []
     if len(sizes) != 4:
         raise TypeError(f"{name}={shown(shape)} must be four sizes, [batch, time, heads, width].")
-    return [None if size is None else whole_number(name, size, minimum=0) for size in sizes][1]
+    return tuple(None if size is None else whole_number(name, size, minimum=0) for size in sizes)
 
 
 def _block_size(block_size: int | None) -> int:
@@ -130,7 +158,8 @@ def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[tf.Te
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) and len(segment_ids) == 2 else (segment_ids, segment_ids)
-    query_ids, key_ids = (as_tensor("segment_ids", ids) for ids in pair)
+    query_ids = as_tensor("segment_ids", pair[0])
+    key_ids = query_ids if pair[0] is pair[1] else as_tensor("segment_ids", pair[1])
     for ids, of in ((query_ids, query), (key_ids, key)):
         if not ids.dtype.is_integer:
             raise TypeError(f"segment_ids have dtype {ids.dtype.name}: they must be integers.")

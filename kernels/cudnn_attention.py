@@ -1,64 +1,242 @@
-"""Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of `attention`."""
+"""Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of `attention`.
+
+Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200, but
+without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device first (`fails`).
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
+from fastaccum.kernels.blockwise_attention import reference_attention
+from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.xla_ops import HALF, has_gpu, in_xla
+from fastaccum.kernels.xla_ops import HALF, compute_capability, has_gpu, in_xla
 
-# The contracted axes of both operands of each product, which are [B, H, T, K] or scores [B, H, T, S].
-_FORWARD = {"bmm1": (3, 3), "bmm2": (3, 2)}
-_BACKWARD = {"bmm1_grad_gemm1": (2, 2), "bmm1_grad_gemm2": (3, 2), "bmm2_grad_gemm1": (2, 2), "bmm2_grad_gemm2": (3, 3)}
-# XLA asks cuDNN for its real size when it compiles.
-_WORKSPACE = tf.TensorSpec([0], tf.uint8)
+# Contracted and batch axes of both operands of each product, of [B, T, H, K], [B, S, G, K] and scores [B, H, T, S].
+_FORWARD = {"bmm1": ((3, 3), (0, 2), (0, 2)), "bmm2": ((3, 1), (0, 1), (0, 2))}
+_BACKWARD = {
+    "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),
+    "bmm1_grad_gemm2": ((3, 1), (0, 1), (0, 2)),
+    "bmm2_grad_gemm1": ((2, 1), (0, 1), (0, 2)),
+    "bmm2_grad_gemm2": ((3, 3), (0, 2), (0, 2)),
+}
+_STABLEHLO = {tf.float16: "f16", tf.bfloat16: "bf16", tf.float32: "f32", tf.uint8: "ui8"}
+# Added to the score of a key that is not to be seen: its weight is exp of it, 0. JAX's, but in float16 the lowest.
+_HIDDEN = {tf.float16: tf.float16.min, tf.bfloat16: -(2.0**41)}
+# Of the largest value: what half precision explains.
+_ROUNDING = {tf.float16: 0.01, tf.bfloat16: 0.05}
+# Of a packed batch's mask, the one thing here that is quadratic in time.
+_LARGEST_MASK = 2**30
 
 
-def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale: float, causal: bool) -> tf.Tensor:
-    """`attention` as one fused kernel forward and one backward.
+class Call(NamedTuple):
+    """A call of attention, as far as it decides whether cuDNN takes it.
 
-    Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200,
-    but without a device it leaves cuDNN's part undone.
+    Attributes:
+        query_shape, key_shape: [B, T, H, K] and [B, S, G, K], None for sizes not known.
+        dtype: of query, key and value.
+        causal: whether query t sees keys up to t alone.
+        packed: whether a query sees keys of its own segment alone.
     """
-    _require(query, key, causal)
+
+    query_shape: tuple[Any, ...]
+    key_shape: tuple[Any, ...]
+    dtype: tf.DType
+    causal: bool
+    packed: bool
+
+    def example(self) -> Call:
+        """One of its kind that takes little time: two rows, one or two groups of heads, and of T and S above 512 what a
+        kernel's tiles leave over.
+        """
+        queries, keys = (size if size <= 512 else 256 + size % 256 for size in (self.query_shape[1], self.key_shape[1]))
+        (_, _, heads, width), groups = self.query_shape, min(self.key_shape[2], 2)
+        query_shape = (2, queries, groups * (heads // self.key_shape[2]), width)
+        return self._replace(query_shape=query_shape, key_shape=(2, keys, groups, width))
+
+    def reason_against(self) -> str | None:
+        """What of it cuDNN does not take, or None."""
+        (batch, queries, _, width), keys = self.query_shape, self.key_shape[1]
+        widest = 256 if compute_capability() >= (9, 0) else 128
+        if self.dtype not in HALF:
+            return f"{self.dtype.name}: it must be float16 or bfloat16"
+        if not all((*self.query_shape, *self.key_shape)):
+            return "sizes that are not known when this is traced"
+        if width % 8 or width > widest:
+            return f"heads {width} wide: they must be a multiple of 8, up to {widest} on this device"
+        if (self.causal or self.packed) and queries != keys:
+            return f"{queries} queries and {keys} keys: there must be as many if causal or packed"
+        if self.packed and queries % 2:
+            return f"packed sequences over {queries} tokens: their number must be even"
+        if self.packed and 2 * batch * queries * keys > _LARGEST_MASK:
+            return f"packed sequences of [{batch}, {queries}]: their mask must take at most 1 GiB"
+        return None
+
+
+def works(call: Call) -> bool:
+    """Whether cuDNN takes the call on this device: tried once in a process for each kind of call, with a warning where
+    it fails.
+    """
+    return call.reason_against() is None and _tried(call.example()) is None
+
+
+@functools.cache
+def _tried(call: Call) -> str | None:
+    """What went wrong when a call was run forward and backward on the GPU, next to the unfused expression; or None."""
+    rng = np.random.default_rng(0)
+    shapes = [call.query_shape, call.key_shape, call.key_shape, call.query_shape]
+    ids = np.sort(rng.integers(0, 3, call.query_shape[:2])).astype("int32")
+    # Also while a step is traced: outside of its graph, of its tapes and of its names.
+    with tf.init_scope(), collected_names(), tf.device("/GPU:0"):
+        try:
+            tensors = [tf.constant(rng.normal(size=shape), call.dtype) for shape in shapes]
+            reason = _difference(_outcomes(call, tensors, tf.constant(ids)), call.dtype)
+        except Exception as error:  # whatever it is, the next best form does not need cuDNN
+            reason = f"{type(error).__name__}: {error}"
+    if reason:
+        warnings.warn(
+            f"cuDNN's attention is not used for calls like {call}: tried on this device, it failed. {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason
+
+
+def _outcomes(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Output and gradients of the call, each beside the unfused expression's."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(query, key, value, doutput, ids):
+        segments, scale = (ids, ids) if call.packed else None, 0.125
+
+        def outcome(attend, *inputs):
+            with tf.GradientTape() as tape:
+                tape.watch(inputs)
+                output = attend(*inputs)
+            return output, *tape.gradient(output, inputs, tf.cast(doutput, output.dtype))
+
+        fused = outcome(
+            lambda *t: cudnn_attention(*t, scale=scale, causal=call.causal, segments=segments), query, key, value
+        )
+        exact = outcome(
+            lambda *t: reference_attention(*t, scale, call.causal, segments),
+            *(tf.cast(t, tf.float32) for t in (query, key, value)),
+        )
+        return fused, exact
+
+    return list(zip(*run(*tensors, ids), strict=True))
+
+
+def _difference(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType) -> str | None:
+    """Where it is more than rounding."""
+    for name, (fused, exact) in zip(("output", "dquery", "dkey", "dvalue"), outcomes, strict=True):
+        error = np.abs(fused.numpy().astype("float32") - exact.numpy()).max() / np.abs(exact.numpy()).max()
+        if not error < _ROUNDING[dtype]:
+            return f"Its {name} is off by {error:.2g} of the largest value."
+    return None
+
+
+def cudnn_attention(
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    segments: tuple[tf.Tensor, tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """`attention` as one fused kernel forward and one backward, on operands as they lie in memory."""
+    _require(query, key, causal, segments)
+    config = functools.partial(_config, query, key, scale, causal)
+    name, masks = ("Softmax", []) if segments is None else ("ScaleBiasSoftmax", [_mask(segments[0], query.dtype)])
 
     @custom_gradient
-    def run(*inputs_BHTK):
-        query_BHTK, key_BGSK, _ = inputs_BHTK
-        lse_spec = tf.TensorSpec(query_BHTK.shape[:3], tf.float32)
-        output_BHTK, lse_BHT, _ = xla.custom_call_v2(
-            "__cudnn$fmhaSoftmax",
-            inputs_BHTK,
-            [tf.TensorSpec.from_tensor(query_BHTK), lse_spec, _WORKSPACE],
-            _config(query_BHTK, key_BGSK, scale, causal, _FORWARD),
-        )
+    def run(*inputs_BTHK):
+        query_BTHK, *_ = inputs_BTHK
+        batch, queries, heads, _ = query_BTHK.shape
+        results = [query_BTHK, tf.TensorSpec([batch, heads, queries], tf.float32)]
+        called = _call(f"__cudnn$fmha{name}", [*inputs_BTHK, *masks], results, config(_FORWARD))
+        output_BTHK, lse_BHT = (checkpoint_name(t, "attention") for t in called)
 
-        def gradient(doutput_BHTK):
-            *gradients_BHTK, _ = xla.custom_call_v2(
-                "__cudnn$fmhaSoftmaxBackward",
-                [*inputs_BHTK, lse_BHT, doutput_BHTK, output_BHTK],
-                [*map(tf.TensorSpec.from_tensor, inputs_BHTK), _WORKSPACE],
-                _config(query_BHTK, key_BGSK, scale, causal, _BACKWARD),
-            )
-            return gradients_BHTK
+        def gradient(doutput_BTHK):
+            operands = [*inputs_BTHK, lse_BHT, doutput_BTHK, *masks, output_BTHK]
+            return _call(f"__cudnn$fmha{name}Backward", operands, inputs_BTHK, config(_BACKWARD))
 
-        return output_BHTK, gradient
+        return output_BTHK, gradient
 
-    return _heads_and_time_swapped(run(*map(_heads_and_time_swapped, (query, key, value))))
+    return run(query, key, value)
 
 
-def _heads_and_time_swapped(t: tf.Tensor) -> tf.Tensor:
-    return tf.transpose(t, [0, 2, 1, 3])
+def _mask(ids_BT: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """What is added to the scores of all heads, [B, 1, T, T]."""
+    same = ids_BT[:, None, :, None] == ids_BT[:, None, None, :]
+    return tf.where(same, tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))
+
+
+def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], config: dict[str, Any]) -> list[Any]:
+    """XLA's custom call of that name, with results of these shapes and dtypes.
+
+    cuDNN reads a result's sizes as [B, H, T, K] and its strides from the layout: those of [B, T, H, K], so that nothing
+    is copied. XlaCustomCallV2 has no word for a layout, StableHLO has.
+    """
+    orders = [(0, 2, 1, 3) if t.shape.rank == 4 else tuple(range(t.shape.rank)) for t in results]
+    shapes = [[t.shape[i] for i in order] for t, order in zip(results, orders, strict=True)]
+    dtypes = [t.dtype for t in results]
+    inputs = ", ".join(_type(t.shape, t.dtype) for t in operands)
+    # Last, the workspace: XLA asks cuDNN for its real size when it compiles.
+    shapes, dtypes = [*shapes, [0]], [*dtypes, tf.uint8]
+    outputs = ", ".join(map(_type, shapes, dtypes))
+    names = ", ".join(f"%a{i}" for i in range(len(operands)))
+    typed = ", ".join(f"%a{i}: {_type(t.shape, t.dtype)}" for i, t in enumerate(operands))
+    module = f"""
+        func.func public @main({typed}) -> ({outputs}) {{
+          %c:{len(shapes)} = stablehlo.custom_call @{target}({names}) {{
+            api_version = 2 : i32,
+            backend_config = {json.dumps(json.dumps(config))},
+            operand_layouts = [{", ".join(_layout(range(t.shape.rank)) for t in operands)}],
+            result_layouts = [{", ".join(map(_layout, [*orders, (0,)]))}]
+          }} : ({inputs}) -> ({outputs})
+          return {", ".join(f"%c#{i}" for i in range(len(shapes)))} : {outputs}
+        }}"""
+    *called, _ = xla.call_module(
+        operands,
+        version=9,
+        module=module,
+        Sout=shapes,
+        Tout=dtypes,
+        platforms=["CUDA"],
+        disabled_checks=[xla.call_module_disable_check_platform()],  # a described GPU is none to TensorFlow
+    )
+    return [tf.transpose(t, order) for t, order in zip(called, orders, strict=True)]
+
+
+def _type(shape: Sequence[int], dtype: tf.DType) -> str:
+    return f"tensor<{''.join(f'{size}x' for size in shape)}{_STABLEHLO[dtype]}>"
+
+
+def _layout(order: Sequence[int]) -> str:
+    """Row-major, of a tensor whose axes were ordered so."""
+    return f"dense<{list(reversed(order))}> : tensor<{len(order)}xindex>"
 
 
 def _config(
-    query_BHTK: tf.Tensor, key_BGSK: tf.Tensor, scale: float, causal: bool, products: dict[str, tuple[int, int]]
-) -> str:
-    """What XLA reads beside the operands: its CudnnfMHABackendConfig, as JSON."""
+    query: tf.Tensor,
+    key: tf.Tensor,
+    scale: float,
+    causal: bool,
+    products: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]],
+) -> dict[str, Any]:
+    """What XLA reads beside the operands: its GpuBackendConfig, as JSON."""
+    (batch, queries, heads, _), keys = query.shape, key.shape[1]
     config: dict[str, Any] = {
         "algorithm": {
             "algo_id": "0",
@@ -70,8 +248,8 @@ def _config(
         "fmha_scale": scale,
         "dropout_rate": 0.0,
         "intermediate_tensor_shape": {
-            "element_type": {tf.float16: "F16", tf.bfloat16: "BF16"}[query_BHTK.dtype],
-            "dimensions": [str(size) for size in (*query_BHTK.shape[:3], key_BGSK.shape[2])],
+            "element_type": {tf.float16: "F16", tf.bfloat16: "BF16"}[query.dtype],
+            "dimensions": [str(size) for size in (batch, heads, queries, keys)],
             "layout": {"minor_to_major": ["3", "2", "1", "0"]},
             "is_dynamic_dimension": [False] * 4,
         },
@@ -79,28 +257,29 @@ def _config(
         "is_flash_attention": True,
         "mask_type": "CAUSAL" if causal else "NO_MASK",
         "sliding_window_length": 0,
+        "max_seg_per_batch": 1,
+        "is_paged_attention": False,
     }
-    for name, (left, right) in products.items():
+    for name, ((left, right), left_batch, right_batch) in products.items():
         config[f"{name}_dot_dimension_numbers"] = {
             "lhs_contracting_dimensions": [str(left)],
             "rhs_contracting_dimensions": [str(right)],
-            "lhs_batch_dimensions": ["0", "1"],
-            "rhs_batch_dimensions": ["0", "1"],
+            "lhs_batch_dimensions": [str(axis) for axis in left_batch],
+            "rhs_batch_dimensions": [str(axis) for axis in right_batch],
         }
-    return json.dumps({"cudnn_fmha_backend_config": config})
+    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
 
-def _require(query: tf.Tensor, key: tf.Tensor, causal: bool) -> None:
+def _require(query: tf.Tensor, key: tf.Tensor, causal: bool, segments: tuple[tf.Tensor, tf.Tensor] | None) -> None:
     remedy = 'Pass implementation="blockwise".'
     if not (has_gpu() and in_xla()):
         raise ValueError(
             f'implementation="cudnn" needs a GPU, and a program that XLA compiles (jit_compile=True). {remedy}'
         )
-    known = query.shape.is_fully_defined() and key.shape.is_fully_defined()
-    aligned = not causal or query.shape[1] == key.shape[1]  # its causal mask aligns the starts
-    if not (known and aligned and query.dtype in HALF and query.shape[3] % 8 == 0 and query.shape[3] <= 128):
+    reason = Call(tuple(query.shape), tuple(key.shape), query.dtype, causal, segments is not None).reason_against()
+    if segments is not None and segments[0] is not segments[1]:
+        reason = "segment_ids of their own for queries and keys"
+    if reason:
         raise ValueError(
-            f"cuDNN does not take query {query.dtype.name} {query.shape} with key {key.shape}, causal={causal}: it "
-            "needs float16 or bfloat16, known sizes, a last axis a multiple of 8 up to 128 and, if causal, as many "
-            f"queries as keys. {remedy}"
+            f"cuDNN does not take {reason}. Query {query.shape}, key {key.shape}, causal={causal}. {remedy}"
         )

@@ -22,6 +22,14 @@ def has_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))
 
 
+@functools.cache
+def compute_capability() -> tuple[int, int]:
+    """CUDA's, of the first GPU: (9, 0) for an H100 or H200, (0, 0) without one that has it."""
+    gpus = tf.config.list_physical_devices("GPU")
+    details = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
+    return details.get("compute_capability", (0, 0))
+
+
 def has_op_determinism() -> bool:
     """Whether `tf.config.experimental.enable_op_determinism()` was called, or TF_DETERMINISTIC_OPS is set."""
     return is_op_determinism_enabled()

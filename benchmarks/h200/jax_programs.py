@@ -70,7 +70,7 @@ def export(options: JaxGpt) -> bytes:
     params = jax_gpt.shapes(sizes.vocabulary, sizes.width, sizes.layers, options.form != "unrolled")
     opt_state = jax.eval_shape(optimizer.init, params)
     ids = jax.ShapeDtypeStruct((sizes.micro_batches, sizes.batch, sizes.context), jnp.int32)
-    with _cudnn_of_the_described_gpu():
+    with cudnn_of_the_described_gpu():
         traced = scan_train_step(loss_fn, optimizer).trace(params, opt_state, ids, ids)
         module, file = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"), io.BytesIO()
     module.operation.write_bytecode(file)  # with locations, which name the scopes
@@ -78,7 +78,7 @@ def export(options: JaxGpt) -> bytes:
 
 
 @contextlib.contextmanager
-def _cudnn_of_the_described_gpu() -> Iterator[None]:
+def cudnn_of_the_described_gpu() -> Iterator[None]:
     """Answers for the device that JAX asks, while it traces, whether its cuDNN has flash attention.
 
     JAX looks at the machine that it runs on, although the program may be for another: these three functions of

@@ -16,7 +16,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from fastaccum.kernels import xla_ops
+from fastaccum.kernels import cudnn_attention, xla_ops
 from fastaccum.step.program import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
@@ -103,15 +103,31 @@ def cost_analysis(optimized):
 
 
 @contextlib.contextmanager
-def as_on_a_gpu():
-    """Lets `has_gpu()` say so: what is traced inside is what a GPU would get."""
-    xla_ops.has_gpu.cache_clear()
-    with mock.patch.object(tf.config, "list_logical_devices", return_value=["GPU"]):
-        xla_ops.has_gpu()
-    try:
+def as_on_a_gpu(cudnn=True):
+    """Lets `has_gpu()` say so, and `compute_capability()` that it is Hopper's: what is traced inside is what a GPU
+    would get.
+
+    Args:
+        cudnn: what the trial of cuDNN's attention answers, which no description can run; None to let it run here.
+    """
+    asked = xla_ops.has_gpu, xla_ops.compute_capability
+    with contextlib.ExitStack() as stack:
+        for each in asked:
+            each.cache_clear()
+            stack.callback(each.cache_clear)
+        with (
+            mock.patch.object(tf.config, "list_logical_devices", return_value=["GPU"]),
+            mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"]),
+            mock.patch.object(
+                tf.config.experimental, "get_device_details", return_value={"compute_capability": (9, 0)}
+            ),
+        ):
+            for each in asked:
+                each()
+        if cudnn is not None:
+            reason = None if cudnn else "the description says so"
+            stack.enter_context(mock.patch.object(cudnn_attention, "_tried", lambda call: reason))
         yield
-    finally:
-        xla_ops.has_gpu.cache_clear()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Attention against float64, next to the unfused expression of the same precision; and its program."""
 
+import functools
+import json
 import re
 
 import h200
@@ -9,7 +11,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastaccum.kernels import attention, attention_implementation
+from fastaccum.kernels import attention, attention_implementation, cudnn_attention
 from fastaccum.step import program as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
@@ -192,58 +194,173 @@ def test_memory_is_linear_in_time():
     assert temp_bytes(1024, "reference") > 8 * temp_bytes(256, "reference")
 
 
-def cudnn_step(causal=True):
+def attending(implementation="auto", packed=False, **options):
+    """Output and gradients as one compiled function of query, key, value, cotangent (and segment ids)."""
+
     def run(*tensors):
-        return outcome(tensors, None, causal=causal, scale=0.25, implementation="cudnn")
+        *tensors, ids = tensors if packed else (*tensors, None)
+        return outcome(tensors, None, scale=0.25, segment_ids=ids, implementation=implementation, **options)
 
     return tf.function(run, jit_compile=True, autograph=False)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_is_one_call_each_way_in_a_program_that_compiles_for_a_gpu(causal):
-    """Whether cuDNN takes the calls, only a device can tell."""
-    tensors, _ = make("bfloat16", time=128, width=16)
+CUDNN_TAKES = {
+    "causal": ({}, {"causal": True}),
+    "all seen": ({"dtype": "float16", "keys": 192, "width": 128}, {}),
+    "grouped": ({"heads": 6, "groups": 2, "width": 256}, {"causal": True}),
+    "packed": ({"batch": 1, "segments": 3}, {"causal": True, "packed": True}),
+}
+
+
+@pytest.mark.parametrize("case", CUDNN_TAKES)
+def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
+    """In the calls that JAX makes (see the next test); whether cuDNN takes them, only a device can tell."""
+    sizes, options = CUDNN_TAKES[case]
+    tensors, segment_ids = make(**{"dtype": "bfloat16", "time": 128, "width": 64} | sizes)
+    tensors += [segment_ids[0]] if segment_ids else []
     with h200.as_on_a_gpu():
-        exported = compiled.compiler_ir(cudnn_step(causal), *tensors, stage="stablehlo_serialized")
+        exported = compiled.compiler_ir(attending(**options), *tensors, stage="stablehlo_serialized")
     hlo, memory = h200.compile_for_h200(exported)
-    calls = [line for line in hlo.splitlines() if "custom_call_target" in line]
-    names = [re.search(r'custom_call_target="(.*?)"', line)[1] for line in calls]
-    assert names == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    for line in calls:
-        assert f'"mask_type": "{"CAUSAL" if causal else "NO_MASK"}"' in line
-        assert '"fmha_scale": 0.25' in line and '"dimensions": ["2", "4", "128", "128"]' in line
-    assert not re.search(r"\b(dot|while|exponential)\(", hlo)
-    query, output_and_lse = tensors[0].numpy().nbytes, 4 * 2 * 4 * 128
-    assert memory.temp_bytes < 8 * query + output_and_lse
+    bias = "ScaleBias" if segment_ids else ""
+    targets = re.findall(r'custom_call_target="(.*?)"', hlo)
+    assert targets == [f"__cudnn$fmha{bias}Softmax", f"__cudnn$fmha{bias}SoftmaxBackward"]
+    assert re.findall(r'"mask_type": ?"(\w+)"', hlo) == 2 * ["CAUSAL" if options else "NO_MASK"]
+    assert re.findall(r'"fmha_scale": ?([\d.]+)', hlo) == 2 * ["0.25"]
+    # Beside them the mask of packed sequences, once, and nothing: no product, no transposed or copied operand.
+    kernels = re.findall(r"^  (?:ROOT )?%\S+ = \S+ ([\w\-]+)\(", hlo.partition("ENTRY")[2], re.M)
+    assert set(kernels) <= {"parameter", "bitcast", "get-tuple-element", "fusion"}
+    assert kernels.count("fusion") == bool(segment_ids)
+    batch, time, heads, _ = tensors[0].shape
+    assert memory.temp_bytes < 4 * batch * heads * time + bool(segment_ids) * 2 * time**2 + 2000
+
+
+def test_cudnns_calls_are_jaxs():
+    """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's gradient."""
+    jax = pytest.importorskip("jax")
+    programs = pytest.importorskip("benchmarks.h200.jax_programs")
+    for sizes, options in CUDNN_TAKES.values():
+        tensors, segment_ids = make(**{"dtype": "bfloat16", "time": 128, "width": 64} | sizes)
+        tensors += [segment_ids[0]] if segment_ids else []
+
+        attend = functools.partial(
+            jax.nn.dot_product_attention, scale=0.25, is_causal="causal" in options, implementation="cudnn"
+        )
+
+        def theirs(query, key, value, cotangent, *ids, attend=attend):
+            mask = ids[0][:, None, :, None] == ids[0][:, None, None, :] if ids else None
+            output, gradient = jax.vjp(functools.partial(attend, mask=mask), query, key, value)
+            return output, *gradient(cotangent)
+
+        shapes = [jax.ShapeDtypeStruct(t.shape, getattr(t.dtype, "name", t.dtype)) for t in tensors]
+        with programs.cudnn_of_the_described_gpu():
+            lowered = jax.jit(theirs).trace(*shapes).lower(lowering_platforms=("cuda",))
+        with h200.as_on_a_gpu():
+            exported = compiled.compiler_ir(attending(**options), *tensors, stage="stablehlo_serialized")
+        ours, of_jax = (_cudnn_calls(module) for module in (exported, lowered.as_text()))
+        assert len(ours) == 2 and ours == of_jax
+
+
+def _cudnn_calls(module):
+    hlo, _ = h200.compile_for_h200(module)
+    calls = []
+    for line in hlo.splitlines():
+        if "__cudnn$fmha" in line:
+            types, target, layouts = re.search(
+                r"= \((.*?)\) custom-call\(.*?(__cudnn\$\w+).*?operand_layout_constraints=\{(.*?\})\}", line
+            ).groups()
+            types = types.replace(" bf16[1,1,128,128]{3,2,1,0},", "")  # of a mask
+            config = json.loads(re.search(r"backend_config=(\{.*\})$", line)[1])["cudnn_fmha_backend_config"]
+            scores = config.pop("intermediate_tensor_shape")
+            calls.append((target, types, layouts, scores["dimensions"], scores["element_type"], config))
+    return calls
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"dtype": "float32"}, "float32"),
-        ({"dtype": "float16", "width": 12}, r"multiple of 8 up to 128"),
-        ({"dtype": "float16", "width": 136}, r"multiple of 8 up to 128"),
-        ({"dtype": "float16", "width": 16, "keys": 50}, "as many queries as keys"),
-        ({"dtype": "float16", "width": 16, "segments": 2}, "takes no segment_ids"),
+        ({"dtype": "float32"}, "float32: it must be float16 or bfloat16"),
+        ({"width": 12}, "heads 12 wide: they must be a multiple of 8, up to 256"),
+        ({"width": 264}, "heads 264 wide"),
+        ({"keys": 50}, "37 queries and 50 keys: there must be as many"),
+        ({"segments": 2}, "packed sequences over 37 tokens: their number must be even"),
+        ({"time": 38, "segments": 2, "own": True}, "segment_ids of their own for queries and keys"),
     ],
 )
-def test_cudnn_names_what_it_does_not_take(sizes, message):
-    tensors, segment_ids = make(**sizes)
+def test_what_cudnn_does_not_take_is_named_and_left_to_the_others_by_auto(sizes, message):
+    own = sizes.pop("own", False)
+    tensors, ids = make(**{"dtype": "float16", "width": 16} | sizes)
+    ids = ids if own or not ids else ids[0]
 
-    def run(*tensors):
-        return attention(*tensors, causal=True, segment_ids=segment_ids, implementation="cudnn")
+    def program(implementation):
+        def run(*tensors):
+            return attention(*tensors, causal=True, segment_ids=ids, implementation=implementation)
 
-    traced = tf.function(run, jit_compile=True, autograph=False)
-    with h200.as_on_a_gpu(), pytest.raises(ValueError, match=f'{message}.*implementation="blockwise"'):
-        traced.get_concrete_function(*tensors[:3])
+        return tf.function(run, jit_compile=True, autograph=False).get_concrete_function(*tensors[:3])
+
+    with h200.as_on_a_gpu():
+        assert not calls_in(program("auto"))
+        with pytest.raises(ValueError, match=f'{message}.*implementation="blockwise"'):
+            program("cudnn")
+
+
+def calls_in(function):
+    return [op for op in function.graph.get_operations() if op.type == "XlaCallModule"]
+
+
+def test_a_mask_too_large_is_left_to_the_blocks():
+    sizes = {"dtype": "bfloat16", "causal": True, "packed": True}
+    with h200.as_on_a_gpu():
+        assert attention_implementation([8, 8192, 8, 64], [8, 8192, 8, 64], **sizes) == "cudnn"
+        assert attention_implementation([9, 8192, 8, 64], [9, 8192, 8, 64], **sizes) == "blockwise"
 
 
 def test_cudnn_needs_a_gpu_and_xla():
     tensors, _ = make("float16", width=16)
     with pytest.raises(ValueError, match="needs a GPU"):
-        cudnn_step().get_concrete_function(*tensors)
-    with h200.as_on_a_gpu(), pytest.raises(ValueError, match="jit_compile=True"):
-        attention(*tensors[:3], implementation="cudnn")
+        attending("cudnn").get_concrete_function(*tensors)
+    with h200.as_on_a_gpu():
+        with pytest.raises(ValueError, match="jit_compile=True"):
+            attention(*tensors[:3], implementation="cudnn")
+        assert attention(*tensors[:3]).shape == tensors[0].shape
+        shapes = tensors[0].shape, tensors[1].shape
+        assert attention_implementation(*shapes, dtype="float16") == "cudnn"
+        assert attention_implementation(*shapes, dtype="float16", jit_compile=False) == "reference"
+    assert attention_implementation(*shapes, dtype="float16") == "reference"
+
+
+def test_where_cudnn_fails_on_the_device_auto_takes_the_next_best_and_says_why_once():
+    """It fails here: this machine's XLA has no such call. In the middle of a trace, with a tape, in a loop."""
+    tensors, _ = make("bfloat16", time=40, groups=4, width=24)
+    step = attending(causal=True, block_size=16)
+
+    def in_a_loop(*tensors):
+        return tf.while_loop(lambda i, *_: i < 1, lambda i, *_: [i + 1, *step.python_function(*tensors)], [0, *tensors])
+
+    with h200.as_on_a_gpu(cudnn=None):
+        with pytest.warns(RuntimeWarning, match=r"causal=True.*No registered implementation.*fmhaSoftmax") as warned:
+            traced = tf.function(in_a_loop, jit_compile=True, autograph=False).get_concrete_function(*tensors)
+        step.get_concrete_function(*tensors)
+    assert len(warned) == 1 and not calls_in(traced)
+    with h200.as_on_a_gpu(cudnn=False):
+        assert not calls_in(step.get_concrete_function(*tensors))
+    got = traced(*tensors)[1:]
+    for a, b in zip(got, truth(tensors, causal=True, scale=0.25), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_trial_takes_rounding_for_right_and_another_mask_or_scale_for_wrong(dtype):
+    tensors, _ = make(dtype, time=64, width=64)
+    wide = [tf.cast(t, tf.float32) for t in tensors]
+
+    def difference(**options):
+        got = outcome(tensors, None, implementation="reference", **{"causal": True, "scale": 0.125} | options)
+        exact = outcome(wide, None, implementation="reference", causal=True, scale=0.125)
+        return cudnn_attention._difference(list(zip(got, exact, strict=True)), tensors[0].dtype)
+
+    assert difference() is None
+    assert "output is off by" in difference(causal=False)
+    assert "is off by" in difference(scale=0.11)
 
 
 def test_an_unknown_time_is_for_the_reference():
