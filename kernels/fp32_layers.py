@@ -12,6 +12,7 @@ from keras.src.backend.common.variables import AutocastScope
 from fastaccum.kernels.checks import shown
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_axes, matmul_fp32_wgrad
+from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]
@@ -113,8 +114,13 @@ def _finish(layer: Any, y: tf.Tensor) -> tf.Tensor:
     return y if layer.activation is None else layer.activation(y)
 
 
+def _weight(variable: Any, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """The variable itself, and its copy in the inputs' dtype where that is at hand."""
+    return _float32(variable), copy_of(variable, inputs.dtype)
+
+
 def _convolution(layer: Any, convolution: Any, inputs: tf.Tensor) -> tf.Tensor:
-    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, _float32(layer._kernel)))
+    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(layer._kernel, inputs)))
 
 
 def _switched_from_base(layer: Any) -> Any:
@@ -129,7 +135,7 @@ class Fp32Dense(keras.layers.Dense):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if not _switches(self, inputs, self._kernel):
             return super().call(inputs, training=training)
-        return _finish(self, matmul_fp32_wgrad(inputs, _float32(self._kernel)))
+        return _finish(self, matmul_fp32_wgrad(inputs, *_weight(self._kernel, inputs)))
 
 
 @_switched_from_base
@@ -139,7 +145,7 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if not (_switches(self, inputs, self._kernel) and matmul_axes(self.equation, inputs, self._kernel)):
             return super().call(inputs, training=training)
-        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, _float32(self._kernel)))
+        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, *_weight(self._kernel, inputs)))
 
 
 @_switched_from_base
@@ -176,8 +182,10 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     def call(self, inputs: Any, reverse: bool = False) -> Any:
         if not (reverse and self.reverse_dtype is None and _switches(self, inputs, self._embeddings)):
             return super().call(inputs, reverse=reverse)
-        kernel = tf.transpose(_float32(self._embeddings)) if self.tie_weights else _float32(self.reverse_embeddings)
-        logits = matmul_fp32_wgrad(inputs, kernel)
+        kernel, copy = _weight(self._embeddings if self.tie_weights else self.reverse_embeddings, inputs)
+        if self.tie_weights:
+            kernel, copy = tf.transpose(kernel), None if copy is None else tf.transpose(copy)
+        logits = matmul_fp32_wgrad(inputs, kernel, copy)
         cap = self.logit_soft_cap
         return logits if cap is None else cap * tf.tanh(logits / cap)
 

@@ -14,6 +14,7 @@ from fastaccum.kernels import stackable
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.kernels.rounded import rounded_layer
 from fastaccum.kernels.xla_ops import first_order, loop
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
@@ -27,6 +28,7 @@ class Body(NamedTuple):
 
     template: keras.layers.Layer
     weights: list[keras.Variable]  # those that are learned
+    stacks: list[keras.Variable]  # these, of all layers
     state: list[keras.Variable]  # the others: statistics, then seeds
     training: bool
     arguments: list[Any]  # the mask (or None) and the keyword arguments
@@ -36,15 +38,15 @@ class Body(NamedTuple):
         """The tensors among the arguments."""
         return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
 
-    def __call__(self, x, shared, weights, state):
-        """The output, and by its place the new value of each state that the layer assigns."""
+    def __call__(self, i, x, shared, weights, state):
+        """The output of layer `i`, and by its place the new value of each state that the layer assigns."""
         shared, name = iter(shared), stackable.called(self.template)
         mask, kwargs = tf.nest.map_structure(lambda t: next(shared) if tf.is_tensor(t) else t, self.arguments)
         scope = keras.StatelessScope(collect_losses=True)
         for value in (*zip(self.weights, weights, strict=True), *zip(self.state, state, strict=True)):
             # Not as the scope's argument: in an outer layer's autocast scope Keras would round it there.
             scope.add_update(value)
-        with scope:
+        with scope, rounded_layer(zip(self.weights, self.stacks, strict=True), i):
             set_keras_mask(x, mask)
             with naming(f"{name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
                 y = self.template(x, training=self.training, **kwargs)
@@ -68,7 +70,7 @@ def unrolled(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], sta
     """`looped` as plain calls and plain autodiff."""
     states = []
     for i in range(depth):
-        x, after = body(x, body.shared, [w[i] for w in weights], [s[i] for s in state])
+        x, after = body(i, x, body.shared, [w[i] for w in weights], [s[i] for s in state])
         states.append(after)
     return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
 
@@ -81,7 +83,7 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
     def run(x, shared, weights):
         def forward(i, x, inputs, states):
             before = _at(i, state)
-            y, after = body(x, shared, _at(i, weights), before)
+            y, after = body(i, x, shared, _at(i, weights), before)
             assigned.update(after)
             return [y, inputs.write(i, x), [s.write(i, after.get(k, before[k])) for k, s in enumerate(states)]]
 
@@ -105,7 +107,7 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
                 sources = [x, floating, own_weights]
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(sources)
-                    y, _ = body(x, shared, own_weights, _at(layer, state))
+                    y, _ = body(layer, x, shared, own_weights, _at(layer, state))
                 gradients = tape.gradient(y, sources, dy, unconnected_gradients=tf.UnconnectedGradients.ZERO)
                 dx, d_floating, d_weights = tf.nest.map_structure(tf.convert_to_tensor, gradients)
                 sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]

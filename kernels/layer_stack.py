@@ -175,7 +175,8 @@ class LayerStack(keras.layers.Layer):
             # As Keras has done already, unless a model is called symbolically.
             x = tf.cast(x, self.compute_dtype)
         weights, state = self._split(self._stacked_variables)
-        body = Body(self.template, *self._split(stackable.variables(self.template)), bool(training), [mask, kwargs])
+        own_weights, own_state = self._split(stackable.variables(self.template))
+        body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
         run = unrolled if self.implementation == "reference" else looped
         # Read before the state is assigned: the recomputation starts from the same seeds.
         y, after = run(body, self.depth, x, _read(weights), _read(state))

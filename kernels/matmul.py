@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from fastaccum.kernels.checks import as_tensor
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.rounded import rounded
 from fastaccum.kernels.xla_ops import HALF, dot, sizes
 
 
-def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
     """`x @ tf.cast(kernel, x.dtype)`, with the kernel's gradient computed as one dot with a float32 result.
 
     Plain autodiff under mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) gives
@@ -32,6 +33,7 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     Args:
         x: [..., in], float16, bfloat16, float32 or float64; the result, [..., out], has its dtype.
         kernel: [in, out], float32 (float64 for x in float64): the variable itself, before any autocast.
+        copy: `tf.cast(kernel, x.dtype)`, where it is at hand; by default, it is made here.
 
     >>> x, kernel = tf.fill([300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1])
     >>> with tf.GradientTape() as tape:
@@ -48,11 +50,11 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
             f"x of shape {x.shape} does not fit kernel of shape {kernel.shape}: "
             "they must be [..., in] and [in, out], the kernel's sizes and the rank of x known when this is traced."
         )
-    y_TO = _product(tf.reshape(x, [-1, kernel.shape[0]]), kernel)
+    y_TO = _product(tf.reshape(x, [-1, kernel.shape[0]]), kernel, copy)
     return tf.reshape(y_TO, [*sizes(x)[:-1], kernel.shape[1]])
 
 
-def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
     """`tf.einsum(equation, x, tf.cast(kernel, x.dtype))`, with gradients as in `matmul_fp32_wgrad`.
 
     Both operands are turned and flattened to one matmul, batched over the axes that all three terms share; "..." may
@@ -79,13 +81,19 @@ def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tf.Tens
     width, width_out = (math.prod(size[a] for a in axes) for axes in (inner, outer))
 
     x_TI = tf.reshape(_turned(x, of_x, batch + rows + inner), [*lead, -1, width])
-    kernel_IO = tf.reshape(_turned(kernel, of_kernel, batch + inner + outer), [*lead, width, width_out])
-    y = tf.reshape(_product(x_TI, kernel_IO), [size[a] for a in batch + rows + outer])
+    kernel_IO, copy_IO = (
+        None if t is None else tf.reshape(_turned(t, of_kernel, batch + inner + outer), [*lead, width, width_out])
+        for t in (kernel, copy)
+    )
+    y = tf.reshape(_product(x_TI, kernel_IO, copy_IO), [size[a] for a in batch + rows + outer])
     return _turned(y, batch + rows + outer, of_y)
 
 
 def convolution_fp32_wgrad(
-    convolution: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], x: tf.Tensor, kernel: tf.Tensor
+    convolution: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    x: tf.Tensor,
+    kernel: tf.Tensor,
+    copy: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """`convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient computed in float32.
 
@@ -111,26 +119,26 @@ def convolution_fp32_wgrad(
 
     @custom_gradient
     def convolve(x, kernel):
-        rounded = tf.cast(kernel, x.dtype)
+        half = rounded(kernel, x.dtype, copy)
 
         def gradient(dy):
-            dx, _ = gradients(x, rounded, dy)
+            dx, _ = gradients(x, half, dy)
             _, dkernel = gradients(tf.cast(x, tf.float32), kernel, tf.cast(dy, tf.float32))
             return dx, dkernel
 
-        return convolution(x, rounded), gradient
+        return convolution(x, half), gradient
 
     return convolve(x, kernel) if x.dtype in HALF else convolution(x, kernel)
 
 
-def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor) -> tf.Tensor:
+def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor, copy_IO: tf.Tensor | None) -> tf.Tensor:
     """The matmul, of any number of leading axes that both share."""
     if x_TI.dtype not in HALF:
         return tf.matmul(x_TI, kernel_IO)
 
     @custom_gradient
     def multiply(x_TI, kernel_IO):
-        rounded_IO = tf.cast(kernel_IO, x_TI.dtype)
+        rounded_IO = rounded(kernel_IO, x_TI.dtype, copy_IO)
 
         def gradient(dy_TO):
             return tf.matmul(dy_TO, rounded_IO, transpose_b=True), dot(x_TI, dy_TO, transpose_a=True)

@@ -15,6 +15,7 @@ from fastaccum.adapters import optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
 from fastaccum.kernels.gradients import FactoredAccumulator, LookupAccumulator, SumAccumulator, accumulator
+from fastaccum.kernels.rounded import rounded_once
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
@@ -229,6 +230,7 @@ class TrainStep:
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
         unmet = [tf.zeros(v.shape[:1], tf.bool) for v in self.variables]
+        weights = [(v, tf_v.read_value()) for v, tf_v in zip(self.trained, self.variables, strict=True)]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
         def accumulating(j, gradient, wholes):
@@ -238,6 +240,7 @@ class TrainStep:
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
         @tf.function(autograph=False)
+        @rounded_once(weights)
         def micro_step(i):
             micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
             # The gradient is taken inside the loop: a tape around it would keep every micro-batch's

@@ -1,0 +1,100 @@
+"""Half-precision copies of float32 weights, made once before a loop and not in each of its turns."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum.kernels.custom_gradients import custom_gradient
+
+Find = Callable[[Any, tf.DType], "tf.Tensor | None"]
+_find: contextvars.ContextVar[Find] = contextvars.ContextVar("rounded", default=lambda variable, dtype: None)
+
+
+@contextlib.contextmanager
+def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
+    """Within it, each variable is rounded where its value was read: outside of the loop that is traced here.
+
+    Args:
+        values: variables, as they are asked for, and what was read of each before the loop.
+    """
+    known = {id(variable): value for variable, value in values}
+    made: dict[tuple[int, tf.DType], tf.Tensor] = {}
+
+    def find(variable, dtype):
+        value, key = known.get(id(variable)), (id(variable), dtype)
+        if value is None:
+            return None
+        if key not in made:
+            with value.graph.as_default(), tf.control_dependencies(None):
+                made[key] = tf.cast(value, dtype)
+        return made[key]
+
+    with _finding(find):
+        yield
+
+
+@contextlib.contextmanager
+def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor) -> Iterator[None]:
+    """Within it, the copy of a layer's variable is slice `i` of that of the stacked variable, where there is one.
+
+    Args:
+        stacks: a layer's variables, each with the one of all layers, `[depth, ...]`.
+        i: the layer's number.
+    """
+    of_stacks, stacked = _find.get(), {id(variable): whole for variable, whole in stacks}
+
+    def find(variable, dtype):
+        whole = of_stacks(stacked.get(id(variable)), dtype)
+        return None if whole is None else tf.gather(whole, i)
+
+    with _finding(find):
+        yield
+
+
+@contextlib.contextmanager
+def _finding(find: Find) -> Iterator[None]:
+    graph = tf.compat.v1.get_default_graph()
+    token = _find.set(lambda variable, dtype: find(variable, dtype) if _may_capture_from(graph) else None)
+    try:
+        yield
+    finally:
+        _find.reset(token)
+
+
+def _may_capture_from(graph: tf.Graph) -> bool:
+    """Whether nothing but loops and branches lies between `graph` and what is traced: a `tf.function` of a layer's own
+    is kept for later calls, and a tensor that it had captured would no longer be there.
+    """
+    current = tf.compat.v1.get_default_graph()
+    while current is not graph:
+        if type(current) in (tf.Graph, tf.__internal__.FuncGraph):
+            return False
+        current = current.outer_graph
+    return True
+
+
+def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
+    """The copy of a variable that is at hand here, or None."""
+    return _find.get()(variable, dtype)
+
+
+def rounded(weight: tf.Tensor, dtype: tf.DType, copy: tf.Tensor | None) -> tf.Tensor:
+    """`tf.cast(weight, dtype)` and its gradient; where there is a copy, that is the value, and the weight is not read.
+
+    >>> weight = tf.constant([1 / 3])
+    >>> rounded(weight, tf.float16, copy=tf.cast(weight, tf.float16)).numpy().tolist()
+    [0.333251953125]
+    """
+    if copy is None:
+        return tf.cast(weight, dtype)
+
+    @custom_gradient
+    def standing_in(weight):
+        return tf.identity(copy), lambda dy: tf.cast(dy, weight.dtype)
+
+    return standing_in(weight)

@@ -1,0 +1,111 @@
+"""Weights rounded once before a loop: the same bits as where each use rounds its own."""
+
+import contextlib
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.kernels import rounded
+from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
+
+X = tf.random.stateless_normal([4, 6, 8], (0, 1))
+ROWS = np.random.default_rng(0).normal(size=(3, 4, 8)).astype("float32")
+
+
+@contextlib.contextmanager
+def counting():
+    """What is asked for in it, and whether a copy was at hand."""
+    asked, copy_of = [], rounded.copy_of
+
+    def counted(variable, dtype):
+        copy = copy_of(variable, dtype)
+        asked.append(copy is not None)
+        return copy
+
+    with mock.patch("fastaccum.kernels.fp32_layers.copy_of", counted):
+        yield asked
+
+
+def trained(once):
+    keras.utils.set_random_seed(1)
+    stack = fa.kernels.LayerStack(lambda: keras.layers.Dense(8, "tanh"), 2)
+    model = keras.Sequential([keras.Input((8,)), stack, keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse", clip_norm=1.0)
+    never = mock.patch("fastaccum.step.train_step.rounded_once", lambda values: lambda function: function)
+    with counting() as asked, contextlib.nullcontext() if once else never:
+        losses = [trainer.train_step((ROWS, ROWS[..., :1])).loss.numpy() for _ in range(2)]
+    assert asked and all(found == once for found in asked)
+    return [*losses, *(weight.numpy() for weight in model.weights)]
+
+
+def test_a_training_computes_the_same_bits():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        for with_copies, without in zip(trained(True), trained(False), strict=True):
+            np.testing.assert_array_equal(with_copies, without)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "kernel_shape"),
+    [
+        (matmul_fp32_wgrad, X, [8, 5]),
+        (lambda *operands: einsum_fp32_wgrad("abc,dce->adbe", *operands), X, [2, 8, 3]),
+        (
+            lambda x, *kernels: convolution_fp32_wgrad(lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), x, *kernels),
+            X,
+            [3, 8, 2],
+        ),
+    ],
+)
+def test_a_copy_changes_neither_values_nor_first_and_second_derivatives(function, x, kernel_shape):
+    kernel, x = tf.random.stateless_normal(kernel_shape, (0, 2)), tf.cast(x, tf.float16)
+
+    @tf.function(jit_compile=True)
+    def derivatives(x, kernel, *copy):
+        with tf.GradientTape() as outer:
+            outer.watch((x, kernel))
+            with tf.GradientTape() as tape:
+                tape.watch((x, kernel))
+                y = tf.square(function(x, kernel, *copy))
+            first = tape.gradient(y, (x, kernel))
+        return y, *first, *outer.gradient(first[0], (x, kernel))
+
+    expected = derivatives(x, kernel)
+    assert np.abs(expected[-1]).max() > 0
+    for got, want in zip(derivatives(x, kernel, tf.cast(kernel, x.dtype)), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
+    weight, found = tf.Variable([1 / 3]), {}
+
+    def look(where):
+        found[where] = rounded.copy_of(weight, tf.float16)
+        return tf.constant(0)
+
+    kept = tf.function(lambda: look("function"))
+
+    @tf.function
+    def program():
+        values = [(weight, weight.read_value())]
+
+        def turn(i):
+            with rounded.rounded_once(values):
+                look("loop")
+                tf.cond(i > 0, lambda: look("branch"), kept)
+            return i + 1
+
+        tf.while_loop(lambda i: i < 2, turn, [tf.constant(0)])
+        assert found["loop"].graph is values[0][1].graph
+
+    program.get_concrete_function()
+    assert found["loop"] is found["branch"] and found["loop"].dtype == tf.float16
+    assert found["function"] is None
+    assert rounded.copy_of(weight, tf.float16) is None
