@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from fastaccum.kernels.xla_ops import dynamic_add_slice, dynamic_update_slice
+from fastaccum.kernels.xla_ops import dynamic_add_slice, dynamic_update_slice, product
 
 
 @pytest.mark.parametrize("jit_compile", [None, True])
@@ -13,3 +13,15 @@ def test_slices_are_written_and_added(jit_compile):
 
     assert run(dynamic_update_slice).numpy().tolist() == [2.0, 1.0, 1.0, 2.0]
     assert run(dynamic_add_slice).numpy().tolist() == [2.0, 3.0, 3.0, 2.0]
+
+
+def test_a_gradients_operations_are_named_after_the_call_that_it_belongs_to():
+    @tf.function(autograph=False)
+    def gradient(x):
+        with tf.name_scope("head"):
+            y = product(x, x)
+        return tf.gradients(y, x)
+
+    graph = gradient.get_concrete_function(tf.TensorSpec([2, 2])).graph
+    products = [operation.name for operation in graph.get_operations() if operation.type == "MatMul"]
+    assert sorted(products) == ["gradient_tape/head/MatMul", "gradient_tape/head/MatMul_1", "head/MatMul"]
