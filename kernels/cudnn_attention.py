@@ -1,7 +1,7 @@
 """Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of `attention`.
 
 Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200, but
-without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device first (`fails`).
+without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device first (`works`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class Call(NamedTuple):
     def reason_against(self) -> str | None:
         """What of it cuDNN does not take, or None."""
         (batch, queries, _, width), keys = self.query_shape, self.key_shape[1]
-        widest = 256 if compute_capability() >= (9, 0) else 128
+        capability = compute_capability()
+        widest = 256 if capability >= (9, 0) else 128
+        if capability < (8, 0):
+            return "what is no GPU of compute capability 8.0 or more"
         if self.dtype not in HALF:
             return f"{self.dtype.name}: it must be float16 or bfloat16"
         if not all((*self.query_shape, *self.key_shape)):

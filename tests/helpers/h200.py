@@ -103,14 +103,14 @@ def cost_analysis(optimized):
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(cudnn=True):
-    """Lets `has_gpu()` say so, and `compute_capability()` that it is Hopper's: what is traced inside is what a GPU
-    would get.
+def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
+    """Lets `has_gpu()` say so: what is traced inside is what a GPU would get.
 
     Args:
-        cudnn: what the trial of cuDNN's attention answers, which no description can run; None to let it run here.
+        cudnn: what the trial of cuDNN's attention answers, which no description can run; None lets it run here.
+        compute_capability: of that GPU; an H200's by default.
     """
-    asked = xla_ops.has_gpu, xla_ops.compute_capability
+    asked, details = (xla_ops.has_gpu, xla_ops.compute_capability), {"compute_capability": compute_capability}
     with contextlib.ExitStack() as stack:
         for each in asked:
             each.cache_clear()
@@ -118,9 +118,7 @@ def as_on_a_gpu(cudnn=True):
         with (
             mock.patch.object(tf.config, "list_logical_devices", return_value=["GPU"]),
             mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"]),
-            mock.patch.object(
-                tf.config.experimental, "get_device_details", return_value={"compute_capability": (9, 0)}
-            ),
+            mock.patch.object(tf.config.experimental, "get_device_details", return_value=details),
         ):
             for each in asked:
                 each()

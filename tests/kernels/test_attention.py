@@ -307,6 +307,16 @@ def calls_in(function):
     return [op for op in function.graph.get_operations() if op.type == "XlaCallModule"]
 
 
+@pytest.mark.parametrize(
+    ("capability", "width", "takes"),
+    [((9, 0), 256, True), ((8, 9), 256, False), ((8, 9), 128, True), ((7, 5), 64, False)],
+)
+def test_the_device_limits_the_width(capability, width, takes):
+    shape = [2, 64, 4, width]
+    with h200.as_on_a_gpu(compute_capability=capability):
+        assert (attention_implementation(shape, shape, dtype="float16") == "cudnn") == takes
+
+
 def test_a_mask_too_large_is_left_to_the_blocks():
     sizes = {"dtype": "bfloat16", "causal": True, "packed": True}
     with h200.as_on_a_gpu():
