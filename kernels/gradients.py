@@ -40,6 +40,18 @@ class SumAccumulator:
         return carried[0]
 
 
+class AddedAccumulator(SumAccumulator):
+    """A `SumAccumulator` to which a kernel adds (`kernels.accumulators`), all but some terms of the gradient."""
+
+    def __init__(self, total: tf.Tensor, added: tf.Tensor, terms: Sequence[tf.Tensor]):
+        super().__init__(total, added)
+        self.terms = [added, *terms]
+
+    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
+        total, *terms = terms
+        return [tf.add_n([total, *(tf.cast(term, total.dtype) for term in terms)])]
+
+
 class LookupAccumulator(SumAccumulator):
     """A `SumAccumulator` of `IndexedSlices` that marks the rows that it met, in `met`, bool [rows]."""
 

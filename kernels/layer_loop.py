@@ -11,11 +11,12 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from tensorflow.python.eager import record
 
 from fastaccum.kernels import stackable
+from fastaccum.kernels.accumulators import accumulator_of
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.rounded import rounded_layer
-from fastaccum.kernels.xla_ops import first_order, loop
+from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
@@ -77,6 +78,7 @@ def unrolled(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], sta
 
 def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]) -> Result:
     """The last layer's output, and by its place the new value of each stacked state that the layers assign."""
+    accumulators = {k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))}
     assigned: set[int] = set()  # known once the body has been traced
 
     @custom_gradient
@@ -101,7 +103,7 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
                 )
             floating = [t for t in shared if t.dtype.is_floating]
 
-            def backward(i, dy, sums, buffers):
+            def backward(i, dy, sums, buffers, totals):
                 layer = depth - 1 - i
                 x, own_weights = tf.gather(inputs, layer), _at(layer, weights)
                 sources = [x, floating, own_weights]
@@ -111,14 +113,19 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
                 gradients = tape.gradient(y, sources, dy, unconnected_gradients=tf.UnconnectedGradients.ZERO)
                 dx, d_floating, d_weights = tf.nest.map_structure(tf.convert_to_tensor, gradients)
                 sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]
-                return [dx, sums, [b.write(layer, g) for b, g in zip(buffers, d_weights, strict=True)]]
+                buffers = [b.write(layer, g) for b, g in zip(buffers, d_weights, strict=True)]
+                return [dx, sums, buffers, {k: _add_at(layer, total, d_weights[k]) for k, total in totals.items()}]
 
             sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
             buffers = [_buffer(w.dtype, w.shape) for w in weights]
-            dx, sums, buffers = loop(depth, backward, [dy, sums, buffers])
+            totals = {k: accumulator.total for k, accumulator in accumulators.items()}
+            dx, sums, buffers, totals = loop(depth, backward, [dy, sums, buffers, totals])
             sums = iter(sums)
             d_shared = [tf.cast(next(sums), t.dtype) if t.dtype.is_floating else None for t in shared]
-            return first_order([dx, *d_shared, *(b.stack() for b in buffers)], "A LayerStack")
+            d_inputs = first_order([dx, *d_shared, *(b.stack() for b in buffers)], "A LayerStack")
+            for k, total in totals.items():
+                accumulators[k].note(d_inputs[k - len(weights)], total)
+            return d_inputs
 
         return (y, *after), gradient
 
@@ -128,6 +135,11 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
 
 def _at(i: tf.Tensor, stacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.gather(stack, i) for stack in stacks]
+
+
+def _add_at(i: tf.Tensor, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    part = tf.cast(gradient, total.dtype)[tf.newaxis]
+    return dynamic_add_slice(total, part, [i, *[0] * gradient.shape.rank])
 
 
 def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:

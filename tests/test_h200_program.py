@@ -12,6 +12,7 @@ import fastaccum as fa
 from fastaccum.kernels.xla_ops import has_gpu
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 2048, 2, 256, 512
+ALIASES = {"bitcast", "get-tuple-element", "parameter", "tuple", "while"}
 K, B = 4, 8  # 4,096 tokens a micro-batch: no width has this size
 
 
@@ -76,13 +77,17 @@ def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
     assert not program.copies_in_loops([*kernels, *((LAYERS, *shape) for shape in kernels)])
 
 
-def test_the_form_of_the_large_presets_sums_in_float32_too():
-    """Its gradients are added after the loop over the blocks, in a pass of their own."""
+def test_the_form_of_the_large_presets_adds_in_place():
+    """A fusion for each layer reads its part of the accumulators and writes it, in the loop over the layers."""
     exported, kernels = export_gpt(fa.LinearCrossEntropy(), {"stacked": True, "tied": True})
     program = compile_gpt(exported)
     found = list(program.weight_gradients(kernels))
-    assert {(each.operands, each.dtype) for each in found} == {("f16", "f32")}
+    assert {(each.operands, each.dtype, each.added) for each in found} == {("f16", "f32", "apart")}
     assert runs_by_shape(found) == runs_by_shape_of(kernels)
+    stacks = {(LAYERS, *shape) for shape in kernels}
+    assert not program.copies_in_loops(stacks)
+    in_loops = [value for value in program.values if value.shape in stacks and value.times > 1]
+    assert {value.opcode for value in in_loops if value.dtype == "f32"} <= ALIASES | {"dynamic-update-slice"}
     assert program.count("while") > 2 and not program.unknown_trip_counts
     assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
 

@@ -14,9 +14,16 @@ from fastaccum import checks
 from fastaccum.adapters import optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
-from fastaccum.kernels.gradients import FactoredAccumulator, LookupAccumulator, SumAccumulator, accumulator
+from fastaccum.kernels.accumulators import Accumulators
+from fastaccum.kernels.gradients import (
+    AddedAccumulator,
+    FactoredAccumulator,
+    LookupAccumulator,
+    SumAccumulator,
+    accumulator,
+)
 from fastaccum.kernels.rounded import rounded_once
-from fastaccum.kernels.xla_ops import loop
+from fastaccum.kernels.xla_ops import in_xla, loop
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.program import Program, converted
@@ -233,7 +240,9 @@ class TrainStep:
         weights = [(v, tf_v.read_value()) for v, tf_v in zip(self.trained, self.variables, strict=True)]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
-        def accumulating(j, gradient, wholes):
+        def accumulating(j, gradient, wholes, accumulators):
+            if (added := accumulators.with_added(gradient)) is not None:
+                return AddedAccumulator(start[j], *added)
             if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
                 return LookupAccumulator(start[j], gradient, sums.looked_up.get(j, unmet[j]))
             return accumulator(start[j], gradient, steps, lambda t: wholes.get(t.ref()))
@@ -241,11 +250,12 @@ class TrainStep:
         # A function of its own: what the loop carries follows from the gradients that come out of it.
         @tf.function(autograph=False)
         @rounded_once(weights)
-        def micro_step(i):
+        def micro_step(i, totals):
             micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
             # The gradient is taken inside the loop: a tape around it would keep every micro-batch's
             # activations in TensorLists.
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
+            accumulators = Accumulators(self.variables, totals)
+            with accumulators.offered(), tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(self.variables)
                 with tf.name_scope("forward"):
                     loss_i, weight_i = _scalars(self.objective.sums(micro_batch, prepared))
@@ -256,27 +266,32 @@ class TrainStep:
             wholes = {part.ref(): whole for part, whole in slices if part is not None}
             for j, gradient in enumerate(grads):
                 if gradient is not None:
-                    summed[j] = accumulating(j, gradient, wholes)
-            return loss_i, weight_i, [each.terms for each in summed.values()]
+                    summed[j] = accumulating(j, gradient, wholes, accumulators)
+            return loss_i, weight_i, {j: each.terms for j, each in summed.items()}
 
-        micro_step = micro_step.get_concrete_function(tf.TensorSpec([], tf.int32))
+        # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
+        given = start if in_xla() and steps > 1 else []
+        specs = [tf.TensorSpec.from_tensor(total) for total in given]
+        micro_step = micro_step.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
 
         def body(i, loss_sum, weight_sum, carried):
-            loss_i, weight_i, terms = micro_step(i)
+            by_kernels = {j for j, each in summed.items() if isinstance(each, AddedAccumulator)}
+            totals = [carried[j][0] if j in by_kernels else total for j, total in enumerate(given)]
+            loss_i, weight_i, terms = micro_step(i, totals)
             with tf.name_scope("accumulate"):
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
                 # weight gradient's matmul.
-                carried = [each.add(i, *pair) for each, *pair in zip(summed.values(), carried, terms, strict=True)]
+                carried = {j: each.add(i, carried[j], terms[j]) for j, each in summed.items()}
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
-        carried = [each.start() for each in summed.values()]
+        carried = {j: each.start() for j, each in summed.items()}
         loss_sum, weight_sum, carried = loop(steps, body, [sums.loss_sum, sums.weight_sum, carried])
         totals, looked_up = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
-            for (j, each), of_loop in zip(summed.items(), carried, strict=True):
-                totals[j] = each.total(of_loop)
+            for j, each in summed.items():
+                totals[j] = each.total(carried[j])
                 if isinstance(each, LookupAccumulator):
-                    looked_up[j] = each.met(of_loop)
+                    looked_up[j] = each.met(carried[j])
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up)
 
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
