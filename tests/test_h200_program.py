@@ -1,6 +1,7 @@
 """What the step of a large GPT compiles to for an H200: weight gradients summed in float32 where they are computed."""
 
 import collections
+import re
 
 import h200
 import hlo
@@ -68,6 +69,23 @@ def test_weight_gradients_are_added_in_float32_by_their_matmuls(gpt):
     assert {(each.operands, each.dtype) for each in found} == {("f16", "f32")}
     assert {each.added for each in found} <= {"epilogue", "reduction"}
     assert runs_by_shape(found) == runs_by_shape_of(kernels)
+
+
+def attention_calls(program):
+    """How often a step calls each of cuDNN's kernels of attention."""
+    calls = collections.Counter()
+    for value in program.values:
+        if value.opcode == "custom-call" and "__cudnn$fmha" in value.instruction.attributes:
+            calls[re.search(r'"__cudnn\$fmha(\w+)"', value.instruction.attributes)[1]] += value.times
+    return calls
+
+
+def test_attention_is_cudnns_on_tensors_as_they_lie_in_memory(gpt):
+    program, _ = gpt
+    assert attention_calls(program) == {"Softmax": K * LAYERS, "SoftmaxBackward": K * LAYERS}
+    sizes = sorted((B, CONTEXT, 16, WIDTH // 16))
+    assert any(sorted(value.shape) == sizes for value in program.values)
+    assert not [v for v in program.values if v.opcode in ("copy", "transpose") and sorted(v.shape) == sizes]
 
 
 def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
