@@ -26,7 +26,7 @@ class Accumulator(NamedTuple):
 class Accumulators:
     """Those of some variables, in the graph in which a micro-batch's forward and backward pass are traced.
 
-    A kernel that finds a variable's (`accumulator_of`) computes, beside the gradient, the accumulator with that gradient
+    A kernel that finds a variable's (`accumulator_of`) computes, beside the gradient, the accumulator with it
     added in place. XLA drops whichever the step does not use: it uses the sum only where the gradient that the kernel
     returned is what reaches the variable. One that was scaled or lost on its way counts for what it is.
     """
