@@ -245,6 +245,10 @@ def which(rng):
         "query_shape": shape(shapes[0]),
         "key_shape": shape(shapes[1]),
         "block_size": Values(["None", integers(1, 300)], odd=ANYTHING),
+        "dtype": Values(["'float32'", "'bfloat16'", "tf.float16", "np.float32"], odd=ANYTHING),
+        "causal": Values(["True", "False", "np.True_"], odd=ANYTHING),
+        "packed": Values(["True", "False"], odd=ANYTHING),
+        "jit_compile": Values(["True", "False"], odd=ANYTHING),
     }
     call = draw(rng, "fa.kernels.attention_implementation", table, required=["query_shape", "key_shape"])
     arguments = {name: value(code, NAMES) for name, code in call.arguments.items()}
