@@ -11,7 +11,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks.h200 import programs, roofline, summary
+import pytest
+
+from benchmarks.h200 import golden, programs, roofline, summary
 from fastaccum.step.program import MemoryAnalysis
 
 
@@ -19,8 +21,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.h200", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     _add_show(commands.add_parser("show", help="one program: totals, and its costliest kernels"))
+    golden_parser = commands.add_parser("golden", help="renews the summaries in tests/golden")
+    golden_parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(golden.PROGRAMS)} (all)")
+    golden_parser.set_defaults(run=lambda options: golden.renew(options.names or list(golden.PROGRAMS)))
     options = parser.parse_args(argv)
-    options.run(options)
+    try:
+        options.run(options)
+    except pytest.skip.Exception as missing:  # as it is for a test
+        parser.exit(1, f"{missing.msg}\n")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -40,13 +40,14 @@ class Kernel:
 
     Attributes:
         name: of its instruction.
-        kind: "gemm", "convolution", "attention"; of a fusion "scatter", "reduce", "transpose", "gather", "slice" (which
-            copies one, or writes one), "fill", "elementwise"; or its opcode, such as "copy", or a custom call's target.
+        kind: "gemm", "convolution", "attention"; of a fusion "scatter", "reduce", "transpose", "gather", "convert",
+            "slice" (which copies one, or writes one), "fill", "elementwise"; or its opcode, such as "copy", or a custom call's target.
         scope: where it comes from, as the framework names it; where XLA does not say, the loop around it, and "/".
         types: of a matmul "bf16 x bf16 -> f32"; the results' types of all others.
         flops: of its matmuls, each time.
         bytes: read and written, each time.
         loops: trip counts of the loops around it, the outermost first.
+        results: dtype and shape of what it writes.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Kernel:
     flops: float
     bytes: float
     loops: tuple[int, ...] = ()
+    results: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def times(self) -> int:
@@ -108,7 +110,7 @@ class _Reader:
         else:
             kind, types, flops = _alone(line, operands)
             moved = _moved_alone(line, operands)
-        return Kernel(line.name, kind, _scope([line, *(fused or ())]), types, flops, moved)
+        return Kernel(line.name, kind, _scope([line, *(fused or ())]), types, flops, moved, results=line.types)
 
     def fusion(self, line: hlo.Instruction, fused: list[hlo.Instruction]) -> tuple[str, str, float]:
         inner = list(self.nested(fused))
@@ -119,10 +121,11 @@ class _Reader:
         opcodes = {each.opcode for each, _ in inner}
         kind = next((name for name in NAMED if name in opcodes), "elementwise")
         if kind == "elementwise":
-            arrays = [each for each, _ in inner if math.prod(each.shape) > 1]
-            rest = {each.opcode for each in arrays} - set(MOVES)
-            kind = "slice" if rest and rest <= {*SLICES, "dynamic-update-slice"} else "elementwise" if rest else kind
-            kind = "fill" if not line.operands else kind
+            arrays = {each.opcode for each, _ in inner if math.prod(each.shape) > 1}
+            if not line.operands:
+                kind = "fill"
+            elif arrays <= {*MOVES, *SLICES, "dynamic-update-slice"}:
+                kind = "convert" if "convert" in arrays else "slice"
         return kind, _types(line), 0.0
 
     def nested(self, lines: list[hlo.Instruction]) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction]]]:

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +70,14 @@ class Compiled:
         memory: what XLA planned.
         micro_batches: in a run of it.
         flops: the model's own arithmetic in a run of it, or None where nobody has counted.
+        matrices: shapes of the weights that are multiplied with, each layer's of a LayerStack.
     """
 
     text: str
     memory: MemoryAnalysis
     micro_batches: int
     flops: float | None = None
+    matrices: tuple[tuple[int, int], ...] = ()
 
 
 def gpt(options: Gpt, **flags: Any) -> Compiled:
@@ -91,9 +95,29 @@ def gpt(options: Gpt, **flags: Any) -> Compiled:
         loss = fa.LinearCrossEntropy(chunk_size=options.chunk_size)
         trainer = fa.Trainer(model, keras.optimizers.AdamW(3e-4, weight_decay=0.1), loss, clip_norm=1.0)
         ids = np.zeros((options.micro_batches, options.batch, options.context), "int32")
-        exported = h200.export_step(trainer, (ids, ids))
+        program = of_trainer(trainer, (ids, ids), **flags)
     keras.backend.clear_session()
-    return Compiled(*compiled(exported, **flags), options.micro_batches, options.flops)
+    return dataclasses.replace(program, flops=options.flops)
+
+
+def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...], **flags: Any) -> Compiled:
+    """The program of a trainer's step, traced as on a GPU.
+
+    Args:
+        trainer: one that has not been used yet.
+        stack: as `trainer.train_step` takes it.
+        **flags: XLA's debug options.
+    """
+    text, memory = compiled(h200.export_step(trainer, stack), **flags)
+    return Compiled(text, memory, len(stack[0]), matrices=tuple(_matrices(trainer.model)))
+
+
+def _matrices(model: Any) -> Iterator[tuple[int, int]]:
+    for layer in model.layers:
+        for weight in () if hasattr(layer, "embeddings") else layer.trainable_variables:
+            depth = layer.depth if isinstance(layer, fa.kernels.LayerStack) else None
+            shape = tuple(weight.shape)[1:] if depth else tuple(weight.shape)
+            yield from (depth or 1) * [shape] if len(shape) == 2 else ()
 
 
 def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
@@ -103,7 +127,8 @@ def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
         exported: StableHLO, as `h200.compile_for_h200` takes it.
         **flags: XLA's debug options.
     """
-    key = hashlib.sha256(repr((exported, h200.H200, sorted(flags.items()))).encode()).hexdigest()
+    compiler = importlib.metadata.version("jaxlib"), h200.H200
+    key = hashlib.sha256(repr((exported, compiler, sorted(flags.items()))).encode()).hexdigest()
     path = CACHE / f"{key[:32]}.json.gz"
     if path.exists():
         text, memory = json.loads(gzip.decompress(path.read_bytes()))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Hashable
 from typing import Any
 
 from benchmarks.h200 import kernels, roofline
 from benchmarks.h200.programs import Compiled
+from benchmarks.stablehlo import hlo
+
+_ADDED = "weight gradients added"
 
 
 @dataclasses.dataclass
@@ -48,6 +52,40 @@ def place(kernel: kernels.Kernel) -> str:
     return "/".join(name if "while" in name else re.sub(r"_\d+$", "", name) for name in names)
 
 
+def added(program: Compiled) -> dict[str, int]:
+    """Where the weight gradients of `program.matrices` are added, and how often a micro-batch."""
+    found = collections.Counter()
+    for each in hlo.Program(program.text).weight_gradients(program.matrices):
+        found[str(each.added)] += each.times // program.micro_batches
+    return dict(sorted(found.items()))
+
+
+def accumulation(program: Compiled) -> float | None:
+    """What accumulating the gradients of `program.matrices` moves a micro-batch, in sizes of their accumulators.
+
+    A gradient that its matmul writes, and that a kernel reads and adds to the accumulator, moves 4; one that is added
+    in its matmul's epilogue 2.
+    """
+    depths = collections.Counter(program.matrices)
+    shapes = {_size_ordered((each, *shape)) for shape, depth in depths.items() for each in (1, depth)}
+    whole = 4.0 * sum(math.prod(shape) for shape in program.matrices)
+    moved = 4.0 * sum(
+        math.prod(each.shape) * each.times / program.micro_batches  # the accumulator is read there too
+        for each in hlo.Program(program.text).weight_gradients(program.matrices)
+        if each.added == "epilogue"
+    )
+    for kernel in kernels.read(program.text):
+        written = [result for result in kernel.results if result[0] == "f32" and _size_ordered(result[1]) in shapes]
+        if written and kernel.loops[:1] == (program.micro_batches,):
+            times = kernel.times / program.micro_batches
+            moved += times * (kernels.size(written) if kernel.flops else kernel.bytes)
+    return moved / whole if whole else None
+
+
+def _size_ordered(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in shape if size != 1))
+
+
 def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]:
     """The totals of a program, ready for JSON."""
     found = roofline.predict(kernels.read(program.text), rates)
@@ -67,6 +105,8 @@ def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]
         "kernels": {kind: group.launches for kind, group in by_kind.items()},
         "ms": {kind: group.ms for kind, group in by_kind.items()},
         "matmuls": dict(gemms.most_common()),
+        _ADDED: added(program),
+        "accumulation / accumulators": accumulation(program),
         **kernels.facts(program.text),
     }
 
@@ -81,8 +121,9 @@ def text(program: Compiled, rows: int, rates: roofline.Rates | None = None, by: 
         by: "scope", kernels of one place and kind in one row; "kernel", each in its own.
     """
     found, totals = roofline.predict(kernels.read(program.text), rates), of(program, rates)
-    lines = [f"{name:24}{_number(value)}" for name, value in totals.items() if not isinstance(value, dict)]
-    lines += ["", "matmuls a step: " + ", ".join(f"{n:,} {types}" for types, n in totals["matmuls"].items())]
+    lines = [f"{name:30}{_number(value)}" for name, value in totals.items() if not isinstance(value, dict)]
+    lines += ["", "weight gradients a micro-batch: " + ", ".join(f"{n} {it}" for it, n in totals[_ADDED].items())]
+    lines += ["matmuls a step: " + ", ".join(f"{n:,} {types}" for types, n in totals["matmuls"].items())]
     lines += ["", _HEAD + "kind"]
     lines += [_row(group, found) + str(kind) for kind, group in grouped(found, lambda kernel: kernel.kind).items()]
     lines += ["", _HEAD + "kind: types, where"]

@@ -12,9 +12,9 @@ import fastaccum as fa
 
 sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are not installed
 
-from benchmarks.h200 import kernels, roofline, summary  # noqa: E402
-from benchmarks.h200.programs import Compiled, Gpt  # noqa: E402
-from fastaccum.step.program import MemoryAnalysis  # noqa: E402
+from benchmarks.h200 import kernels, roofline, summary
+from benchmarks.h200.programs import Compiled, Gpt
+from fastaccum.step.program import MemoryAnalysis
 
 # Two computations that others call, then the one under test, the body of a loop of 3 inside a loop of 5.
 MODULE = """\
@@ -143,9 +143,9 @@ def test_what_is_sliced_or_gathered_is_read_in_part():
     assert kernel.bytes == 4 * (100 + 100 + 1 + 100)
     widened = (
         UPDATE
-        + f"""\
-        %wide = f64[6,100]{{1,0}} convert(%stack)
-        ROOT %old = f64[1,100]{{1,0}} dynamic-slice(%wide, %i, %zero), dynamic_slice_sizes={{1,100}}"""
+        + """\
+        %wide = f64[6,100]{1,0} convert(%stack)
+        ROOT %old = f64[1,100]{1,0} dynamic-slice(%wide, %i, %zero), dynamic_slice_sizes={1,100}"""
     )
     assert fusion(widened, STACK, ROW, ID, result="f64[1,100]{1,0}").bytes == 4 * (100 + 1) + 8 * 100
     both = """\

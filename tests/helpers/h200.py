@@ -96,7 +96,7 @@ def compile_for_h200(exported, **flags):
 
 
 def cost_analysis(optimized):
-    """What XLA counts in an optimized module: "flops", "bytes accessed", each loop's body once; library calls unknown."""
+    """What XLA counts in an optimized module, each loop's body once: "flops", "bytes accessed"; no library calls."""
     from jaxlib import _jax, xla_client
 
     return _jax.hlo_module_cost_analysis(xla_client.make_cpu_client(), xla_client.hlo.hlo_module_from_text(optimized))

@@ -1,0 +1,127 @@
+"""Summaries of six programs compiled for an H200, kept in tests/golden: `python -m benchmarks.h200 golden` renews them.
+
+A change of ours that changes the compiled program shows in a change of these files, and is seen in review.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import fastaccum as fa
+from benchmarks.h200 import programs, summary
+from benchmarks.stablehlo import h200
+
+FOLDER = Path(__file__).parents[2] / "tests" / "golden"
+# Nothing but these decides what is compiled, besides this repository.
+VERSIONS = ("tensorflow", "keras", "tf-keras", "jaxlib")
+COMMAND = "python -m benchmarks.h200 golden"
+
+
+def bert() -> programs.Compiled:
+    """An encoder with masked-token loss, of tf_keras's own layers."""
+    import tf_keras
+
+    layers, width, vocabulary, K, B, T = tf_keras.layers, 1024, 8192, 4, 12, 512
+    policy = tf_keras.mixed_precision.Policy("mixed_float16")
+    ids = tf_keras.Input((T,), dtype="int32")
+    x = layers.Embedding(vocabulary, width, dtype=policy)(ids)
+    for _ in range(2):
+        attended = layers.MultiHeadAttention(16, width // 16, dtype=policy)(x, x)
+        x = layers.LayerNormalization(dtype=policy)(layers.add([x, attended]))
+        hidden = layers.Dense(4 * width, "gelu", dtype=policy)(x)
+        x = layers.LayerNormalization(dtype=policy)(layers.add([x, layers.Dense(width, dtype=policy)(hidden)]))
+    model = tf_keras.Model(ids, layers.Dense(vocabulary, dtype="float32")(x))
+    loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    stack = np.zeros((2, K, B, T), "int32")
+    program = programs.of_trainer(fa.Trainer(model, tf_keras.optimizers.Adam(1e-4), loss), tuple(stack))
+    # Of tf_keras's attention too, whose kernels have an axis of heads.
+    return dataclasses.replace(program, matrices=((width, width), (width, 4 * width), (width, vocabulary)))
+
+
+def convnet() -> programs.Compiled:
+    """A residual network with batch normalization, of Keras's own layers."""
+    K, B, size, layers = 4, 64, 64, keras.layers
+
+    def convolved(x, filters, stride=1):
+        x = layers.Conv2D(filters, 3, stride, "same", use_bias=False, dtype="mixed_float16")(x)
+        return layers.BatchNormalization(dtype="mixed_float16")(x)
+
+    with h200.weightless():
+        images = keras.Input((size, size, 3))
+        x = layers.ReLU(dtype="mixed_float16")(convolved(images, 64))
+        for filters in (128, 256):
+            x = layers.ReLU(dtype="mixed_float16")(convolved(x, filters, 2))
+            h = convolved(layers.ReLU(dtype="mixed_float16")(convolved(x, filters)), filters)
+            x = layers.ReLU(dtype="mixed_float16")(layers.Add(dtype="mixed_float16")([x, h]))
+        model = keras.Model(images, layers.Dense(1000, dtype="float32")(layers.GlobalAveragePooling2D()(x)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        stack = (np.zeros((K, B, size, size, 3), "float32"), np.zeros((K, B), "int32"))
+        return programs.of_trainer(fa.Trainer(model, keras.optimizers.SGD(0.1, momentum=0.9), loss), stack)
+
+
+def _gpt(**options: Any) -> Callable[[], programs.Compiled]:
+    return lambda: programs.gpt(programs.Gpt(**{"layers": 2, **options}))
+
+
+PROGRAMS: dict[str, Callable[[], programs.Compiled]] = {
+    "gpt": _gpt(),  # the presets' form
+    "gpt_unrolled": _gpt(stacked=False),
+    "gpt_2048": _gpt(batch=2),
+    "gpt_8192": _gpt(batch=2, context=8192),
+    "bert": bert,
+    "convnet": convnet,
+}
+
+
+def summarize(program: programs.Compiled) -> dict[str, Any]:
+    """What is kept of a program: counts, and figures of four digits."""
+    return {name: _rounded(value) for name, value in summary.of(program).items() if name != "ms"}
+
+
+def renew(names: list[str]) -> None:
+    """Writes the files of these programs."""
+    FOLDER.mkdir(exist_ok=True)
+    for name in names:
+        path, kept = FOLDER / f"{name}.json", {**summarize(PROGRAMS[name]()), "versions": versions()}
+        before = json.loads(path.read_text()) if path.exists() else None
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+        print(f"{name}: {'as before' if kept == before else 'renewed'}, {kept['predicted ms']} ms", flush=True)
+
+
+def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a summary says otherwise than before, a line for each.
+
+    Matmuls, where gradients are added and what no step may hold are compared exactly: one of them is a change of form.
+    All other figures may differ by 2%, and by 8 launches a step: a small kernel more in a micro-batch is no news.
+    """
+    found = []
+    for name in sorted({*kept, *now} - {"versions"}):
+        before, after = (each.get(name) for each in (kept, now))
+        if isinstance(before, dict) and isinstance(after, dict):
+            slack = 0 if name in ("matmuls", "weight gradients added") else 8
+            pairs = {f"{name}, {key}": (before.get(key, 0), after.get(key, 0)) for key in sorted({*before, *after})}
+        else:
+            slack, pairs = 0, {name: (before, after)}
+        for label, (old, new) in pairs.items():
+            counted = isinstance(old, int) and not slack
+            if old != new and (counted or None in (old, new) or abs(new - old) > max(slack, 0.02 * abs(old))):
+                found.append(f"{label}: {old} -> {new}")
+    return found
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in VERSIONS}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
