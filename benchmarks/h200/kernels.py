@@ -41,7 +41,8 @@ class Kernel:
     Attributes:
         name: of its instruction.
         kind: "gemm", "convolution", "attention"; of a fusion "scatter", "reduce", "transpose", "gather", "convert",
-            "slice" (which copies one, or writes one), "fill", "elementwise"; or its opcode, such as "copy", or a custom call's target.
+            "slice" (which copies one, or writes one), "fill", "elementwise"; or its opcode, such as "copy", or a custom
+            call's target.
         scope: where it comes from, as the framework names it; where XLA does not say, the loop around it, and "/".
         types: of a matmul "bf16 x bf16 -> f32"; the results' types of all others.
         flops: of its matmuls, each time.
