@@ -1,4 +1,4 @@
-"""The loops over a stack of layers: one forward, and one backward that computes each layer again."""
+"""The loops over a stack of layers: one forward, which keeps what the policy says, and one backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from fastaccum.kernels.accumulators import accumulator_of
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.rounded import rounded_layer
-from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop
+from fastaccum.kernels.layer_graph import LayerGraph
+from fastaccum.kernels.rounded import copies_at_hand, rounded_layer
+from fastaccum.kernels.xla_ops import device_memory, dynamic_add_slice, first_order, loop
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
 
+Policy = str | Sequence[str]  # see LayerStack
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
 
 
@@ -67,33 +69,44 @@ class Body(NamedTuple):
         return y, {k: new for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old}
 
 
-def unrolled(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]) -> Result:
-    """`looped` as plain calls and plain autodiff."""
+def unrolled(
+    body: Body, depth: int, policy: Policy, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
+) -> Result:
+    """`looped` as plain calls and plain autodiff, which keeps everything."""
     states = []
-    for i in range(depth):
-        x, after = body(i, x, body.shared, [w[i] for w in weights], [s[i] for s in state])
+    layers = zip(_layers(depth, weights), _layers(depth, state), strict=True)
+    for i, (own_weights, own_state) in enumerate(layers):
+        x, after = body(i, x, body.shared, own_weights, own_state)
         states.append(after)
     return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
 
 
-def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]) -> Result:
+def looped(
+    body: Body, depth: int, policy: Policy, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
+) -> Result:
     """The last layer's output, and by its place the new value of each stacked state that the layers assign."""
     accumulators = {k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))}
-    assigned: set[int] = set()  # known once the body has been traced
+    assigned: list[int] = []
 
     @custom_gradient
     def run(x, shared, weights):
-        def forward(i, x, inputs, states):
-            before = _at(i, state)
-            y, after = body(i, x, shared, _at(i, weights), before)
-            assigned.update(after)
-            return [y, inputs.write(i, x), [s.write(i, after.get(k, before[k])) for k, s in enumerate(states)]]
+        specs = [tf.TensorSpec([], tf.int32), *_specs([x, shared]), *_specs([weights, state], axis=0)]
+        with copies_at_hand():
+            layer = LayerGraph(body, specs)
+        if body.training:
+            _choose(layer, policy, depth, weights)
+        assigned.extend(layer.after)
+
+        def forward(i, x, kept, states):
+            y, after, values = layer.forward(i, x, shared, _at(i, weights), _at(i, state))
+            return [y, _written(i, kept, values), _written(i, states, list(after.values()))]
 
         # An eager tape would keep what the loop computes.
         with record.stop_recording():
-            inputs = _buffer(x.dtype, [depth, *x.shape])
-            y, inputs, states = loop(depth, forward, [x, inputs, [_buffer(s.dtype, s.shape) for s in state]])
-            inputs, *after = [b.stack() for b in (inputs, *states)]
+            buffers = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.kept]
+            states = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]
+            y, buffers, states = loop(depth, forward, [x, buffers, states])
+            kept, after = [b.stack() for b in buffers], [b.stack() for b in states]
 
         def gradient(dy, *_, variables=None):
             if variables:
@@ -104,17 +117,12 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
             floating = [t for t in shared if t.dtype.is_floating]
 
             def backward(i, dy, sums, buffers, totals):
-                layer = depth - 1 - i
-                x, own_weights = tf.gather(inputs, layer), _at(layer, weights)
-                sources = [x, floating, own_weights]
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch(sources)
-                    y, _ = body(layer, x, shared, own_weights, _at(layer, state))
-                gradients = tape.gradient(y, sources, dy, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-                dx, d_floating, d_weights = tf.nest.map_structure(tf.convert_to_tensor, gradients)
+                at = depth - 1 - i
+                own = _at(at, kept), at, shared, _at(at, weights), _at(at, state)
+                dx, d_floating, d_weights = layer.backward(dy, *own)
                 sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]
-                buffers = [b.write(layer, g) for b, g in zip(buffers, d_weights, strict=True)]
-                return [dx, sums, buffers, {k: _add_at(layer, total, d_weights[k]) for k, total in totals.items()}]
+                totals = {k: _add_at(at, total, d_weights[k]) for k, total in totals.items()}
+                return [dx, sums, _written(at, buffers, d_weights), totals]
 
             sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
             buffers = [_buffer(w.dtype, w.shape) for w in weights]
@@ -130,7 +138,32 @@ def looped(body: Body, depth: int, x: tf.Tensor, weights: list[tf.Tensor], state
         return (y, *after), gradient
 
     y, *after = run(x, body.shared, weights)
-    return y, {k: after[k] for k in assigned}
+    return y, dict(zip(assigned, after, strict=True))
+
+
+def _choose(layer: LayerGraph, policy: Policy, depth: int, weights: list[tf.Tensor]) -> None:
+    if policy == "nothing_saveable":
+        return
+    inputs = layer.kept
+    layer.keep(policy)
+    if policy == "auto":
+        # In training each weight has its gradient and, under Adam, two slots.
+        of_weights = 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)
+        if depth * layer.kept_bytes > (device_memory() - of_weights) / 2:
+            layer.kept = inputs
+
+
+def _specs(tensors: Any, axis: int | None = None) -> Any:
+    """Of tensors, or of one layer's part of stacks."""
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape if axis is None else t.shape[1:], t.dtype), tensors)
+
+
+def _layers(depth: int, stacks: list[tf.Tensor]) -> list[Any]:
+    return list(zip(*(tf.unstack(stack) for stack in stacks), strict=True)) if stacks else [()] * depth
+
+
+def _written(i: tf.Tensor, buffers: list[tf.TensorArray], values: list[tf.Tensor]) -> list[tf.TensorArray]:
+    return [buffer.write(i, value) for buffer, value in zip(buffers, values, strict=True)]
 
 
 def _at(i: tf.Tensor, stacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -20,6 +20,9 @@ from fastaccum.kernels.layer_loop import OF_LAYERS, Body, looped, unrolled
 _SEED_STRIDE = 1_000_003
 
 
+POLICIES = "auto", "nothing_saveable", "everything_saveable"
+
+
 @keras.saving.register_keras_serializable("fastaccum")
 class LayerStack(keras.layers.Layer):
     """`depth` layers of one kind, one after the other, traced and compiled once whatever the depth.
@@ -71,12 +74,14 @@ class LayerStack(keras.layers.Layer):
         make_layer: Callable[[], keras.layers.Layer] | keras.layers.Layer,
         depth: int,
         *,
+        policy: str | Sequence[str] = "auto",
         implementation: Literal["auto", "reference"] = "auto",
         name: str | None = None,
         trainable: bool = True,
     ):
         depth = whole_number("depth", depth)
         one_of("implementation", implementation, ("auto", "reference"))
+        policy = _policy(policy)
         object_name(name)
         true_or_false("trainable", trainable)
         if isinstance(make_layer, keras.layers.Layer):
@@ -88,7 +93,7 @@ class LayerStack(keras.layers.Layer):
         object.__setattr__(self, "template", template)
         if not (trainable and template.trainable):
             self.trainable = False
-        self.make_layer, self.depth, self.implementation = make_layer, depth, implementation
+        self.make_layer, self.depth, self.policy, self.implementation = make_layer, depth, policy, implementation
         self.supports_masking = template.supports_masking
         self.supports_jit = all(layer.supports_jit for layer in template._flatten_layers())
 
@@ -177,9 +182,9 @@ class LayerStack(keras.layers.Layer):
         weights, state = self._split(self._stacked_variables)
         own_weights, own_state = self._split(stackable.variables(self.template))
         body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
-        run = unrolled if self.implementation == "reference" else looped
+        run = unrolled if self.implementation == "reference" or tf.executing_eagerly() else looped
         # Read before the state is assigned: the recomputation starts from the same seeds.
-        y, after = run(body, self.depth, x, _read(weights), _read(state))
+        y, after = run(body, self.depth, self.policy, x, _read(weights), _read(state))
         for k, value in after.items():
             state[k].assign(value)
         return y
@@ -216,7 +221,8 @@ class LayerStack(keras.layers.Layer):
         config = super().get_config()
         del config["dtype"]  # the template's
         make_layer = keras.saving.serialize_keras_object(self.template)
-        return {**config, "make_layer": make_layer, "depth": self.depth, "implementation": self.implementation}
+        own = {"depth": self.depth, "policy": self.policy, "implementation": self.implementation}
+        return {**config, "make_layer": make_layer, **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LayerStack:
@@ -240,6 +246,12 @@ class _Seeds(keras.random.SeedGenerator):
 
         shape, dtype = (len(states), *states[0].shape), states[0].dtype
         self.state = keras.Variable(initial, shape, dtype, trainable=False, aggregation="none")
+
+
+def _policy(policy: Any) -> str | list[str]:
+    if isinstance(policy, (list, tuple)) and all(isinstance(name, str) for name in policy):
+        return list(policy)
+    return one_of("policy", policy, POLICIES)
 
 
 def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

@@ -57,6 +57,22 @@ def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor) -> Iterator[N
 
 
 @contextlib.contextmanager
+def copies_at_hand() -> Iterator[None]:
+    """Within it, a function that is traced may capture copies as the loop around it may: it is not kept for later."""
+    find, graph = _find.get(), tf.compat.v1.get_default_graph()
+
+    def find_here(variable, dtype):
+        with graph.as_default():
+            return find(variable, dtype)
+
+    token = _find.set(find_here)
+    try:
+        yield
+    finally:
+        _find.reset(token)
+
+
+@contextlib.contextmanager
 def _finding(find: Find) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     token = _find.set(lambda variable, dtype: find(variable, dtype) if _may_capture_from(graph) else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +30,17 @@ def compute_capability() -> tuple[int, int]:
     gpus = tf.config.list_physical_devices("GPU")
     details = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
     return details.get("compute_capability", (0, 0))
+
+
+@functools.cache
+def device_memory() -> int:
+    """Bytes of memory of the first GPU; 16 GiB where there is none, or its driver does not say."""
+    size, device = ctypes.c_size_t(), ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1") if has_gpu() else None
+        if driver and not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)):
+            driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    return size.value or 16 * 2**30
 
 
 def has_op_determinism() -> bool:

@@ -1,0 +1,214 @@
+"""One layer traced as two graphs, forward and backward, and what is kept between them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum.kernels.checkpoint_name import collected_names
+
+# What hands an operand on as it is; and in another shape.
+_ALIASES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
+_RESHAPES = ("Reshape", "ExpandDims", "Squeeze")
+_PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "XlaEinsum", "XlaDot", "XlaDotV2"}
+_PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative", "XlaConv", "XlaConvV2"}
+_UNKEPT = (tf.variant, tf.resource, tf.string)
+
+
+class LayerGraph:
+    """`call(i, x, shared, weights, state) -> (y, after)`, traced once, to be copied into loops over many such layers.
+
+    The way back reads residuals of the way forward. Each of these is kept, or is computed again from the arguments and
+    from what is kept.
+
+    Args:
+        call: `i` is the layer's number, `after` a dict of tensors; `shared`, `weights` and `state` are lists of them.
+        specs: of the arguments.
+
+    Attributes:
+        after: the new states, as tensors of the graph.
+        kept: what the way forward is to keep, as tensors of the graph: at first x alone, from which all else follows.
+    """
+
+    def __init__(self, call: Callable[..., tuple[tf.Tensor, dict[int, tf.Tensor]]], specs: list[Any]):
+        def watched(*arguments):
+            tape.watch([t for t in tf.nest.flatten(arguments[1:4]) if t.dtype.is_floating])
+            return call(*arguments)
+
+        with tf.GradientTape(watch_accessed_variables=False) as tape, collected_names() as names:
+            self._forward = tf.function(watched, autograph=False).get_concrete_function(*specs)
+        self._tape = tape
+        self._y, self.after = self._forward.structured_outputs
+        self._inputs = tf.nest.pack_sequence_as(specs, self._forward.inputs[: len(tf.nest.flatten(specs))])
+        self._names = {_source(t).name: name for t, name in names.values() if self._owns(t)}
+        self.kept: list[tf.Tensor] = [self._x]
+
+    def keep(self, policy: str | Sequence[str]) -> None:
+        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name."""
+        residuals = [_source(t) for t in self._own_residuals]
+        read = {_unshaped(t).name for t in residuals}
+
+        def is_kept(t):
+            if t.dtype in _UNKEPT:
+                return False
+            if policy == "everything_saveable":
+                return t.name in read
+            name = self._names.get(t.name) or ("projection" if self._is_projection(t) else None)
+            return name is not None and (policy == "auto" or name in policy)
+
+        kept, seen, pending = [], set(), residuals
+        while pending:
+            t = _source(pending.pop())
+            if t.name in seen or t.name not in self._varying or _is_constant(t):
+                continue
+            seen.add(t.name)
+            if t.name == self._x.name or is_kept(t):
+                kept.append(t)
+            else:
+                pending.extend(t.op.inputs)
+        self.kept = kept
+
+    @property
+    def _x(self) -> tf.Tensor:
+        return self._inputs[1]
+
+    @property
+    def kept_bytes(self) -> float:
+        """What one layer keeps; infinite where a size is not known."""
+        return sum(t.dtype.size * (math.inf if None in t.shape else math.prod(t.shape)) for t in self.kept)
+
+    def forward(self, *arguments: Any) -> Any:
+        """y, the new states and what is kept, for these arguments."""
+        fed = _fed(self._inputs, arguments)
+        effects = self._forward.graph.control_outputs
+        return _copied("forward", self._forward, [self._y, self.after, self.kept], fed, effects)
+
+    def backward(self, dy: tf.Tensor, kept: list[tf.Tensor], *arguments: Any) -> Any:
+        """The gradients of x, of the floating tensors that are shared, and of the weights.
+
+        Args:
+            dy: the gradient of y.
+            kept: what `forward` kept.
+            *arguments: those of `forward` without x.
+        """
+        number, _, *others = self._inputs
+        fed = _fed([number, *others, self.kept], [*arguments, kept])
+        own = _copied("recomputed", self._forward, self._own_residuals, fed)
+        given = dict(zip((t.name for t in self._own_residuals), own, strict=True))
+        gradient, (placeholder, *residuals) = self._backward, self._backward.inputs
+        captured = [given[t.name] if self._owns(t) else t for t in gradient.captured_inputs]
+        fed = _fed([placeholder, residuals], [dy, captured])
+        return _copied("backward", gradient, gradient.structured_outputs, fed)
+
+    @functools.cached_property
+    def _backward(self) -> Any:
+        """A function of dy, which captures the residuals."""
+        _, x, shared, weights, _ = self._inputs
+        sources = [x, [t for t in shared if t.dtype.is_floating], weights]
+
+        def gradient(dy):
+            zero = tf.UnconnectedGradients.ZERO
+            found = self._tape.gradient(self._y, sources, dy, unconnected_gradients=zero)
+            return tf.nest.map_structure(tf.convert_to_tensor, found)
+
+        with self._forward.graph.as_default():
+            spec = tf.TensorSpec.from_tensor(self._y)
+            return tf.function(gradient, autograph=False).get_concrete_function(spec)
+
+    @property
+    def _own_residuals(self) -> list[tf.Tensor]:
+        return [t for t in self._backward.captured_inputs if self._owns(t)]
+
+    def _owns(self, t: tf.Tensor) -> bool:
+        return tf.is_symbolic_tensor(t) and t.graph is self._forward.graph
+
+    @functools.cached_property
+    def _varying(self) -> set[str]:
+        """The names of the tensors that x has a part in."""
+        varying = {self._x.name}
+        for op in self._forward.graph.get_operations():
+            for t in op.outputs:
+                inputs = [op.inputs[t.value_index]] if op.type == "IdentityN" else op.inputs
+                if any(i.name in varying for i in inputs):
+                    varying.add(t.name)
+        return varying
+
+    def _is_projection(self, t: tf.Tensor) -> bool:
+        """Whether it is a product of x's part with what x has no part in, or one that is rounded."""
+        if t.op.type == "Cast" and t.dtype.size < t.op.inputs[0].dtype.size:
+            t = _source(t.op.inputs[0])
+        return t.op.type in _PRODUCTS and sum(i.name in self._varying for i in t.op.inputs) == 1
+
+
+def _copied(scope: str, function: Any, fetches: Any, fed: dict[str, tf.Tensor], effects: Sequence[Any] = ()) -> Any:
+    """A nest of tensors of a traced function's graph, computed in the graph that is being traced.
+
+    Only the operations that they need are copied, and `effects`, with theirs.
+
+    Args:
+        fed: by their names, tensors of the function that are given.
+    """
+    captured = function.captured_inputs
+    fed = {**_fed(function.inputs[len(function.inputs) - len(captured) :], captured), **fed}
+    needed: dict[str, Any] = {}
+    pending = [*effects, *(_source(t) for t in tf.nest.flatten(fetches))]
+    while pending:
+        each = pending.pop()
+        if tf.is_tensor(each):
+            if each.name in fed:
+                continue
+            if _is_constant(each):
+                fed[each.name] = tf.constant(tf.get_static_value(each), each.dtype)
+                continue
+            each = each.op
+        if each.name not in needed:
+            needed[each.name] = each
+            pending.extend(map(_source, each.inputs))
+    definition = function.graph.as_graph_def()
+    nodes = [node for node in definition.node if node.name in needed]
+    del definition.node[:]
+    for node in nodes:
+        op = needed[node.name]
+        node.attr.pop("_class", None)  # where it is to be placed
+        node.input[:] = [_source(t).name for t in op.inputs]
+        node.input.extend(f"^{before.name}" for before in op.control_inputs if before.name in needed)
+        definition.node.append(node)
+    used = {name for node in definition.node for name in node.input}
+    wanted = [_source(t) for t in tf.nest.flatten(fetches)]
+    names = list(dict.fromkeys(t.name for t in wanted if t.name not in fed))
+    copies = tf.graph_util.import_graph_def(
+        definition, {name: tf.identity(t) for name, t in fed.items() if name in used}, names, name=scope
+    )
+    found = {**fed, **dict(zip(names, copies, strict=True))}
+    for t in wanted:
+        found[t.name].set_shape(t.shape)
+    return tf.nest.pack_sequence_as(fetches, [found[t.name] for t in wanted])
+
+
+def _fed(tensors: Any, values: Any) -> dict[str, tf.Tensor]:
+    pairs = zip(tf.nest.flatten(tensors), tf.nest.flatten(values), strict=True)
+    return {_source(t).name: value for t, value in pairs}
+
+
+def _source(t: tf.Tensor) -> tf.Tensor:
+    """The tensor that this one is, under other names."""
+    while t.op.type in _ALIASES:
+        t = t.op.inputs[t.value_index]
+    return t
+
+
+def _unshaped(t: tf.Tensor) -> tf.Tensor:
+    """The smallest tensor that this one is, in another shape or a wider dtype."""
+    t = _source(t)
+    while t.op.type in _RESHAPES or (t.op.type == "Cast" and t.op.inputs[0].dtype.size <= t.dtype.size):
+        t = _source(t.op.inputs[0])
+    return t
+
+
+def _is_constant(t: tf.Tensor) -> bool:
+    """Whether it is a size that is known."""
+    return t.op.type in ("Shape", "Size", "Rank") and t.op.inputs[0].shape.is_fully_defined()
