@@ -86,20 +86,27 @@ class Call(NamedTuple):
 
 
 def works(call: Call) -> bool:
-    """Whether cuDNN takes the call on this device: tried once in a process for each kind of call, with a warning where
-    it fails.
+    """Whether cuDNN takes the call on the device in use: tried once in a process for each kind of call, with a warning
+    where it fails.
     """
-    return call.reason_against() is None and _tried(call.example()) is None
+    device = _device()
+    return ":GPU:" in device and call.reason_against() is None and _tried(call.example(), device) is None
+
+
+def _device() -> str:
+    """Where a function that is traced now runs: not on the GPU, say, under `tf.device("CPU:0")`."""
+    with tf.init_scope():
+        return tf.zeros([]).device
 
 
 @functools.cache
-def _tried(call: Call) -> str | None:
-    """What went wrong when a call was run forward and backward on the GPU, next to the unfused expression; or None."""
+def _tried(call: Call, device: str) -> str | None:
+    """What went wrong when a call was run forward and backward, next to the unfused expression; or None."""
     rng = np.random.default_rng(0)
     shapes = [call.query_shape, call.key_shape, call.key_shape, call.query_shape]
     ids = np.sort(rng.integers(0, 3, call.query_shape[:2])).astype("int32")
     # Also while a step is traced: outside of its graph, of its tapes and of its names.
-    with tf.init_scope(), collected_names(), tf.device("/GPU:0"):
+    with tf.init_scope(), collected_names():
         try:
             tensors = [tf.constant(rng.normal(size=shape), call.dtype) for shape in shapes]
             reason = _difference(_outcomes(call, tensors, tf.constant(ids)), call.dtype)
@@ -107,7 +114,7 @@ def _tried(call: Call) -> str | None:
             reason = f"{type(error).__name__}: {error}"
     if reason:
         warnings.warn(
-            f"cuDNN's attention is not used for calls like {call}: tried on this device, it failed. {reason}",
+            f"cuDNN's attention is not used for calls like {call}: tried on {device}, it failed. {reason}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -27,7 +27,7 @@ def has_gpu() -> bool:
 @functools.cache
 def compute_capability() -> tuple[int, int]:
     """CUDA's, of the first GPU: (9, 0) for an H100 or H200, (0, 0) without one that has it."""
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU")
     details = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
     return details.get("compute_capability", (0, 0))
 

@@ -117,14 +117,15 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
             stack.callback(each.cache_clear)
         with (
             mock.patch.object(tf.config, "list_logical_devices", return_value=["GPU"]),
-            mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"]),
+            mock.patch.object(tf.config, "get_visible_devices", return_value=["GPU"]),
             mock.patch.object(tf.config.experimental, "get_device_details", return_value=details),
         ):
             for each in asked:
                 each()
+        stack.enter_context(mock.patch.object(cudnn_attention, "_device", lambda: "/device:GPU:0"))
         if cudnn is not None:
             reason = None if cudnn else "the description says so"
-            stack.enter_context(mock.patch.object(cudnn_attention, "_tried", lambda call: reason))
+            stack.enter_context(mock.patch.object(cudnn_attention, "_tried", lambda call, device: reason))
         yield
 
 

@@ -234,6 +234,7 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
     assert memory.temp_bytes < 4 * batch * heads * time + bool(segment_ids) * 2 * time**2 + 2000
 
 
+@pytest.mark.golden
 def test_cudnns_calls_are_jaxs():
     """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's gradient."""
     jax = pytest.importorskip("jax")
@@ -315,6 +316,16 @@ def test_the_device_limits_the_width(capability, width, takes):
     shape = [2, 64, 4, width]
     with h200.as_on_a_gpu(compute_capability=capability):
         assert (attention_implementation(shape, shape, dtype="float16") == "cudnn") == takes
+
+
+def test_what_runs_on_the_cpu_beside_a_gpu_is_not_cudnns():
+    tensors, _ = make("bfloat16", time=16, width=16)
+    device = cudnn_attention._device  # of this machine, which is a CPU
+    with h200.as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        assert calls_in(attending().get_concrete_function(*tensors))
+        patch.setattr(cudnn_attention, "_device", device)
+        with tf.device("CPU:0"):
+            assert not calls_in(attending().get_concrete_function(*tensors))
 
 
 def test_a_mask_too_large_is_left_to_the_blocks():
