@@ -48,8 +48,8 @@ def grouped(prediction: roofline.Prediction, key: Any) -> dict[Hashable, Group]:
 
 def place(kernel: kernels.Kernel) -> str:
     """Its scope without the operation itself and without what tells layers of one kind apart."""
-    names = re.sub(r"StatefulPartitionedCall/", "", kernel.scope).split("/")[:-1]
-    return "/".join(name if "while" in name else re.sub(r"_\d+$", "", name) for name in names)
+    names = re.sub(r"(?:StatefulPartitionedCall|call\.\d+)/", "", kernel.scope).split("/")[:-1]
+    return "/".join(name if "while" in name else re.sub(r"(_\d+)+$", "", name) for name in names)
 
 
 def added(program: Compiled) -> dict[str, int]:
@@ -98,6 +98,7 @@ def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]
         "launches a micro-batch": found.launches(program.micro_batches),
         "GB moved": found.bytes / 1e9,
         "temp GB": program.memory.temp_bytes / 1e9,
+        "peak GB": program.memory.peak_bytes / 1e9,
         "predicted ms": found.ms,
         "serial ms": found.serial_ms,
         "TFLOP": found.flops / 1e12,

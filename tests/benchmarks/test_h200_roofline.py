@@ -234,6 +234,34 @@ def test_convolutions_meet_no_padding(line):
     assert (kernel.kind, kernel.flops) == ("convolution", products_of_a_convolution())
 
 
+@pytest.mark.parametrize(
+    ("window", "out", "groups"),
+    [
+        ("size=3x3 pad=1_1x1_1", 9, 1),
+        ("size=3x3 stride=2x2 pad=0_1x0_1", 4, 1),
+        ("size=3x3 pad=2_2x2_2 lhs_dilate=2x2", 19, 1),
+        ("size=3x3 pad=2_2x2_2 rhs_dilate=2x2", 9, 1),
+        ("size=3x3 pad=1_1x1_1", 9, 4),
+    ],
+    ids=["same", "strided", "an input's gradient", "dilated", "grouped"],
+)
+def test_flops_of_convolutions_are_those_that_xla_counts(window, out, groups):
+    pytest.importorskip("jaxlib")
+    result = f"f32[2,{out},{out},8]{{3,2,1,0}}"
+    text = f"""\
+HloModule convolution, is_scheduled=true
+
+ENTRY %main (image: f32[2,9,9,4], weights: f32[3,3,{4 // groups},8]) -> f32[2,{out},{out},8] {{
+  %image = f32[2,9,9,4]{{3,2,1,0}} parameter(0)
+  %weights = f32[3,3,{4 // groups},8]{{3,2,1,0}} parameter(1)
+  ROOT %c = {result} convolution(%image, %weights), window={{{window}}}, dim_labels=b01f_01io->b01f, \
+feature_group_count={groups}
+}}
+"""
+    (kernel,) = kernels.read(text)
+    assert kernel.flops == h200.cost_analysis(text)["flops"]
+
+
 def test_calls_branches_and_what_runs_beside():
     text = program("""\
         %p = f32[4]{0} get-tuple-element(%state), index=1
@@ -279,7 +307,7 @@ def test_the_arithmetic_of_a_gpt_by_hand():
 
 @pytest.mark.golden
 @pytest.mark.parametrize("stacked", [False, True])
-def test_flops_are_those_that_xla_counts(stacked):
+def test_flops_of_a_step_are_those_that_xla_counts(stacked):
     """XLA counts a loop's body once, and elementwise arithmetic too."""
     ids = np.zeros((2, 8, 512), "int32")
     with h200.weightless():
