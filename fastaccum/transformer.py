@@ -15,7 +15,7 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
-from fastaccum.checks import naming, object_name, one_of, true_or_false, whole_number
+from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.layer_stack import LayerStack
 
@@ -171,6 +171,7 @@ def gpt(
     positions: Literal["rotary", "learned"] = "rotary",
     tied: bool | None = None,
     stacked: bool | None = None,
+    policy: str | Sequence[str] = "auto",
     preset: str | None = None,
     dtype: Any = None,
     name: str = "gpt",
@@ -190,7 +191,8 @@ def gpt(
         positions: "rotary" (then `width / heads` must be even), or "learned", a vector added for each position.
         tied: the head is the embedding's table, transposed (False).
         stacked: the blocks are one `fastaccum.kernels.LayerStack` (False): compile time and program size stop
-            growing with depth and activations with it, for a second forward pass in the backward one.
+            growing with depth, and of the activations only what `policy` says is held of each block.
+        policy: of that LayerStack, what is kept for the way back; by default, by size.
         preset: a name in `PRESETS`; sizes given as arguments override it.
         dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
             global one (`keras.config.dtype_policy()`).
@@ -210,6 +212,8 @@ def gpt(
     given = (vocabulary_size, context, width, layers, heads, tied, stacked)
     chosen |= {name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None}
     tied, stacked = (true_or_false(name, chosen.pop(name)) for name in ("tied", "stacked"))
+    if policy != "auto" and not stacked:
+        raise ValueError(f"policy={shown(policy)} is for stacked=True: blocks that are not stacked keep everything.")
     with naming("dtype"):
         computes = keras.dtype_policies.get(keras.config.dtype_policy() if dtype is None else dtype).compute_dtype
     if computes not in ("float32", "float16", "bfloat16"):
@@ -243,7 +247,7 @@ def gpt(
     if not rotary:
         x_BTD = LearnedPositions(context, dtype=dtype, name="positions")(x_BTD)
     if stacked:
-        x_BTD = LayerStack(block, layers, name="blocks")(x_BTD)
+        x_BTD = LayerStack(block, layers, policy=policy, name="blocks")(x_BTD)
     else:
         for i in range(layers):
             x_BTD = block(f"block_{i}")(x_BTD)

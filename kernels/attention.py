@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.kernels.blockwise_attention import blockwise_attention, reference_attention
+from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, works
 from fastaccum.kernels.xla_ops import HALF, has_gpu, in_xla
@@ -82,7 +83,7 @@ def attention(
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
     with tf.name_scope("attention"):
         if implementation == "reference":
-            return reference_attention(query, key, value, scale, causal, segments)
+            return checkpoint_name(reference_attention(query, key, value, scale, causal, segments), "attention")
         if implementation == "cudnn":
             return cudnn_attention(query, key, value, scale=scale, causal=causal, segments=segments)
         if None in (query.shape[1], key.shape[1]):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import math
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from fastaccum.kernels import cudnn_attention, xla_ops
+from fastaccum.kernels import cudnn_attention, layer_loop, xla_ops
 from fastaccum.step.program import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
@@ -111,6 +112,7 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
         compute_capability: of that GPU; an H200's by default.
     """
     asked, details = (xla_ops.has_gpu, xla_ops.compute_capability), {"compute_capability": compute_capability}
+    memory = int(re.search(r"device_memory_size: (\d+)", H200)[1])
     with contextlib.ExitStack() as stack:
         for each in asked:
             each.cache_clear()
@@ -122,6 +124,7 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
         ):
             for each in asked:
                 each()
+        stack.enter_context(mock.patch.object(layer_loop, "device_memory", lambda: memory))
         stack.enter_context(mock.patch.object(cudnn_attention, "_device", lambda: "/device:GPU:0"))
         if cudnn is not None:
             reason = None if cudnn else "the description says so"
