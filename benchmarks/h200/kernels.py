@@ -25,7 +25,6 @@ FREE = ("after-all", "bitcast", "constant", "domain", "get-tuple-element", "opt-
 FREE += ("replica-id", "tuple")  # nothing is launched for these
 HOST = ("conditional", "infeed", "outfeed", "recv", "send")  # these wait for it
 SLICES = ("dynamic-slice", "gather", "slice")  # read no more of their operand than they yield
-ALIASES = ("bitcast", "copy", "reshape", "get-tuple-element")
 # A fusion is called after the first of these that it holds; elementwise otherwise.
 NAMED = ("scatter", "sort", "reduce-window", "reduce", "transpose", "gather")
 MOVES = ("bitcast", "broadcast", "constant", "convert", "copy", "parameter", "reshape", "tuple")
@@ -159,57 +158,51 @@ def size(types: Iterable[tuple[str, tuple[int, ...]]]) -> float:
 def _moved(fused: list[hlo.Instruction], operands: list[tuple]) -> float:
     """Bytes that a fusion reads and writes: from its results backwards, how much is needed of each value within."""
     lines = {line.name: line for line in fused}
-    root = fused[-1] if fused[-1].is_root else next(line for line in fused if line.is_root)
-    results = [lines[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    root = next(line for line in fused if line.is_root)
+    results = [_behind(name, lines) for name in (root.operands if root.opcode == "tuple" else [root.name])]
+    in_place = {result.name for result in results if _updates_in_place(result, lines)}
     needed = dict.fromkeys(lines, 0.0)  # elements
-    written = 0.0
     for result in results:
         needed[result.name] = math.prod(result.shape)
-        written += _written(result, lines)
     for line in reversed(fused):
-        if line.opcode in ("tuple", "parameter", "constant") or not needed[line.name]:
-            continue
-        elements = math.prod(line.shape)
-        part = min(1.0, needed[line.name] / elements) if elements else 0.0
-        for position, name in enumerate(line.operands):
-            needed[name] += part * _taken(line, position, lines)
+        if needed[line.name] and line.opcode not in ("tuple", "parameter", "constant"):
+            part = min(1.0, needed[line.name] / math.prod(line.shape))
+            for position, name in enumerate(line.operands):
+                taken = _taken(line, position, lines)
+                needed[name] += 0 if position == 0 and line.name in in_place else part * taken
     read = 0.0
     for line in fused:
-        if line.opcode == "parameter":
-            whole = size(operands[int(line.arguments)])
+        if needed[line.name] and line.opcode == "parameter":
             elements = sum(math.prod(shape) for _, shape in line.types)
-            read += whole * min(1.0, needed[line.name] / elements) if elements else 0.0
-    return read + written
+            read += size(operands[int(line.arguments)]) * min(1.0, needed[line.name] / elements)
+    return read + sum(_written(result, lines, result.name in in_place) for result in results)
 
 
 def _taken(line: hlo.Instruction, position: int, lines: dict[str, hlo.Instruction]) -> float:
     """Elements of an operand that all of a value takes."""
-    whole = math.prod(lines[line.operands[position]].shape)
     if position == 0 and line.opcode in SLICES:
         return math.prod(line.shape)
-    if position == 0 and line.opcode == "dynamic-update-slice" and _in_place(line, lines):
-        return 0
     if position == 0 and line.opcode == "scatter":
         return math.prod(lines[line.operands[-1]].shape)  # each is added to what stands there
-    return whole
+    return math.prod(lines[line.operands[position]].shape)
 
 
-def _written(result: hlo.Instruction, lines: dict[str, hlo.Instruction]) -> float:
-    while result.opcode in ("bitcast", "reshape"):
-        result = lines[result.operands[0]]
-    if result.opcode == "dynamic-update-slice" and _in_place(result, lines):
+def _written(result: hlo.Instruction, lines: dict[str, hlo.Instruction], in_place: bool) -> float:
+    if in_place:
         return size(lines[result.operands[1]].types)
-    if result.opcode == "scatter":
-        return size(lines[result.operands[-1]].types)
-    return size(result.types)
+    return size(lines[result.operands[-1]].types if result.opcode == "scatter" else result.types)
 
 
-def _in_place(update: hlo.Instruction, lines: dict[str, hlo.Instruction]) -> bool:
-    """Whether what it updates is as it was before the kernel: then its buffer is the result's."""
-    updated = lines[update.operands[0]]
-    while updated.opcode in ALIASES:
-        updated = lines[updated.operands[0]]
-    return updated.opcode == "parameter"
+def _updates_in_place(result: hlo.Instruction, lines: dict[str, hlo.Instruction]) -> bool:
+    """Whether it updates what is as it was before the kernel: then that buffer is the result's."""
+    return result.opcode == "dynamic-update-slice" and _behind(result.operands[0], lines).opcode == "parameter"
+
+
+def _behind(name: str, lines: dict[str, hlo.Instruction]) -> hlo.Instruction:
+    """What a value is, in whatever shape."""
+    while lines[name].opcode in ("bitcast", "copy", "reshape"):
+        name = lines[name].operands[0]
+    return lines[name]
 
 
 def _moved_alone(line: hlo.Instruction, operands: list[hlo.Instruction]) -> float:

@@ -122,8 +122,14 @@ SLICED = UPDATE + f"%old = {ROW} dynamic-slice(%stack, %i, %zero), dynamic_slice
             600 + 100 + 600,
             "elementwise",
         ),
+        (
+            UPDATE + f"%one = {STACK} dynamic-update-slice(%stack, %row, %i, %zero)\n"
+            f"ROOT %new = {STACK} dynamic-update-slice(%one, %row, %zero, %zero)",
+            600 + 100 + 600,
+            "slice",
+        ),
     ],
-    ids=["a slice is written", "a slice is added to", "the whole is computed anew"],
+    ids=["a slice is written", "a slice is added to", "the whole is computed anew", "two are written"],
 )
 def test_an_update_in_place_moves_its_slice_alone(fused, elements, kind):
     kernel = fusion(fused, STACK, ROW, ID, result=STACK)
@@ -131,7 +137,7 @@ def test_an_update_in_place_moves_its_slice_alone(fused, elements, kind):
 
 
 def test_an_update_counted_as_a_whole_write_is_noticed(monkeypatch):
-    monkeypatch.setattr(kernels, "_in_place", lambda update, lines: False)
+    monkeypatch.setattr(kernels, "_updates_in_place", lambda result, lines: False)
     with pytest.raises(AssertionError):
         test_an_update_in_place_moves_its_slice_alone(
             UPDATE + f"ROOT %new = {STACK} dynamic-update-slice(%stack, %row, %i, %zero)", 100 + 100, "slice"
