@@ -96,9 +96,13 @@ def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
 
 
 def test_the_form_of_the_large_presets_adds_in_place():
-    """A fusion for each layer reads its part of the accumulators and writes it, in the loop over the layers."""
+    """A fusion for each layer reads its part of the accumulators and writes it, in the loop over the layers.
+
+    Attention's output is kept: it is not computed again on the way back.
+    """
     exported, kernels = export_gpt(fa.LinearCrossEntropy(), {"stacked": True, "tied": True})
     program = compile_gpt(exported)
+    assert attention_calls(program) == {"Softmax": K * LAYERS, "SoftmaxBackward": K * LAYERS}
     found = list(program.weight_gradients(kernels))
     assert {(each.operands, each.dtype, each.added) for each in found} == {("f16", "f32", "apart")}
     assert runs_by_shape(found) == runs_by_shape_of(kernels)
