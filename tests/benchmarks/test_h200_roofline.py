@@ -334,3 +334,42 @@ def test_a_summary_tells_what_a_program_comes_to():
     assert totals["matmuls"] == {"bf16 x bf16 -> f32": 15}
     assert totals["kernels"] == {"gemm": 15}
     assert "100.0        15" in summary.text(compiled, rows=3)
+
+
+GRADIENT = """\
+%i = f32[] get-tuple-element(%state), index=0
+%x = bf16[64,8]{1,0} get-tuple-element(%state), index=1
+%dy = bf16[64,16]{1,0} get-tuple-element(%state), index=2
+%acc = f32[8,16]{1,0} get-tuple-element(%state), index=3
+"""
+CONFIG = 'backend_config={"gemm_backend_config":{"beta":0,"lhs_contracting_dimensions":["0"]}}'
+APART = f"""{GRADIENT}
+%dw = f32[8,16]{{1,0}} custom-call(%x, %dy), custom_call_target="__cublas$gemm", {CONFIG}
+ROOT %new = f32[8,16]{{1,0}} fusion(%acc, %dw), kind=kLoop, calls=%fused
+"""
+IN_EPILOGUE = f"""{GRADIENT}
+ROOT %new = f32[8,16]{{1,0}} custom-call(%x, %dy, %acc), custom_call_target="__cublas$gemm", \
+output_to_operand_aliasing={{{{}}: (2, {{}})}}, {CONFIG.replace('"beta":0', '"beta":1')}
+"""
+SUM = """\
+%a = f32[8,16]{1,0} parameter(0)
+%b = f32[8,16]{1,0} parameter(1)
+ROOT %s = f32[8,16]{1,0} add(%a, %b)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "sizes"),
+    [
+        (APART, "apart", 4),
+        (IN_EPILOGUE, "epilogue", 2),
+        (APART + "%zeros = f32[3,8,16]{2,1,0} broadcast(%i), dimensions={}", "apart", 4 + 3),
+    ],
+    ids=["apart", "in the epilogue", "with a buffer of zeros each time"],
+)
+def test_what_accumulating_moves(body, how, sizes):
+    """Three layers: each computes its gradient in a turn of the inner loop."""
+    text = program(body, SUM)
+    compiled = Compiled(text, MemoryAnalysis(0, 0, 0, 0), 5, matrices=((8, 16),) * 3)
+    assert summary.added(compiled) == {how: 3}
+    assert summary.accumulation(compiled) == pytest.approx(sizes, rel=0.01)
