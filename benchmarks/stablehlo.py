@@ -1,5 +1,6 @@
 """The program of a trainer's step as StableHLO, and which of its arguments and results the variables are."""
 
+import io
 import sys
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def next_values(module):
     with module.context:
         aliases = module.operation.attributes["mhlo.input_output_alias"]
         return {int(a["alias"]["parameter_number"]): int(a["output_index"][0]) for a in aliases}
+
+
+def serialized(module):
+    """The module's bytecode, with locations, which name where its operations come from."""
+    file = io.BytesIO()
+    module.operation.write_bytecode(file)
+    return file.getvalue()
 
 
 def portable(module):

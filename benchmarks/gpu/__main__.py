@@ -80,17 +80,19 @@ def run(folder, name, module, options, seconds):
 def table(results):
     """The results as Markdown: a row for each contestant, then what was skipped and the memory by micro-batches."""
     lines = [
-        "| model, dtype | contestant | step, ms | tokens/s | of the matmul rate | peak memory, GiB | first loss |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model, dtype | contestant | step, ms | predicted, ms | tokens/s | of the matmul rate | peak memory, GiB "
+        "| first loss |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     measured = [result for result in results if "step_seconds" in result and result["purpose"] == "time"]
     for each in sorted(measured, key=lambda r: (r["preset"], r["dtype"], r["step_seconds"])):
         peak = "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}"
         lines.append(
             f"| GPT {each['preset']}, {each['dtype']} | {each['label']} | {1e3 * each['step_seconds']:.1f} "
-            f"| {each['tokens_per_second']:,.0f} | {each['model_flops_utilisation']:.1%} | {peak} "
+            f"| {_predicted(each)} | {each['tokens_per_second']:,.0f} | {each['model_flops_utilisation']:.1%} | {peak} "
             f"| {each['losses'][0]:.4f} |"
         )
+    lines += _predicted_for(measured)
     checked = [r for r in results if r["purpose"] == "check" and "losses" in r]
     lines += ["", f"Losses agree with TensorFlow's on a CPU: {', '.join(r['program'] for r in checked) or 'none run'}."]
     planned = [r for r in results if r["purpose"] == "memory" and "temp_bytes" in r]
@@ -101,6 +103,25 @@ def table(results):
         without = [r for r in results if how in r]
         lines += ["", *(f"{how.capitalize()}: {r['label']} on {r['program']}: {r[how]}" for r in without)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _predicted(result):
+    predicted = result["predicted"]
+    return f"{predicted['ms']:.1f} to {predicted['serial_ms']:.1f}" if predicted else ""
+
+
+def _predicted_for(measured):
+    """What the predictions are, and that they are of another device, if they are."""
+    predicted = [each for each in measured if each["predicted"]]
+    if not predicted:
+        return []
+    device = predicted[0]["predicted"]["device"]
+    lines = [
+        "",
+        f"Predicted for an {device}: from what its kernels take where all in one overlaps, to where nothing does.",
+    ]
+    others = sorted({each["device"] for each in predicted if device not in each["device"]})
+    return lines + [f"**This is no {device}**: {', '.join(others)}."] * bool(others)
 
 
 def disagreements(results):
@@ -137,6 +158,7 @@ def main(argv=None):
         program = programs[name]
         about = {key: program[key] for key in ("preset", "dtype", "attention", "stacked", "purpose", "micro_batches")}
         about |= {"contestant": contestant, "program": name, "label": label(contestant, program)}
+        about["predicted"] = program["predicted"] if contestant == "fastaccum" else None
         left = deadline - time.monotonic()
         done = run(arguments.folder, name, module, options, left) if left > 0 else {"skipped": "no time was left"}
         results.append(about | done)

@@ -12,6 +12,7 @@ Needs NumPy alone. A program is a dict:
     weights               the names of the arguments that are the model's
     loss                  the number of the result that is the step's loss
     losses                of the first steps, by TensorFlow on a CPU; empty where that would take too long
+    predicted             what a step takes: device, ms, and serial_ms, where nothing overlaps; null where none is timed
     purpose               "check", "time", or "memory": compiled alone, for the memory that it needs
 
 `initial` is one of {"fill": value}, {"values": [...]}, {"normal": standard deviation} and {"tokens": size of the

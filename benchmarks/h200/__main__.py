@@ -1,4 +1,4 @@
-"""Our programs and JAX's on an H200, predicted on any machine: `python -m benchmarks.h200 show`.
+"""Our programs and JAX's on an H200, predicted on any machine: `python -m benchmarks.h200 show` or `report`.
 
 Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), for JAX's programs JAX and optax
 (`".[test,bench,h200]"`), and no GPU.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.h200 import golden, programs, roofline, summary
+from benchmarks.h200 import golden, programs, report, roofline, summary
 from fastaccum.step.program import MemoryAnalysis
 
 
@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     golden_parser = commands.add_parser("golden", help="renews the summaries in tests/golden")
     golden_parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(golden.PROGRAMS)} (all)")
     golden_parser.set_defaults(run=lambda options: golden.renew(options.names or list(golden.PROGRAMS)))
+    _add_report(commands.add_parser("report", help="ours and JAX's against the bars, with pictures"))
     options = parser.parse_args(argv)
     try:
         options.run(options)
@@ -40,9 +41,28 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add_gpt_options(parser)
     parser.add_argument("--jax", choices=("scan", "remat", "unrolled"), help="JAX's program of this form instead")
     parser.add_argument("--logits", choices=("bfloat16", "float32"), default="bfloat16", help="JAX's (%(default)s)")
+    _add_rates(parser)
+    parser.set_defaults(run=show)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, help="where it goes (benchmarks/results/, by date)")
+    parser.add_argument("--processes", type=int, default=2, help="that compile side by side (%(default)s)")
+    _add_rates(parser)
+    parser.set_defaults(
+        run=lambda options: print(report.write(_rates(options), options.folder, options.processes)),
+    )
+
+
+def _add_rates(parser: argparse.ArgumentParser) -> None:
     for rate in dataclasses.fields(roofline.Rates):
         parser.add_argument(f"--{rate.name}-rate", type=float, default=rate.default, help="(%(default)s)")
-    parser.set_defaults(run=show)
+
+
+def _rates(options: argparse.Namespace) -> roofline.Rates:
+    return roofline.Rates(
+        **{rate.name: getattr(options, f"{rate.name}_rate") for rate in dataclasses.fields(roofline.Rates)}
+    )
 
 
 def add_gpt_options(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +91,7 @@ def show(options: argparse.Namespace) -> None:
         program = programs.gpt(gpt_options(options))
     if options.save:
         options.save.write_text(program.text)
-    rates = roofline.Rates(
-        **{rate.name: getattr(options, f"{rate.name}_rate") for rate in dataclasses.fields(roofline.Rates)}
-    )
+    rates = _rates(options)
     if options.json:
         print(json.dumps(summary.of(program, rates), indent=1))
     else:

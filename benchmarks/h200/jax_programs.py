@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 from collections.abc import Iterator
 from typing import Any, Literal
 from unittest import mock
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax._src.cudnn import fused_attention_stablehlo
 
-from benchmarks.h200 import programs
+from benchmarks import stablehlo
+from benchmarks.h200 import parts, programs
 from benchmarks.peers import jax_gpt
 from benchmarks.peers.jax_models import scan_train_step
 
@@ -51,7 +51,9 @@ def gpt(options: JaxGpt, **flags: Any) -> programs.Compiled:
         **flags: XLA's debug options.
     """
     sizes = options.sizes
-    return programs.Compiled(*programs.compiled(export(options), **flags), sizes.micro_batches, sizes.flops)
+    text, memory = programs.compiled(export(options), **flags)
+    matrices = tuple(sizes.layers * parts.matrices(sizes))
+    return programs.Compiled(text, memory, sizes.micro_batches, sizes.flops, matrices)
 
 
 def export(options: JaxGpt) -> bytes:
@@ -72,9 +74,7 @@ def export(options: JaxGpt) -> bytes:
     ids = jax.ShapeDtypeStruct((sizes.micro_batches, sizes.batch, sizes.context), jnp.int32)
     with cudnn_of_the_described_gpu():
         traced = scan_train_step(loss_fn, optimizer).trace(params, opt_state, ids, ids)
-        module, file = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"), io.BytesIO()
-    module.operation.write_bytecode(file)  # with locations, which name the scopes
-    return file.getvalue()
+        return stablehlo.serialized(traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.gpu import __main__ as runner
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = "check-float16-blockwise"
 
@@ -104,6 +106,17 @@ def test_other_weights_are_noticed(folder, program, tmp_path):
     process = command(".run", tmp_path, PROGRAM)
     assert process.returncode == 1
     assert f"AssertionError: {PROGRAM}: the loss of step 0" in process.stderr
+
+
+@pytest.mark.parametrize("device, warned", [("NVIDIA H200", False), ("NVIDIA L4", True)])
+def test_the_prediction_stands_beside_what_was_measured(device, warned):
+    about = {"purpose": "time", "preset": "124m", "dtype": "bfloat16", "peak_bytes": 2**30, "losses": [10.8]}
+    about |= {"step_seconds": 0.05, "tokens_per_second": 1e6, "model_flops_utilisation": 0.5, "device": device}
+    predicted = {"device": "H200", "ms": 40.0, "serial_ms": 48.0}
+    ours = {**about, "label": "fastaccum", "predicted": predicted}
+    text = runner.table([ours, {**about, "label": "JAX scan", "predicted": None}])
+    assert "| fastaccum | 50.0 | 40.0 to 48.0 | 1,000,000 |" in text and "| JAX scan | 50.0 |  | 1,000,000 |" in text
+    assert "Predicted for an H200" in text and ("**This is no H200**: NVIDIA L4." in text) == warned
 
 
 def test_pytorch_trains_the_same_model(folder, program):

@@ -1,0 +1,146 @@
+"""The programs of the report: ours and JAX's for the same GPTs, and what each of them comes to."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+import fastaccum as fa
+from benchmarks.h200 import jax_programs, measures, programs, roofline
+from benchmarks.h200.jax_programs import JaxGpt
+from benchmarks.h200.programs import Gpt
+from benchmarks.stablehlo import h200
+from fastaccum.step.program import compiler_ir
+
+Case = Gpt | JaxGpt
+
+SHIPPED, RECOMPUTED = "fastaccum, as shipped", "fastaccum, everything recomputed"
+PORTABLE_RECOMPUTED = "fastaccum without cuDNN, everything recomputed"
+CHECKPOINT = "JAX, scan and jax.checkpoint"
+LONG = {"context": 8192, "batch": 2}
+PORTABLE = {"attention": "blockwise"}
+
+OURS = {
+    SHIPPED: Gpt(),
+    RECOMPUTED: Gpt(policy="nothing_saveable"),
+    "fastaccum, everything kept": Gpt(policy="everything_saveable"),
+    "fastaccum, unrolled": Gpt(stacked=False),
+    "fastaccum without cuDNN, as shipped": Gpt(**PORTABLE),
+    PORTABLE_RECOMPUTED: Gpt(policy="nothing_saveable", **PORTABLE),
+}
+JAX = {
+    f"{CHECKPOINT}, cuDNN": JaxGpt("remat"),
+    "JAX, scan, cuDNN": JaxGpt("scan"),
+    "JAX, unrolled, cuDNN": JaxGpt("unrolled"),
+    f"{CHECKPOINT}, XLA attention": JaxGpt("remat", "xla"),
+    "JAX, unrolled, XLA attention": JaxGpt("unrolled", "xla"),
+    f"{CHECKPOINT}, cuDNN, float32 logits": JaxGpt("remat", logits="float32"),
+    f"{CHECKPOINT}, XLA attention, float32 logits": JaxGpt("remat", "xla", "float32"),
+}
+DEEP = 24  # layers; 4 otherwise
+ONLY_SHALLOW = ("JAX, scan, cuDNN", "JAX, unrolled, XLA attention", f"{CHECKPOINT}, cuDNN, float32 logits")
+
+# What the pictures draw: programs against sizes.
+DRAWN = {
+    SHIPPED: OURS[SHIPPED],
+    f"{CHECKPOINT}, cuDNN": JAX[f"{CHECKPOINT}, cuDNN"],
+    "JAX, unrolled, cuDNN": JAX["JAX, unrolled, cuDNN"],
+}
+AXES: dict[str, list[tuple[int, dict[str, int]]]] = {
+    "layers": [(n, {"layers": n}) for n in (2, 4, 12, 24)],
+    "tokens in a micro-batch": [(2048 * n, {"batch": n}) for n in (2, 4, 8, 16)],
+    "sequence length": [(t, {"context": t, "batch": 16384 // t}) for t in (512, 2048, 8192, 16384)],
+    "width": [(n, {"width": n}) for n in (1024, 2048, 4096)],
+    "vocabulary": [(n, {"vocabulary": n}) for n in (8192, 50304, 131072)],
+}
+
+
+def sized(case: Case, **sizes: int) -> Case:
+    """The same program of another size."""
+    if isinstance(case, Gpt):
+        return dataclasses.replace(case, **sizes)
+    return dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, **sizes))
+
+
+def everything() -> list[Case]:
+    """All programs that the report tells of, each once, those that take longest first."""
+    named = {**OURS, **JAX}
+    cases = [*named.values()]
+    cases += [sized(case, layers=DEEP) for name, case in named.items() if name not in ONLY_SHALLOW]
+    long = (OURS[SHIPPED], OURS[RECOMPUTED], JAX[f"{CHECKPOINT}, cuDNN"])
+    cases += [sized(case, **LONG) for case in long]
+    cases += [Gpt(dtype="float16"), Gpt(dtype="float16", layers=DEEP)]
+    cases += [sized(case, **sizes) for points in AXES.values() for _, sizes in points for case in DRAWN.values()]
+    return sorted(dict.fromkeys(cases), key=_cost, reverse=True)
+
+
+def _cost(case: Case) -> tuple[bool, int]:
+    unrolled = not case.stacked if isinstance(case, Gpt) else case.form == "unrolled"
+    sizes = case if isinstance(case, Gpt) else case.sizes
+    return isinstance(case, Gpt), sizes.layers if unrolled else 1
+
+
+def figures(cases: list[Case], rates: roofline.Rates, processes: int = 2) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Compiles the programs, and measures each as soon as it is there.
+
+    Args:
+        cases: the programs.
+        rates: of the device.
+        processes: how many compile side by side.
+    """
+    context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
+    # A process keeps some of the memory of each program that it traced.
+    with concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=4) as pool:
+        running = {pool.submit(_figures, case, rates): case for case in cases}
+        for done, future in enumerate(concurrent.futures.as_completed(running), 1):
+            case = running[future]
+            try:
+                yield case, future.result()
+            except Exception as error:
+                for other in running:
+                    other.cancel()
+                raise RuntimeError(f"{case} was not compiled") from error
+            print(f"{done} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+
+
+def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
+    program = programs.gpt(case) if isinstance(case, Gpt) else jax_programs.gpt(case)
+    return measures.of(program, case if isinstance(case, Gpt) else case.sizes, rates)
+
+
+def head_memory() -> dict[str, float]:
+    """Bytes: "temp" memory of a program that computes the loss and its gradients alone, and of float32 "logits"."""
+    sizes = Gpt()
+    tokens = (sizes.batch, sizes.context)
+
+    def gradients(hidden: tf.Tensor, table: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
+        loss = fa.kernels.linear_cross_entropy(hidden, tf.transpose(table), labels)
+        return tf.gradients(loss, [hidden, table])
+
+    shapes = [
+        tf.TensorSpec((*tokens, sizes.width), tf.as_dtype(sizes.dtype)),
+        tf.TensorSpec((sizes.vocabulary, sizes.width)),
+        tf.TensorSpec(tokens, tf.int32),
+    ]
+    with h200.as_on_a_gpu():
+        function = tf.function(gradients, jit_compile=True, autograph=False)
+        exported = compiler_ir(function, *shapes, stage="stablehlo_serialized")
+    _, memory = programs.compiled(exported)
+    return {"temp": memory.temp_bytes, "logits": 4.0 * sizes.batch * sizes.context * sizes.vocabulary}
+
+
+def versions() -> dict[str, str]:
+    """Of what the programs were written with and compiled by."""
+    import jax
+    import jaxlib
+    import keras
+    import optax
+
+    packages = {"tensorflow": tf, "keras": keras, "jax": jax, "jaxlib": jaxlib, "optax": optax, "fastaccum": fa}
+    return {name: package.__version__ for name, package in packages.items()}

@@ -1,0 +1,112 @@
+"""The report on programs compiled for an H200: which part a kernel belongs to, and what is printed of figures."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks.h200 import parts, report, roofline
+from benchmarks.h200.kernels import Kernel
+from benchmarks.h200.programs import Gpt
+
+BODY = "jit(train_step)/while/body/closed_call"
+BLOCKS = f"{BODY}/transpose(jvp(blocks))/while/body/closed_call/checkpoint"
+STACK = "gradient_tape/forward/gpt/blocks/while"
+
+
+def kernel(scope, kind="elementwise", types="bf16[8,2048,2048]", loops=(8, 4)):
+    return Kernel("k", kind, scope, types, 0.0, 0.0, loops)
+
+
+@pytest.mark.parametrize(
+    ("each", "part"),
+    [
+        (kernel("jit(train_step)/optimizer/add", loops=()), parts.UPDATE),
+        (kernel(f"{BODY}/transpose(jvp(loss))/btd,vd->btv/dot_general", "gemm"), parts.LOSS),
+        (kernel("call.14/gradient_tape/forward/linear_cross_entropy/while/BatchMatMulV3", "gemm"), parts.LOSS),
+        (kernel(f"{BLOCKS}/rematted_computation/mlp/dot_general", "gemm"), parts.RECOMPUTED),
+        (kernel(f"{BLOCKS}/mlp/dot_general", "gemm"), parts.MATMULS),
+        (kernel(f"{STACK}/recomputed/transformer_block/Gelu/mul"), parts.RECOMPUTED),
+        (kernel(f"{STACK}/backward/gradient_tape/transformer_block/mlp_in/MatMul", "gemm"), parts.MATMULS),
+        (kernel("while/forward/gpt_1/block_3_1/attention_1/attention/while/Max"), parts.ATTENTION),
+        (kernel(f"{BLOCKS}/attention/dot_product/reduce_sum"), parts.ATTENTION),
+        (kernel("while/forward/gpt/block_3/attention/qkv/MatMul", "gemm"), parts.MATMULS),
+        (kernel(f"{STACK}/add", types="f32[4,2048,8192]"), parts.SUMS),
+        (kernel(f"{BODY}/accumulate/add", types="f32[]"), parts.SUMS),
+        (kernel("while/backward/AddN", "scatter", "f32[1,1]"), parts.EMBEDDING),
+        (kernel("forward/gpt/blocks/while/TensorArrayV2Write", "slice"), parts.MOVES),
+        (kernel("forward/gpt/blocks/while/forward/transformer_block/mlp_norm_1/Cast"), parts.NORMS),
+        (kernel("forward/gpt/blocks/while/forward/transformer_block/Gelu/mul"), parts.ELEMENTWISE),
+    ],
+)
+def test_the_part_that_a_kernel_belongs_to(each, part):
+    assert parts.part(each, Gpt()) == part
+
+
+FIGURES = {
+    "launches a micro-batch": 300.0,
+    "GB moved": 500.0,
+    "temp GB": 5.0,
+    "peak GB": 9.0,
+    "predicted ms": 400.0,
+    "serial ms": 500.0,
+    "MFU": 0.8,
+    "attention ms": 30.0,
+    "attention launches": 8.0,
+    "loss launches": 20.0,
+    "parts": dict.fromkeys(parts.PARTS, 40.0),
+    "weight gradients added": {"epilogue": 15, "apart": 1},
+    "accumulation / accumulators": 3.5,
+    "wide matmuls": 0,
+    "conditionals": 0,
+    "unknown trip counts": 0,
+    "host transfers": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A run in which every program comes to the same."""
+    pytest.importorskip("optax", reason='JAX\'s programs are written with optax: pip install "fastaccum[bench,h200]"')
+    from benchmarks.h200 import bars, cases
+
+    found = bars.Found(dict.fromkeys(cases.everything(), FIGURES))
+    head_memory, before = {"temp": 1.0, "logits": 10.0}, json.loads(report.BEFORE.read_text())
+    rates = dataclasses.asdict(roofline.Rates())
+    return report.Run("2026-11-22", rates, {"jaxlib": "0.10.2"}, found, head_memory, before)
+
+
+def test_a_bar_is_met_or_not(run):
+    from benchmarks.h200.bars import measures
+
+    met = {row.what: row.is_met for row in measures(run.found, run.head_memory)}
+    missed = [what for what, is_met in met.items() if not is_met]
+    assert len(met) == 16 and missed == [
+        "everything recomputed, cuDNN, 24 layers: ms",
+        "recomputed, without cuDNN, 24 layers: ms",
+        "the same against float32 logits: ms",
+        "unrolled: weight gradients added by their GEMM",
+        "temp memory, recomputed, 24 layers: GB",
+        "temp memory, unrolled, 4 layers: GB",
+    ]
+
+
+def test_the_report_has_every_program_picture_and_loss(run, tmp_path):
+    from benchmarks.h200 import cases, pictures
+
+    drawn = pictures.draw(run.found, run.before["programs"], tmp_path)
+    text = report.markdown(run, drawn)
+    assert len(drawn) == 3 and all(path.name in text and path.stat().st_size < 200_000 for path in drawn.values())
+    assert all(f"\n| {name} |" in text for name in (*cases.OURS, *cases.JAX, *parts.PARTS))
+    for row in (
+        "| everything recomputed, cuDNN, 24 layers: ms | 400 | 400 | 1.00 | at most 0.95 | **no** |",
+        "\n| 5. norms |",
+    ):
+        assert row in text
+    assert "7.9e+14 FLOP/s of half-precision matmuls" in text
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(report, "NEEDED", {"no_such_module": "no-such-package", **report.NEEDED})
+    with pytest.raises(SystemExit, match=r"needs no-such-package[,.].*\[test,bench,h200\]"):
+        report.write(roofline.Rates())
