@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 import fastaccum as fa
+from fastaccum.kernels import checkpoint_name, layer_loop
+from fastaccum.kernels.layer_graph import LayerGraph
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.step import program as compiled
 from fastaccum.transformer import TransformerBlock
@@ -180,6 +183,106 @@ def test_a_swapped_pair_of_layers_is_seen():
     ours, theirs = gradients(stack, stack.trainable_variables, x), plain_gradients(plain, x)
     with pytest.raises(AssertionError):
         assert_close(ours, theirs, 2e-5)
+
+
+# What is kept for the way back.
+
+
+def everything_block():
+    """Attention and an MLP, dropout, batch statistics."""
+    return keras.Sequential([transformer_block(), layers.Dropout(0.4), layers.BatchNormalization()])
+
+
+POLICIES = ["nothing_saveable", "everything_saveable", ["attention"], "auto"]
+
+
+@pytest.fixture(scope="module")
+def plain_outcome():
+    _, plain = stack_and_plain(everything_block, depth=2)
+    return plain_gradients(plain, values(B, T, D), jit_compile=False)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_gradients_are_the_same_whatever_is_kept(policy, plain_outcome):
+    """And the elements dropped, or else the gradients were others."""
+    stack, _ = stack_and_plain(everything_block, depth=2, policy=policy)
+    ours = gradients(stack, stack.trainable_variables, values(B, T, D), jit_compile=False)
+    assert_close(ours, plain_outcome, 2e-5)
+
+
+def test_the_way_back_reads_what_is_kept(plain_outcome, monkeypatch):
+    """The negative control: values spoiled on their way."""
+    forward = LayerGraph.forward
+
+    def spoiled(self, *arguments):
+        y, after, kept = forward(self, *arguments)
+        return y, after, [2.0 * t for t in kept]
+
+    monkeypatch.setattr(LayerGraph, "forward", spoiled)
+    stack, _ = stack_and_plain(everything_block, depth=2)
+    with pytest.raises(AssertionError):
+        gradients_of = gradients(stack, stack.trainable_variables, values(B, T, D), jit_compile=False)
+        assert_close(gradients_of, plain_outcome, 2e-5)
+
+
+class Wave(layers.Layer):
+    """sin(exp(x)), of which one value has a name, and one has it in a loop, where nothing can be kept."""
+
+    def call(self, x):
+        _, x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, checkpoint_name(tf.cos(x), "wave")), [0, x])
+        return tf.sin(checkpoint_name(tf.exp(x), "wave")) * x
+
+
+def kept(make_layer, policy="auto", training=True):
+    """The sizes of what a layer's way forward keeps, relative to x; nothing is compiled."""
+    stack, x, graphs = LayerStack(make_layer, 6, policy=policy), tf.TensorSpec([8, 32, D]), []
+    stack.build(x.shape)
+
+    def spied(*arguments):
+        graphs.append(LayerGraph(*arguments))
+        return graphs[-1]
+
+    with mock.patch.object(layer_loop, "LayerGraph", spied):
+        tf.function(lambda x: stack(x, training=training)).get_concrete_function(x)
+    (graph,) = graphs
+    return sorted(t.shape.num_elements() / x.shape.num_elements() for t in graph.kept)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "policy", "sizes"),
+    [
+        # The gradient needs nothing of an MLP's second product.
+        (mlp_block, "auto", [1, 4]),
+        (mlp_block, ["projection"], [1, 4]),
+        (mlp_block, ["other"], [1]),
+        (mlp_block, "nothing_saveable", [1]),
+        (Wave, "auto", [1, 1]),
+        (Wave, ["wave"], [1, 1]),
+    ],
+)
+def test_what_is_kept_of_each_layer(make_layer, policy, sizes):
+    assert kept(make_layer, policy) == sizes
+
+
+def test_everything_is_what_plain_autodiff_keeps():
+    """In the dtype that it has: a cast to a wider one is computed again."""
+    block = keras.Sequential([layers.Dense(D, "relu"), layers.Dense(D)])
+    assert kept(block, "everything_saveable") == [1, 1]
+
+
+def test_what_does_not_fit_is_computed_again(monkeypatch):
+    """Half of what training leaves of the memory: 4 times the weights, and 5 of the size of x a layer."""
+    weights = 4 * 6 * 4 * (D * 4 * D + 4 * D + 4 * D * D + D + 2 * D)
+    needed = weights + 2 * 6 * 5 * 4 * 8 * 32 * D
+    monkeypatch.setattr(layer_loop, "device_memory", lambda: needed)
+    assert kept(mlp_block) == [1, 4]
+    monkeypatch.setattr(layer_loop, "device_memory", lambda: needed - 1)
+    assert kept(mlp_block) == [1]
+    assert kept(mlp_block, ["projection"]) == [1, 4], "what is named is kept"
+
+
+def test_inference_chooses_nothing():
+    assert kept(mlp_block, training=False) == [1]
 
 
 # Random layers.
@@ -478,6 +581,18 @@ def test_two_loops_with_trip_counts_that_xla_knows(programs):
     assert " conditional(" not in programs[24]
 
 
+def test_no_product_with_weights_is_computed_twice(programs):
+    """Forward 6 of a block, 2 for each on the way back, and attention's scores and weighted values once more."""
+
+    def products(hlo):
+        return len(re.findall(r" dot\(|matmul\"", hlo))
+
+    recomputed = compiled.compiler_ir(
+        train_program(transformer_block, 4, policy="nothing_saveable"), tf.zeros([4, 16, D])
+    )
+    assert products(recomputed) - products(programs[4]) == 4
+
+
 def test_gradients_are_written_in_place(programs):
     """No copy of a whole stack of weights or gradients: the loops carry each in one buffer."""
     kernels = r"f32\[24,(?:12,48|48,12|12,36)\]"
@@ -502,7 +617,7 @@ def test_memory_of_a_layer_once_and_of_what_is_kept_per_layer():
     recomputed = temp(12, "nothing_saveable")
     assert (recomputed - temp(4, "nothing_saveable")) / 8 == pytest.approx(4 * np.prod(x.shape), rel=0.05)
     # The first product is 4 times as wide as x; the gradient needs nothing of the second.
-    assert temp(12, "auto") - recomputed == pytest.approx(12 * 4 * 4 * np.prod(x.shape), rel=0.05)
+    assert temp(12, "auto") - recomputed == pytest.approx(12 * 4 * 4 * np.prod(x.shape), rel=0.15)
 
 
 def test_inference_saves_nothing():
