@@ -34,10 +34,27 @@ class LayerStack(keras.layers.Layer):
             x = layer(x, training=training, **kwargs)
 
     from the same initial values, with each weight stacked over the layers: `[depth, ...]`, in its own dtype. Forward
-    and backward are one loop each. The forward one saves every layer's input and nothing else; the backward one
-    computes each layer again from it (Chen et al., 2016, arXiv:1604.06174), so a layer's activations exist once, not
-    `depth` times, for about a third more arithmetic. Random layers draw from seeds of their own, advanced as the plain
-    layers' would be.
+    and backward are one loop each. `policy` says which of a layer's values the one forward keeps; from these the one
+    backward computes the others again (Chen et al., 2016, arXiv:1604.06174), so that they exist once, not `depth`
+    times. Random layers draw from seeds of their own, advanced as the plain layers' would be, and drop the same
+    elements when they are computed again.
+
+    The policies have the words of `jax.checkpoint_policies`; the gradients are the same, to rounding:
+
+        "nothing_saveable"      each layer's input alone: the least memory, and all of the forward pass again, which
+                                is about a third more arithmetic
+        [name, ...]             what has one of these names (`checkpoint_name`), as by `save_only_these_names`, and of
+                                the rest what the way back needs. Two are given by themselves: "projection" to every
+                                product or convolution of values with weights, "attention" to attention's output and
+                                log-sum-exp
+        "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed again but casts
+        "auto"                  whatever has a name: norms, activations, casts and rotary positions are computed again,
+                                and no product with weights. "nothing_saveable" where that takes more than half of the
+                                memory that training leaves: of the GPU's (16 GiB where that is not known) less 4
+                                times the stack's weights, for gradients and an optimizer's slots
+
+    A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or with
+    `training=False`, there is no choice: everything is kept, or the inputs alone.
 
     Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken over all layers.
 
@@ -47,6 +64,7 @@ class LayerStack(keras.layers.Layer):
             its own alone, and add no losses. Its weights may have L1 and L2 regularizers, and no constraints; it may
             hold further state (BatchNormalization), but no metrics.
         depth: how many layers.
+        policy: what is kept of each layer: "auto", "nothing_saveable", "everything_saveable", or a list of names.
         implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
             weights, with plain autodiff.
 

@@ -472,10 +472,14 @@ def test_saves_and_loads(given_as, tmp_path):
     np.testing.assert_array_equal(loaded(x[0]), model(x[0]))
     stack = loaded.get_layer("stack")
     assert (stack.depth, stack.implementation, type(stack.template)) == (3, "auto", keras.Sequential)
-    fresh = model_of(random_block, depth=3, implementation="reference")
+    fresh = model_of(random_block, depth=3, policy=("attention", "gate"), implementation="reference")
     fresh.load_weights(tmp_path / "model.weights.h5")
     np.testing.assert_allclose(fresh(x[0]), model(x[0]), atol=1e-6)
-    assert LayerStack.from_config(fresh.get_layer("stack").get_config()).implementation == "reference"
+    config = fresh.get_layer("stack").get_config()
+    again = LayerStack.from_config(config)
+    assert (again.implementation, again.policy) == ("reference", ["attention", "gate"])
+    del config["policy"]  # as an older file has it
+    assert LayerStack.from_config(config).policy == "auto"
 
 
 def test_a_tensorflow_checkpoint_restores_it(tmp_path):
@@ -710,6 +714,8 @@ def test_layers_that_do_not_stack_are_refused(make_layer, message):
         (TypeError, "depth='two'", (layers.ReLU, "two"), {}),
         (TypeError, "make_layer=3 must be", (3, 2), {}),
         (TypeError, "make_layer=.*lambda.* must be", (lambda: None, 2), {}),
+        (ValueError, "policy='all'.*'auto' or 'nothing_saveable' or 'every", (layers.ReLU, 2), {"policy": "all"}),
+        (ValueError, r"policy=\['qkv', 3\]", (layers.ReLU, 2), {"policy": ["qkv", 3]}),
         (ValueError, "implementation='fast'.*'auto' or 'reference'", (layers.ReLU, 2), {"implementation": "fast"}),
         (TypeError, "make_layer: .*missing 1 required", (layers.Dense, 2), {}),
         (ValueError, "make_layer returned .*quantized", (lambda: layers.Dense(D, dtype="int8_from_float32"), 2), {}),
