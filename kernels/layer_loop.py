@@ -17,7 +17,7 @@ from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.layer_graph import LayerGraph
 from fastaccum.kernels.rounded import copies_at_hand, rounded_layer
-from fastaccum.kernels.xla_ops import device_memory, dynamic_add_slice, first_order, loop
+from fastaccum.kernels.xla_ops import device_memory, dynamic_add_slice, first_order, loop, unfilled
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
@@ -177,7 +177,8 @@ def _add_at(i: tf.Tensor, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
 
 def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:
     """A stack that a loop writes in place."""
-    return tf.TensorArray(dtype, shape[0], element_shape=shape[1:])
+    array, memory = tf.TensorArray(dtype, shape[0], element_shape=shape[1:]), unfilled(shape, dtype)
+    return array if memory is None else array.unstack(memory)
 
 
 def _spec(value: Any) -> str:

@@ -105,6 +105,34 @@ def product(a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], Any] = lam
     return multiply(a, b)
 
 
+def unfilled(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor | None:
+    """A tensor of whatever its memory holds, for a loop to write in full; None where there are only filled ones."""
+    if not (has_gpu() and in_xla() and tf.TensorShape(shape).is_fully_defined()):
+        return None
+    with tf.init_scope():
+        device = tf.zeros([]).device
+    return _allocated(shape, dtype) if _allocates(device) else None
+
+
+def _allocated(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor:
+    return xla.custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])[0]
+
+
+@functools.cache
+def _allocates(device: str) -> bool:
+    """Whether XLA takes its own `AllocateBuffer` on a device (on CPUs it does not): tried once in a process."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def write():
+        return loop(2, lambda i, whole: [dynamic_update_slice(whole, tf.ones([1]), [i])], [_allocated([2], tf.float32)])
+
+    try:
+        with tf.init_scope():
+            return write()[0].numpy().tolist() == [1.0, 1.0]
+    except tf.errors.OpError:
+        return False
+
+
 def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     """`whole` with `part` written at `start`: in place, once compiled."""
     begin = tf.stack(start)

@@ -86,7 +86,8 @@ class _Reader:
         lines = {line.name: line for line in self.computations[computation]}
         for line in lines.values():
             opcode = line.opcode
-            if opcode in FREE or opcode.endswith(("-done", "-update")):
+            nothing = opcode in FREE or 'custom_call_target="AllocateBuffer"' in line.attributes
+            if nothing or opcode.endswith(("-done", "-update")):
                 continue
             if opcode == "while":
                 yield from self.launches(line.called("body"), (*loops, line.trip_count or 1), _scope([line]))

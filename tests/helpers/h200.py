@@ -125,6 +125,7 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
             for each in asked:
                 each()
         stack.enter_context(mock.patch.object(layer_loop, "device_memory", lambda: memory))
+        stack.enter_context(mock.patch.object(xla_ops, "_allocates", lambda device: True))
         stack.enter_context(mock.patch.object(cudnn_attention, "_device", lambda: "/device:GPU:0"))
         if cudnn is not None:
             reason = None if cudnn else "the description says so"

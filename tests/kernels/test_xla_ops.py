@@ -3,6 +3,7 @@
 import pytest
 import tensorflow as tf
 
+from fastaccum.kernels import xla_ops
 from fastaccum.kernels.xla_ops import dynamic_add_slice, dynamic_update_slice, product
 
 
@@ -13,6 +14,12 @@ def test_slices_are_written_and_added(jit_compile):
 
     assert run(dynamic_update_slice).numpy().tolist() == [2.0, 1.0, 1.0, 2.0]
     assert run(dynamic_add_slice).numpy().tolist() == [2.0, 3.0, 3.0, 2.0]
+
+
+def test_memory_is_left_unfilled_only_where_a_trial_succeeds():
+    """XLA's `AllocateBuffer` is for GPUs: on a CPU the trial fails, inside of a trace too, and there is no error."""
+    answer = tf.function(lambda: tf.constant(xla_ops._allocates("/device:CPU:0")), jit_compile=True)
+    assert not answer() and xla_ops.unfilled([2], tf.float32) is None
 
 
 def test_a_gradients_operations_are_named_after_the_call_that_it_belongs_to():
