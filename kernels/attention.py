@@ -12,6 +12,7 @@ from fastaccum.kernels.blockwise_attention import blockwise_attention, reference
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, works
+from fastaccum.kernels.strip_attention import strip_attention, strip_rows
 from fastaccum.kernels.xla_ops import HALF, has_gpu, in_xla
 
 
@@ -38,8 +39,10 @@ def attention(
 
     The blocks run in one loop each way with an online softmax, and the backward one computes their scores again
     (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691), in memory of a few blocks of scores
-    `[B, H, block_size, block_size]` beside float32 sums of the arguments' sizes. Blocks that `causal` hides are not
-    computed. Several heads of queries may share one of keys and values (grouped-query attention, Ainslie et al. 2023,
+    `[B, H, block_size, block_size]` beside float32 sums of the arguments' sizes. On a GPU, where `block_size` is left
+    out, they are strips instead: some queries with all keys they see, and on the way back some keys with all queries
+    that see them, as long as 16 strips of 1 GiB hold the scores. Blocks that `causal` hides are not computed. Several
+    heads of queries may share one of keys and values (grouped-query attention, Ainslie et al. 2023,
     https://arxiv.org/abs/2305.13245).
 
     Args:
@@ -66,6 +69,7 @@ def attention(
     query, key, value = as_tensor("query", query), as_tensor("key", key), as_tensor("value", value)
     _require_tensors(query, key, value)
     one_of("implementation", implementation, ("auto", "blockwise", "cudnn", "reference"))
+    in_strips = block_size is None and has_gpu()
     block_size = _block_size(block_size)
     causal, segments = true_or_false("causal", causal), _segments(segment_ids, query, key)
     if implementation == "auto":
@@ -91,6 +95,9 @@ def attention(
                 f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
                 'an input signature, or pass implementation="reference".'
             )
+        rows = strip_rows(query.shape, key.shape, causal) if in_strips else None
+        if rows is not None:
+            return strip_attention(query, key, value, scale, causal, segments, rows)
         return blockwise_attention(query, key, value, scale, causal, segments, block_size)
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastaccum.kernels import attention, attention_implementation, cudnn_attention
+from fastaccum.kernels.strip_attention import strip_attention
 from fastaccum.step import program as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
@@ -34,12 +35,20 @@ def outcome(tensors, jit_compile=True, **options):
     def run(query, key, value, cotangent):
         with tf.GradientTape() as tape:
             tape.watch((query, key, value))
-            output = attention(query, key, value, **options)
+            output = attend(query, key, value, **options)
         return output, *tape.gradient(output, (query, key, value), output_gradients=cotangent)
 
     if jit_compile is not None:
         run = tf.function(run, jit_compile=jit_compile, autograph=False)
     return run(*tensors)
+
+
+def attend(query, key, value, implementation, **options):
+    """`attention`; "strips" are what "blockwise" is on a GPU."""
+    if implementation != "strips":
+        return attention(query, key, value, implementation=implementation, **options)
+    scale, causal = options.get("scale", query.shape[-1] ** -0.5), options.get("causal", False)
+    return strip_attention(query, key, value, scale, causal, options.get("segment_ids"), options["block_size"])
 
 
 def truth(tensors, causal=False, scale=None, segment_ids=None):
@@ -78,9 +87,10 @@ def assert_as_exact(got, reference, exact, tolerance):
 def test_as_exact_as_the_reference(dtype, causal):
     tensors, segment_ids = make(dtype, segments=3)
     options = {"causal": causal, "segment_ids": segment_ids}
-    got = outcome(tensors, block_size=16, implementation="blockwise", **options)
-    reference = outcome(tensors, implementation="reference", **options)
-    assert_as_exact(got, reference, truth(tensors, **options), TOLERANCES[dtype])
+    reference, exact = outcome(tensors, implementation="reference", **options), truth(tensors, **options)
+    for implementation in ("blockwise", "strips"):
+        got = outcome(tensors, block_size=16, implementation=implementation, **options)
+        assert_as_exact(got, reference, exact, TOLERANCES[dtype])
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -92,7 +102,7 @@ def test_as_exact_as_the_reference(dtype, causal):
     block_size=st.integers(1, 50),
     causal=st.booleans(),
     segments=st.sampled_from([None, 2]),
-    implementation=st.sampled_from(["blockwise", "reference"]),
+    implementation=st.sampled_from(["blockwise", "strips", "reference"]),
     jit_compile=st.sampled_from([True, False, None]),
 )
 def test_any_shape(time, keys, groups, per_group, block_size, causal, segments, implementation, jit_compile):
@@ -114,7 +124,7 @@ def test_a_query_that_sees_nothing_gets_zero_and_moves_nothing():
         {"causal": True},
         {"segment_ids": (np.repeat([[0, 1]], 2, 0).repeat([20, 17], 1), np.ones((2, 17), int))},
     ):
-        for implementation in ("blockwise", "reference"):
+        for implementation in ("blockwise", "strips", "reference"):
             output, dquery, *others = outcome(tensors, block_size=8, implementation=implementation, **options)
             assert not output[:, :20].numpy().any() and not dquery[:, :20].numpy().any()
             assert output[:, 20:].numpy().all()
@@ -136,7 +146,7 @@ def test_scores_beyond_float16_stay_finite():
     tensors = [tensors[0] * 100, tensors[1] * 100, *tensors[2:]]  # scores of about 30,000, some above 65,504
     scores = np.einsum("bthk,bshk->bhts", *(t.numpy().astype("float32") for t in (tensors[0][:, :, ::2], tensors[1])))
     assert np.abs(scores).max() > 65504
-    for implementation in ("blockwise", "reference"):
+    for implementation in ("blockwise", "strips", "reference"):
         for t in outcome(tensors, block_size=16, implementation=implementation):
             assert np.isfinite(t).all()
 
