@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.xla_ops import dot, dynamic_add_slice, dynamic_update_slice, first_order, loop, product, sizes
 
@@ -147,7 +148,8 @@ def blockwise_attention(
 
         with record.stop_recording():  # an eager tape would keep what the loop computes
             acc_nNqK, lse_nNq = _online_softmax(steps, block, value_sNkK, tf.shape(query_nNqK))
-        output = _joined(acc_nNqK, groups, queries, query)
+        output = checkpoint_name(_joined(acc_nNqK, groups, queries, query), "attention")
+        lse_nNq = checkpoint_name(lse_nNq, "attention")
 
         def gradient(doutput):
             doutput_nNqK = _split(doutput, groups, queries)

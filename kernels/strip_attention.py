@@ -100,7 +100,7 @@ def strip_attention(
                 value_NSPK,
                 heads // groups,
             )
-            output = checkpoint_name(_by_time(acc_NTPK, query), "attention")
+        output = checkpoint_name(_by_time(acc_NTPK, query), "attention")
         lse_NTP1 = checkpoint_name(lse_NTP1, "attention")
 
         def gradient(doutput):
