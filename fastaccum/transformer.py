@@ -17,6 +17,7 @@ from keras import ops
 
 from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
+from fastaccum.kernels.gelu import gelu
 from fastaccum.kernels.layer_stack import LayerStack
 
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
@@ -156,7 +157,7 @@ class TransformerBlock(_AttentionLayer):
 
     def call(self, x_BTD: Any) -> Any:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        h_BTF = ops.gelu(self.mlp_in(self.mlp_norm(x_BTD)), approximate=True)
+        h_BTF = gelu(self.mlp_in(self.mlp_norm(x_BTD)))
         return x_BTD + self.mlp_out(h_BTF)
 
 

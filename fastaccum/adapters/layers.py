@@ -1,4 +1,4 @@
-"""Keras layers in the form that XLA compiles in a loop, and that XLA:CPU runs fast there."""
+"""Keras layers in the form that XLA compiles in a loop, and runs fast there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum.kernels import cpu_layers, fp32_layers
+from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.kernels.norms import layer_norm, rms_norm
+from fastaccum.kernels.xla_ops import HALF
 
 # In elements. Each takes a slice and a select of its own: larger windows compile longer, and run no faster.
 _LARGEST_WINDOW = 4
@@ -25,6 +28,10 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
     for layer in layers:
         if fast_gradients and type(layer) is keras.layers.BatchNormalization:
             found.append((layer, "call", functools.partial(_normalised, layer)))
+        elif type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
+            found.append((layer, "call", functools.partial(_layer_normalised, layer)))
+        elif type(layer) is keras.layers.RMSNormalization:
+            found.append((layer, "call", functools.partial(_rms_normalised, layer)))
         if getattr(layer, "data_format", None) != "channels_last":
             continue
         if type(layer) in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D):
@@ -75,3 +82,21 @@ def _normalised(layer: Any, inputs: tf.Tensor, training: bool | None = None, mas
     for moving, value in zip((layer.moving_mean, layer.moving_variance), moments, strict=True):
         moving.assign(tf.cast(moving, x.dtype) * layer.momentum + value * (1.0 - layer.momentum))
     return tf.cast(y, layer.compute_dtype)
+
+
+def _layer_normalised(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+    if not _over_last_axis(layer, inputs):
+        return type(layer).call(layer, inputs)
+    weights = (None if w is None else tf.cast(w, accumulator_dtype(inputs.dtype)) for w in (layer.gamma, layer.beta))
+    return tf.cast(layer_norm(inputs, *weights, epsilon=layer.epsilon), layer.compute_dtype)
+
+
+def _rms_normalised(layer: Any, x: tf.Tensor) -> tf.Tensor:
+    if not _over_last_axis(layer, x):
+        return type(layer).call(layer, x)
+    return rms_norm(x, tf.cast(layer.scale, accumulator_dtype(x.dtype)), epsilon=layer.epsilon)
+
+
+def _over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
+    floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
+    return floating and bool(inputs.shape[-1]) and list(layer.axis) in ([-1], [inputs.shape.rank - 1])

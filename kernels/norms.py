@@ -1,0 +1,84 @@
+"""Layer norm and RMS norm over the last axis, with gradients in closed form, computed from the input alone.
+
+Shape suffixes: M rows, of which there may be several axes, and D width.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.kernels.xla_ops import HALF, has_gpu
+
+
+def layer_norm(
+    x: tf.Tensor, scale: tf.Tensor | None = None, offset: tf.Tensor | None = None, *, epsilon: float
+) -> tf.Tensor:
+    """Every row less its mean, over its standard deviation (Ba et al., 2016, https://arxiv.org/abs/1607.06450).
+
+    Computed in float32 (float64 for float64) and rounded to x's dtype:
+
+        mean, variance = tf.nn.moments(x, -1, keepdims=True)
+        y = (x - mean) * rsqrt(variance + epsilon) * scale + offset
+
+    x is [..., D], of a floating dtype; scale and offset, [D], are float32 (float64 with x), and so are their gradients.
+
+    >>> layer_norm(tf.constant([[1.0, 2.0, 3.0]]), epsilon=0.0).numpy().round(4).tolist()
+    [[-1.2247, 0.0, 1.2247]]
+    """
+    return _norm(x, scale, offset, epsilon, centred=True)
+
+
+def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) -> tf.Tensor:
+    """Every row over its root mean square (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+
+        y = x * rsqrt(mean(x**2, -1, keepdims=True) + epsilon) * scale
+
+    Shapes, dtypes and rounding are those of `layer_norm`.
+
+    >>> rms_norm(tf.constant([[3.0, 4.0]]), epsilon=0.0).numpy().round(4).tolist()
+    [[0.8485, 1.1314]]
+    """
+    return _norm(x, scale, None, epsilon, centred=False)
+
+
+def _norm(x, scale, offset, epsilon, centred):
+    wide, width = accumulator_dtype(x.dtype), [x.shape[-1]]
+    # A GPU has the moments of half-precision values from one pass: those are rounded more coarsely, relative to their
+    # spread, than the difference of two sums.
+    one_pass = x.dtype in HALF and has_gpu()
+
+    @custom_gradient
+    def normalise(x, scale_D, offset_D):
+        def normal():
+            x_MD = tf.cast(x, wide)
+            mean_M1 = _mean(x_MD) if centred else tf.zeros([], wide)
+            centred_MD = x_MD - mean_M1
+            if one_pass:
+                variance_M1 = tf.maximum(_mean(tf.square(x_MD)) - tf.square(mean_M1), 0.0)
+            else:
+                variance_M1 = _mean(tf.square(centred_MD))
+            rate_M1 = tf.math.rsqrt(variance_M1 + epsilon)
+            return centred_MD * rate_M1, rate_M1
+
+        def gradient(dy):
+            # Once more, from x, for whoever differentiates this gradient; XLA merges the two.
+            normal_MD, rate_M1 = normal()
+            dy_MD = tf.cast(dy, wide)
+            dnormal_MD = dy_MD * scale_D
+            # One difference after the other, as XLA:GPU knows it: one kernel.
+            dcentred_MD = dnormal_MD - _mean(dnormal_MD) if centred else dnormal_MD
+            dcentred_MD -= normal_MD * _mean(dnormal_MD * normal_MD)
+            rows = list(range(x.shape.rank - 1))
+            dscale_D, doffset_D = tf.reduce_sum(dy_MD * normal_MD, rows), tf.reduce_sum(dy_MD, rows)
+            return tf.cast(rate_M1 * dcentred_MD, x.dtype), dscale_D, doffset_D
+
+        return tf.cast(normal()[0] * scale_D + offset_D, x.dtype), gradient
+
+    scale = tf.ones(width, wide) if scale is None else scale
+    return normalise(x, scale, tf.zeros(width, wide) if offset is None else offset)
+
+
+def _mean(t_MD):
+    return tf.reduce_mean(t_MD, -1, keepdims=True)
