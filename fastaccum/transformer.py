@@ -19,6 +19,8 @@ from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, 
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.gelu import gelu
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.kernels.rounded import table
+from fastaccum.kernels.xla_ops import unfolded
 
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
 _DEFAULTS |= {"tied": False, "stacked": False}
@@ -127,7 +129,9 @@ class CausalSelfAttention(_AttentionLayer):
         qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
         q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [heads[0], heads[0] + heads[1]], axis=2)
         if self.rotary:
-            cos_T1K, sin_T1K = _rotary_angles(time, self.head_width)
+            cos_T1K, sin_T1K = (
+                table(function, time, self.head_width, dtype=q_BTHK.dtype) for function in (_rotary_cos, _rotary_sin)
+            )
             q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
         output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
         return self.out(ops.reshape(output_BTHK, ops.shape(x_BTD)))
@@ -275,14 +279,21 @@ def _normal(fan_in, scale=1.0):
 
 
 def _rotary_angles(time, head_width):
-    """cos and sin, float32 `[T, 1, K]`, of the angle `t * 10000**(-2 i / K)`, the same for both halves of K."""
+    """float32 `[T, 1, K]`: the angle `t * 10000**(-2 i / K)`, the same for both halves of K."""
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
-    angles = ops.cast(ops.arange(time), "float32")[:, None, None] * inverse
-    angles_T1K = ops.concatenate([angles, angles], axis=-1)
-    return ops.cos(angles_T1K), ops.sin(angles_T1K)
+    angles = ops.cast(unfolded(ops.arange(time)), "float32")[:, None, None] * inverse
+    return ops.concatenate([angles, angles], axis=-1)
+
+
+def _rotary_cos(time, head_width):
+    return ops.cos(_rotary_angles(time, head_width))
+
+
+def _rotary_sin(time, head_width):
+    return ops.sin(_rotary_angles(time, head_width))
 
 
 def _rotate(t_BTHK, cos_T1K, sin_T1K):
     half = t_BTHK.shape[-1] // 2
     turned_BTHK = ops.concatenate([-t_BTHK[..., half:], t_BTHK[..., :half]], axis=-1)
-    return t_BTHK * ops.cast(cos_T1K, t_BTHK.dtype) + turned_BTHK * ops.cast(sin_T1K, t_BTHK.dtype)
+    return t_BTHK * cos_T1K + turned_BTHK * sin_T1K

@@ -1,4 +1,4 @@
-"""Half-precision copies of float32 weights, made once before a loop and not in each of its turns."""
+"""Half-precision copies of float32 weights, and tables, made once before a loop and not in each of its turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from fastaccum.kernels.custom_gradients import custom_gradient
 
+# Of a variable, or of a function with its arguments, and a dtype.
 Find = Callable[[Any, tf.DType], "tf.Tensor | None"]
-_find: contextvars.ContextVar[Find] = contextvars.ContextVar("rounded", default=lambda variable, dtype: None)
+_find: contextvars.ContextVar[Find] = contextvars.ContextVar("rounded", default=lambda asked, dtype: None)
 
 
 @contextlib.contextmanager
@@ -20,18 +21,20 @@ def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
     """Within it, each variable is rounded where its value was read: outside of the loop that is traced here.
 
     Args:
-        values: variables, as they are asked for, and what was read of each before the loop.
+        values: variables, as they are asked for, and what was read of each before the loop; one at least.
     """
     known = {id(variable): value for variable, value in values}
-    made: dict[tuple[int, tf.DType], tf.Tensor] = {}
+    outside = next(iter(known.values())).graph
+    made: dict[tuple[Any, tf.DType], tf.Tensor] = {}
 
-    def find(variable, dtype):
-        value, key = known.get(id(variable)), (id(variable), dtype)
-        if value is None:
-            return None
+    def find(asked, dtype):
+        is_table = isinstance(asked, tuple)
+        key = (asked if is_table else id(asked), dtype)
         if key not in made:
-            with value.graph.as_default(), tf.control_dependencies(None):
-                made[key] = tf.cast(value, dtype)
+            if not is_table and id(asked) not in known:
+                return None
+            with outside.as_default():
+                made[key] = tf.cast(asked[0](*asked[1:]) if is_table else known[id(asked)], dtype)
         return made[key]
 
     with _finding(find):
@@ -48,8 +51,10 @@ def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor) -> Iterator[N
     """
     of_stacks, stacked = _find.get(), {id(variable): whole for variable, whole in stacks}
 
-    def find(variable, dtype):
-        whole = of_stacks(stacked.get(id(variable)), dtype)
+    def find(asked, dtype):
+        if isinstance(asked, tuple):
+            return of_stacks(asked, dtype)
+        whole = of_stacks(stacked.get(id(asked)), dtype)
         return None if whole is None else tf.gather(whole, i)
 
     with _finding(find):
@@ -97,6 +102,12 @@ def _may_capture_from(graph: tf.Graph) -> bool:
 def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
     """The copy of a variable that is at hand here, or None."""
     return _find.get()(variable, dtype)
+
+
+def table(make: Callable[..., tf.Tensor], *arguments: int, dtype: Any) -> tf.Tensor:
+    """`tf.cast(make(*arguments), dtype)`, constant to autodiff."""
+    found = _find.get()((make, *arguments), tf.as_dtype(dtype))
+    return tf.cast(make(*arguments), dtype) if found is None else found
 
 
 def rounded(weight: tf.Tensor, dtype: tf.DType, copy: tf.Tensor | None) -> tf.Tensor:

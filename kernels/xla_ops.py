@@ -133,6 +133,11 @@ def _allocates(device: str) -> bool:
         return False
 
 
+def unfolded(t: tf.Tensor) -> tf.Tensor:
+    """`t`, of which a program for a GPU computes what follows, where it would hold that as a constant."""
+    return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else t
+
+
 def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     """`whole` with `part` written at `start`: in place, once compiled."""
     begin = tf.stack(start)

@@ -95,6 +95,13 @@ def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
     assert not program.copies_in_loops([*kernels, *((LAYERS, *shape) for shape in kernels)])
 
 
+def test_weights_are_rounded_and_positions_turned_to_angles_before_the_loop(gpt):
+    program, kernels = gpt
+    rounded = [each for each in program.values if each.opcode == "convert" and each.dtype == "f16"]
+    assert {each.times for each in rounded if each.shape in kernels} == {1}
+    assert {each.times for each in program.values if each.opcode in ("cosine", "sine")} == {1}
+
+
 def test_the_form_of_the_large_presets_adds_in_place():
     """A fusion for each layer reads its part of the accumulators and writes it, in the loop over the layers.
 

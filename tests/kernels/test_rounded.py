@@ -84,10 +84,11 @@ def test_a_copy_changes_neither_values_nor_first_and_second_derivatives(function
 
 
 def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
-    weight, found = tf.Variable([1 / 3]), {}
+    weight, found, tables = tf.Variable([1 / 3]), {}, {}
 
     def look(where):
         found[where] = rounded.copy_of(weight, tf.float16)
+        tables[where] = rounded.table(tf.range, 3, dtype=tf.float16)
         return tf.constant(0)
 
     kept = tf.function(lambda: look("function"))
@@ -108,4 +109,6 @@ def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
     program.get_concrete_function()
     assert found["loop"] is found["branch"] and found["loop"].dtype == tf.float16
     assert found["function"] is None
+    assert tables["loop"] is tables["branch"] and tables["loop"].graph is found["loop"].graph
+    assert tables["function"].graph is not found["loop"].graph
     assert rounded.copy_of(weight, tf.float16) is None
