@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 
-from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_of, whole_number
+from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_of, true_or_false, whole_number
 from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_add_slice, dynamic_update_slice, has_gpu, loop, product
+from fastaccum.kernels.logit_chunks import Head, cut
+from fastaccum.kernels.xla_ops import HALF, dynamic_update_slice, first_order, has_gpu, loop, max_and_exp_sum, product
 
 
 def linear_cross_entropy(
@@ -22,6 +24,7 @@ def linear_cross_entropy(
     labels: tf.Tensor,
     bias: tf.Tensor | None = None,
     *,
+    transpose_kernel: bool = False,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -38,10 +41,12 @@ def linear_cross_entropy(
         loss = (1 - label_smoothing) * (lse - logits[label]) + label_smoothing * (lse - mean(logits))
         loss = where(label == ignore_index, 0, loss + z_loss * lse**2)
 
-    Tokens and vocabulary are both cut into chunks. One loop over the chunks computes `lse` and keeps nothing else; the
-    backward pass computes each chunk's logits once more (Cut Cross-Entropy, Wijmans et al. 2024,
-    https://arxiv.org/abs/2411.09009). So two chunks of logits, `chunk_size**2` each, exist at once. Gradients are
-    summed in float32. The z-loss is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311).
+    Tokens and vocabulary are both cut into chunks; on a GPU, tokens alone. One loop over the chunks computes `lse` and
+    keeps nothing else; the backward pass computes each chunk's logits once more (Cut Cross-Entropy, Wijmans et al.
+    2024, https://arxiv.org/abs/2411.09009). So two chunks of logits exist at once, of `chunk_size**2` each where that
+    is given. Gradients are summed in float32. The z-loss is that of PaLM (Chowdhery et al. 2022,
+    https://arxiv.org/abs/2204.02311). For a weighted sum of the losses, `linear_cross_entropy_sum` computes no logits
+    twice.
 
     Args:
         hidden: [..., D], float32, float16 or bfloat16.
@@ -49,6 +54,7 @@ def linear_cross_entropy(
         labels: integers [...], in [0, V) or `ignore_index`. The loss of a label that is neither is NaN, and so are
             the gradients, where XLA by itself would read another column.
         bias: [V], float32 or hidden's dtype; None for none.
+        transpose_kernel: the kernel is [V, D], as the table of an embedding is; so is its gradient.
         ignore_index: the label of tokens whose loss, and share in the gradients, is 0.
         label_smoothing: the part of the target that is spread evenly over the vocabulary, in [0, 1).
         z_loss: the factor of `lse**2`, which keeps the logits from drifting.
@@ -64,30 +70,58 @@ def linear_cross_entropy(
     >>> losses.numpy().round(4).tolist()
     [4.6052, 0.0]
     """
-    hidden, kernel, labels = as_tensor("hidden", hidden), as_tensor("kernel", kernel), as_tensor("labels", labels)
-    biases = [] if bias is None else [as_tensor("bias", bias)]
-    _require_tensors(hidden, kernel, labels, *biases)
-    ignore_index, label_smoothing, z_loss = require_options(ignore_index, label_smoothing, z_loss)
-    if chunk_size is None:
-        # On a CPU, 16 MiB of logits stay in the last cache; a GPU wants larger matmuls.
-        chunk_size = 4096 if has_gpu() else 2048
-    chunk = whole_number("chunk_size", chunk_size)
-    width, vocabulary = kernel.shape
-    count = math.prod(labels.shape)
+    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size)
+    options = require_options(ignore_index, label_smoothing, z_loss)
     one_of("implementation", implementation, ("auto", "chunked", "reference"))
-    if implementation == "auto" or not count:
-        implementation = "reference" if count * vocabulary <= max(chunk**2, count * width) else "chunked"
-    hidden_ND = tf.reshape(hidden, [count, width])
+    if implementation == "auto":
+        implementation = "reference" if _is_small(head, chunk_size) else "chunked"
+    return _each(head, labels, *options, implementation)
 
-    def lse_and_target(column_N):
-        if implementation == "chunked":
-            return _chunked([hidden_ND, kernel, *biases], column_N, label_smoothing, chunk)
-        logits_NV = product(hidden_ND, kernel, lambda dlogits_NV: _factor(dlogits_NV, hidden.dtype))
-        for b_V in biases:
-            logits_NV += tf.cast(b_V, tf.float32)
-        return _of_logits(logits_NV, column_N, label_smoothing)
 
-    return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)
+def linear_cross_entropy_sum(
+    hidden: tf.Tensor,
+    kernel: tf.Tensor,
+    labels: tf.Tensor,
+    weights: tf.Tensor,
+    bias: tf.Tensor | None = None,
+    *,
+    rounded_kernel: tf.Tensor | None = None,
+    transpose_kernel: bool = False,
+    chunk_size: int | None = None,
+    implementation: Literal["auto", "one_pass", "chunked", "reference"] = "auto",
+    **options: Any,
+) -> tf.Tensor:
+    """`sum(weights * linear_cross_entropy(...))`, a float32 scalar, by three matmuls in place of four.
+
+    The gradients of a weighted sum are known, up to its own cotangent, as soon as the losses are. So one loop over
+    slices of the tokens, each with all its logits, computes losses and gradients, and the backward pass only multiplies
+    these by the cotangent (Liger Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989). In memory are one slice's
+    logits in float32 and their gradients in hidden's dtype; from the forward pass on, the gradients of hidden and
+    kernel in float32. There are no second derivatives.
+
+    Args:
+        weights: float32, of labels' shape or one that is broadcast to it.
+        rounded_kernel: `cast(kernel, hidden.dtype)`, where it has been made before.
+        chunk_size: with "one_pass", the most tokens in a slice.
+        implementation: "one_pass", as told above; one of those of `linear_cross_entropy`; or "auto": on a GPU the
+            first, where a tape may ask for gradients and no chunk_size is given; but not with a z-loss in float16,
+            whose gradients have no bound before the first slice that would keep them in range.
+        **options: ignore_index, label_smoothing and z_loss; these and the others are those of `linear_cross_entropy`.
+
+    >>> total = linear_cross_entropy_sum(tf.ones([2, 3]), tf.zeros([3, 100]), tf.constant([7, -100]), tf.constant(2.0))
+    >>> round(float(total), 4)
+    9.2103
+    """
+    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size, rounded_kernel)
+    numbers = require_options(**options)
+    one_of("implementation", implementation, ("auto", "one_pass", "chunked", "reference"))
+    if implementation == "auto":
+        one_pass = has_gpu() and chunk_size is None and record.could_possibly_record()
+        one_pass = one_pass and not (numbers[2] and head.hidden_ND.dtype == tf.float16)
+        implementation = "reference" if _is_small(head, chunk_size) else "one_pass" if one_pass else "chunked"
+    if implementation == "one_pass" and head.tokens.size:
+        return _one_pass(head._replace(columns=cut(head.columns.size, head.columns.size)), labels, weights, *numbers)
+    return tf.reduce_sum(weights * _each(head, labels, *numbers, implementation))
 
 
 def cross_entropy_from_logits(
@@ -106,20 +140,39 @@ def cross_entropy_from_logits(
     return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)
 
 
+def _each(head, labels, ignore_index, smoothing, z_loss, implementation):
+    def lse_and_target(column_N):
+        if implementation == "chunked" and head.tokens.size:
+            return _chunked(head, column_N, smoothing)
+        kernel_DV = tf.transpose(head.kernel) if head.transposed else head.kernel
+        logits_NV = product(head.hidden_ND, kernel_DV, lambda dlogits_NV: _factor(dlogits_NV, head.hidden_ND.dtype))
+        for b_V in head.bias:
+            logits_NV += tf.cast(b_V, tf.float32)
+        return _of_logits(logits_NV, column_N, smoothing)
+
+    return _losses(lse_and_target, labels, head.columns.size, ignore_index, z_loss)
+
+
 def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore_index: int, z_loss: float):
     """From the log-sum-exp of each token's logits and their mean under its (smoothed) labels, float32 [N] both."""
-    labels_N = tf.cast(tf.reshape(labels, [-1]), tf.int64)
-    in_range_N = (labels_N >= 0) & (labels_N < vocabulary)
-    ignored_N = labels_N == ignore_index
     with tf.name_scope("linear_cross_entropy"):
-        lse_N, target_N = lse_and_target(tf.cast(tf.where(in_range_N, labels_N, -1), tf.int32))
+        column_N, counted_N = _columns(labels, vocabulary, ignore_index)
+        lse_N, target_N = lse_and_target(column_N)
         losses_N = lse_N - target_N
         if z_loss:
             losses_N += z_loss * tf.square(lse_N)
-        # As a factor, so that the gradients are NaN too, and no step is taken with them.
-        losses_N *= tf.where(in_range_N | ignored_N, 1.0, math.nan)
-        losses_N = tf.where(ignored_N, 0.0, losses_N)
+        losses_N = tf.where(counted_N == 0.0, 0.0, losses_N * counted_N)
     return tf.reshape(losses_N, tf.shape(labels))
+
+
+def _columns(labels: tf.Tensor, vocabulary: int, ignore_index: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Each label's column, int32 [N], -1 for none; and a factor of its loss, float32 [N]: 0 where it is ignored, and
+    NaN where it is out of range, so that the gradients are NaN too, and no step is taken with them.
+    """
+    labels_N = tf.cast(tf.reshape(labels, [-1]), tf.int64)
+    in_range_N = (labels_N >= 0) & (labels_N < vocabulary)
+    counted_N = tf.where(labels_N == ignore_index, 0.0, tf.where(in_range_N, 1.0, math.nan))
+    return tf.cast(tf.where(in_range_N, labels_N, -1), tf.int32), counted_N
 
 
 def _of_logits(logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float) -> tuple[tf.Tensor, tf.Tensor]:
@@ -143,115 +196,129 @@ def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
     return tf.where(tf.math.is_finite(factor) & (factor > 0), factor, 1.0)
 
 
-def _chunked(inputs, column_N, smoothing, chunk):
+def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss):
+    column_N, counted_N = _columns(labels, head.columns.size, ignore_index)
+
     @custom_gradient
-    def lse_and_target(hidden_ND, kernel_DV, *bias):
-        (count, width), vocabulary = hidden_ND.shape, kernel_DV.shape[1]
-        tokens, columns = _cut(count, chunk), _cut(vocabulary, chunk)
+    def weighted_sum(weight_N, *inputs):
+        own = head.of(*inputs)
+        factor = _factor(weight_N, own.hidden_ND.dtype)
+        dlse, dtarget = head.tokens.cut_up(factor * weight_N), head.tokens.cut_up(-factor * weight_N)
+        mean_N = own.mean() if smoothing else None
 
-        def chunk_of(i):
-            """Where chunk i begins, its place among the pieces, its operands, its logits, its labels as its columns."""
-            row, column = i // columns.pieces, i % columns.pieces
-            n, v = tokens.start(row), columns.start(column)
-            hidden_nD = tf.slice(hidden_ND, [n, 0], [tokens.length, width])
-            kernel_Dv = tf.cast(tf.slice(kernel_DV, [0, v], [width, columns.length]), hidden_nD.dtype)
-            logits_nv = dot(hidden_nD, kernel_Dv)
-            for b_V in bias:
-                logits_nv += tf.cast(tf.slice(b_V, [v], [columns.length]), tf.float32)
-            label_n = tf.slice(column_N, [n], [tokens.length])
-            if columns.overlap:
-                logits_nv = tf.where(columns.fresh(column), logits_nv, -math.inf)
-                label_n = tf.where(label_n >= column * columns.length, label_n, -1)
-            return (n, v), (row, column), hidden_nD, kernel_Dv, logits_nv, label_n - v
+        def step(i, losses_N, *sums):
+            chunk = own.chunk(i, column_N)
+            n, size = chunk.start[0], head.tokens.length
+            dlse_n, dtarget_n = dlse[i], dtarget[i]
+            row_max_n, row_sum_n = max_and_exp_sum(chunk.logits_nv)
+            lse_n = row_max_n + tf.math.log(row_sum_n)
+            here_n, logit_n = chunk.at_label()
+            target_n = tf.where(here_n, logit_n, 0.0)
+            if smoothing:
+                target_n = (1 - smoothing) * target_n + smoothing * tf.slice(mean_N, [n], [size])
+            losses_n = lse_n - target_n
+            if z_loss:
+                dlse_n *= 1 + 2 * z_loss * lse_n
+                losses_n += z_loss * tf.square(lse_n)
+            softmax_nv = tf.exp(chunk.logits_nv - row_max_n[:, tf.newaxis]) / row_sum_n[:, tf.newaxis]
+            sums = own.add(sums, chunk, softmax_nv, dlse_n, dtarget_n, smoothing)
+            return [dynamic_update_slice(losses_N, losses_n, [n]), *sums]
 
-        lse_N, target_N = _online_lse(chunk_of, tokens, columns, count)
+        with record.stop_recording():  # an eager tape would keep what the loop computes
+            zeros = [tf.zeros(t.shape) for t in (weight_N, *inputs)]
+            losses_N, *sums = loop(head.tokens.pieces * head.columns.pieces, step, zeros)
+
+        def gradient(d):
+            grads = [tf.cast(d / factor * total, t.dtype) for total, t in zip(sums, inputs, strict=True)]
+            return first_order([d * losses_N, *grads], "linear_cross_entropy_sum")
+
+        return tf.reduce_sum(weight_N * losses_N), gradient
+
+    with tf.name_scope("linear_cross_entropy"):
+        weight_N = tf.reshape(tf.broadcast_to(weights, labels.shape), [-1])
+        return weighted_sum(
+            tf.where(counted_N == 0, 0.0, weight_N * counted_N), head.hidden_ND, head.kernel, *head.bias
+        )
+
+
+def _chunked(head, column_N, smoothing):
+    @custom_gradient
+    def lse_and_target(*inputs):
+        own = head.of(*inputs)
+        lse_N, target_N = _online_lse(own, column_N)
         if smoothing:
-            # The mean over the vocabulary of hidden @ kernel is hidden @ (the kernel's mean).
-            compute_DV = tf.cast(tf.cast(kernel_DV, hidden_ND.dtype), tf.float32)
-            mean_N = tf.linalg.matvec(tf.cast(hidden_ND, tf.float32), tf.reduce_mean(compute_DV, 1))
-            for b_V in bias:
-                mean_N += tf.reduce_mean(tf.cast(b_V, tf.float32))
-            target_N = (1 - smoothing) * target_N + smoothing * mean_N
+            target_N = (1 - smoothing) * target_N + smoothing * own.mean()
 
         def gradient(dlse_N, dtarget_N):
-            factor = _factor(tf.abs(dlse_N) + tf.abs(dtarget_N), hidden_ND.dtype)
-            dlse_N, dtarget_N = factor * dlse_N, factor * dtarget_N
+            factor = _factor(tf.abs(dlse_N) + tf.abs(dtarget_N), own.hidden_ND.dtype)
+            dlse, dtarget = head.tokens.cut_up(factor * dlse_N), head.tokens.cut_up(factor * dtarget_N)
 
-            def backward(i, dhidden_ND, dkernel_DV, *dbias):
-                (n, v), (row, column), hidden_nD, kernel_Dv, logits_nv, label_n = chunk_of(i)
-                lse_n, dlse_n, dtarget_n = (tf.slice(t, [n], [tokens.length]) for t in (lse_N, dlse_N, dtarget_N))
-                if tokens.overlap:
-                    fresh_n = tokens.fresh(row)
-                    dlse_n, dtarget_n = tf.where(fresh_n, dlse_n, 0.0), tf.where(fresh_n, dtarget_n, 0.0)
-                softmax_nv = tf.exp(logits_nv - lse_n[:, tf.newaxis])
-                smoothed_nv = tf.where(tf.range(columns.length) == label_n[:, tf.newaxis], 1 - smoothing, 0.0)
-                if smoothing:
-                    smoothed_nv += smoothing / vocabulary * tf.cast(columns.fresh(column), tf.float32)
-                dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
-                dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [v]) for db_V in dbias]
-                dlogits_nv = tf.cast(dlogits_nv, hidden_ND.dtype)
-                return [
-                    dynamic_add_slice(dhidden_ND, dot(dlogits_nv, kernel_Dv, transpose_b=True), [n, 0]),
-                    dynamic_add_slice(dkernel_DV, dot(hidden_nD, dlogits_nv, transpose_a=True), [0, v]),
-                    *dbias,
-                ]
+            def backward(i, *sums):
+                chunk = own.chunk(i, column_N)
+                row, lse_n = chunk.place[0], tf.slice(lse_N, [chunk.start[0]], [head.tokens.length])
+                softmax_nv = tf.exp(chunk.logits_nv - lse_n[:, tf.newaxis])
+                return own.add(sums, chunk, softmax_nv, dlse[row], dtarget[row], smoothing)
 
-            inputs = hidden_ND, kernel_DV, *bias
-            sums = loop(tokens.pieces * columns.pieces, backward, [tf.zeros(t.shape) for t in inputs])
+            sums = loop(head.tokens.pieces * head.columns.pieces, backward, [tf.zeros(t.shape) for t in inputs])
             return [tf.cast(total / factor, t.dtype) for total, t in zip(sums, inputs, strict=True)]
 
         return (lse_N, target_N), gradient
 
-    return lse_and_target(*inputs)
+    return lse_and_target(head.hidden_ND, head.kernel, *head.bias)
 
 
-def _online_lse(chunk_of, tokens, columns, count):
+def _online_lse(head, column_N):
     """Each token's log-sum-exp and the logit of its label, from one loop over the chunks."""
 
     def forward(i, *carried):
-        (n, _), (row, _), *_, logits_nv, label_n = chunk_of(i)
-        before = [tf.slice(t, [n], [tokens.length]) for t in carried]
+        chunk = head.chunk(i, column_N)
+        n = chunk.start[0]
+        before = [tf.slice(t, [n], [head.tokens.length]) for t in carried]
         row_max_n, row_sum_n, label_logit_n = before
-        new_row_max_n = tf.maximum(row_max_n, tf.reduce_max(logits_nv, -1))
+        chunk_max_n, chunk_sum_n = max_and_exp_sum(chunk.logits_nv)
+        new_row_max_n = tf.maximum(row_max_n, chunk_max_n)
         new_row_sum_n = row_sum_n * tf.exp(row_max_n - new_row_max_n)
-        new_row_sum_n += tf.reduce_sum(tf.exp(logits_nv - new_row_max_n[:, tf.newaxis]), -1)
-        here_n = (label_n >= 0) & (label_n < columns.length)
-        picked_n = tf.gather(logits_nv, tf.clip_by_value(label_n, 0, columns.length - 1), batch_dims=1)
-        after = [new_row_max_n, new_row_sum_n, tf.where(here_n, picked_n, label_logit_n)]
-        if tokens.overlap:
-            fresh_n = tokens.fresh(row)
+        new_row_sum_n += chunk_sum_n * tf.exp(chunk_max_n - new_row_max_n)
+        here_n, logit_n = chunk.at_label()
+        after = [new_row_max_n, new_row_sum_n, tf.where(here_n, logit_n, label_logit_n)]
+        if head.tokens.overlap:
+            fresh_n = head.tokens.fresh(chunk.place[0])
             after = [tf.where(fresh_n, new, old) for new, old in zip(after, before, strict=True)]
         return [dynamic_update_slice(t, new, [n]) for t, new in zip(carried, after, strict=True)]
 
     # A finite start: the exponential of -inf - -inf, in a chunk without a possible class, would be NaN.
-    start = [tf.fill([count], tf.float32.min), tf.zeros([count]), tf.zeros([count])]
-    row_max_N, row_sum_N, label_logit_N = loop(tokens.pieces * columns.pieces, forward, start)
+    start = [tf.fill([head.tokens.size], tf.float32.min), tf.zeros([head.tokens.size]), tf.zeros([head.tokens.size])]
+    row_max_N, row_sum_N, label_logit_N = loop(head.tokens.pieces * head.columns.pieces, forward, start)
     return row_max_N + tf.math.log(row_sum_N), label_logit_N
 
 
-class _Cut(NamedTuple):
-    """An axis in pieces of one length. The last begins early if it must, on what the one before has covered."""
-
-    pieces: int
-    length: int
-    overlap: int
-
-    def start(self, i: tf.Tensor) -> tf.Tensor:
-        return tf.minimum(i * self.length, (self.pieces - 1) * self.length - self.overlap)
-
-    def fresh(self, i: tf.Tensor) -> tf.Tensor:
-        """Which places of piece i no piece before it has covered: bool [length]."""
-        return self.start(i) + tf.range(self.length) >= i * self.length
-
-
-def _cut(size: int, chunk: int) -> _Cut:
-    """Even pieces of at most `chunk`, of a multiple of 64 where that is to be had: matrix units want it."""
-    length = min(size, chunk, 64 * math.ceil(size / math.ceil(size / chunk) / 64))
-    pieces = math.ceil(size / length)
-    return _Cut(pieces, length, pieces * length - size)
+def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None) -> tuple[Head, tf.Tensor]:
+    """The head and the labels; raises TypeError or ValueError for what does not fit."""
+    hidden, kernel, labels = as_tensor("hidden", hidden), as_tensor("kernel", kernel), as_tensor("labels", labels)
+    biases = () if bias is None else (as_tensor("bias", bias),)
+    transposed = true_or_false("transpose_kernel", transposed)
+    _require_tensors(hidden, kernel, labels, transposed, *biases)
+    width, vocabulary = kernel.shape[:: -1 if transposed else 1]
+    count = math.prod(labels.shape)
+    if chunk_size is not None:
+        tokens = columns = whole_number("chunk_size", chunk_size)
+    elif has_gpu():
+        # Enough that the products take longer than to read and write the sum of the kernel's gradients, and in few
+        # launches; few enough that logits and their gradients stay within 0.15 of all the logits' size.
+        tokens, columns = max(1024, min(count // 10, 2048), 2**25 // vocabulary), vocabulary
+    else:
+        tokens = columns = 2048  # 16 MiB of logits stay in the last cache
+    cuts = cut(count, tokens), cut(vocabulary, columns)
+    return Head(tf.reshape(hidden, [count, width]), kernel, biases, rounded, transposed, *cuts), labels
 
 
-def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, *bias: tf.Tensor) -> None:
+def _is_small(head: Head, chunk_size: int | None) -> bool:
+    """Whether all the logits take no more room than one chunk, or than `hidden`."""
+    chunk = chunk_size or (4096 if has_gpu() else 2048)
+    return head.tokens.size * head.columns.size <= max(chunk**2, math.prod(head.hidden_ND.shape))
+
+
+def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, transposed: bool, *bias: tf.Tensor):
     named = dict(zip(("hidden", "kernel", "labels", "bias"), (hidden, kernel, labels, *bias), strict=False))
     if hidden.dtype not in (*HALF, tf.float32):
         raise TypeError(f"hidden has dtype {hidden.dtype.name}: it must be float32, float16 or bfloat16.")
@@ -262,18 +329,22 @@ def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, *b
             )
     if not labels.dtype.is_integer:
         raise TypeError(f"labels have dtype {labels.dtype.name}: they must be integers, the indices of classes.")
+    layout = "[V, D]" if transposed else "[D, V]"
     shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in named.items())
     fits = all(tensor.shape.is_fully_defined() for tensor in named.values())
-    fits = fits and hidden.shape.rank >= 1 and kernel.shape.rank == 2 and kernel.shape[1] > 0
-    fits = fits and hidden.shape[-1] == kernel.shape[0] and labels.shape == hidden.shape[:-1]
-    if not fits or any(b.shape != kernel.shape[1:] for b in bias):
+    fits = fits and hidden.shape.rank >= 1 and kernel.shape.rank == 2
+    width, vocabulary = kernel.shape[:: -1 if transposed else 1] if fits else (0, 0)
+    fits = fits and vocabulary > 0 and hidden.shape[-1] == width and labels.shape == hidden.shape[:-1]
+    if not fits or any(b.shape != [vocabulary] for b in bias):
         raise ValueError(
-            f"The shapes do not fit: {shapes}. They must be hidden [..., D], kernel [D, V], labels [...] and bias [V], "
-            "every size known when this is traced."
+            f"The shapes do not fit: {shapes}. They must be hidden [..., D], kernel {layout}, labels [...] and bias "
+            "[V], every size known when this is traced."
         )
 
 
-def require_options(ignore_index: Any, label_smoothing: Any, z_loss: Any) -> tuple[int, float, float]:
+def require_options(
+    ignore_index: Any = -100, label_smoothing: Any = 0.0, z_loss: Any = 0.0
+) -> tuple[int, float, float]:
     """The options as numbers; raises TypeError or ValueError if one is out of its range."""
     return (
         whole_number("ignore_index", ignore_index, minimum=None),

@@ -19,7 +19,7 @@ class SumAccumulator:
     """An accumulator that starts from `total`, to which the gradient of each micro-batch is added."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices):
-        self.terms = [gradient]  # what a micro-batch hands to the loop
+        self.terms = _terms(gradient)  # what a micro-batch hands to the loop
         self._total = total
 
     def start(self) -> list[tf.Tensor]:
@@ -28,12 +28,7 @@ class SumAccumulator:
 
     def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
         """What it carries after micro-batch `i`, which handed over `terms`."""
-        (total,), (gradient,) = carried, terms
-        if isinstance(gradient, tf.IndexedSlices):
-            # Costs O(rows it holds), not O(rows of the table). Repeated indices add up.
-            values = tf.cast(gradient.values, total.dtype)
-            return [tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], values)]
-        return [total + tf.cast(gradient, total.dtype)]
+        return [_added(carried[0], terms)]
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
         """The sum over all micro-batches, from what the loop carried out."""
@@ -45,11 +40,37 @@ class AddedAccumulator(SumAccumulator):
 
     def __init__(self, total: tf.Tensor, added: tf.Tensor, terms: Sequence[tf.Tensor]):
         super().__init__(total, added)
-        self.terms = [added, *terms]
+        self.terms = [added, *map(_by_rows, terms)]
 
     def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
-        total, *terms = terms
-        return [tf.add_n([total, *(tf.cast(term, total.dtype) for term in terms)])]
+        return [_added(terms[0], terms[1:])]
+
+
+def _terms(gradient: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | tf.IndexedSlices]:
+    if isinstance(gradient, tf.IndexedSlices) or gradient.op.type != "AddN":
+        return [gradient]
+    return [_by_rows(term) for term in gradient.op.inputs]
+
+
+def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    """A term of a sum as it came: TensorFlow makes a whole table of `IndexedSlices` that are added to a dense gradient,
+    as those of a tied embedding are.
+    """
+    if term.op.type == "UnsortedSegmentSum" and term.op.inputs[1].shape.rank == 1:
+        return tf.IndexedSlices(*term.op.inputs[:2])
+    return term
+
+
+def _added(total: tf.Tensor, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
+    by_rows = [term for term in terms if isinstance(term, tf.IndexedSlices)]
+    for term in terms:
+        if not isinstance(term, tf.IndexedSlices):
+            total += tf.cast(term, total.dtype)
+    for term in by_rows:
+        # Costs O(rows it holds), not O(rows of the table). Repeated indices add up.
+        values = tf.cast(term.values, total.dtype)
+        total = tf.tensor_scatter_nd_add(total, term.indices[:, tf.newaxis], values)
+    return total
 
 
 class LookupAccumulator(SumAccumulator):

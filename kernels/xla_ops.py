@@ -138,6 +138,30 @@ def unfolded(t: tf.Tensor) -> tf.Tensor:
     return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else t
 
 
+def max_and_exp_sum(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """`m = max(x)` and `sum(exp(x - m))` over the last axis of a float32 matrix; m is finite where all are -inf.
+
+    >>> [t.numpy().tolist() for t in max_and_exp_sum(tf.constant([[3.0, 3.0]]))]
+    [[3.0], [2.0]]
+    """
+    if not (has_gpu() and in_xla()):
+        row_max = tf.maximum(tf.reduce_max(x, -1), tf.float32.min)
+        return row_max, tf.reduce_sum(tf.exp(x - row_max[:, tf.newaxis]), -1)
+
+    # In one read: a large matrix is not in any cache when it is read again.
+    @tf.function(autograph=False)
+    def combined(max_a, sum_a, max_b, sum_b):
+        smaller = tf.exp(-tf.abs(max_a - max_b))
+        larger_a = max_a > max_b
+        return tf.maximum(max_a, max_b), tf.where(larger_a, sum_a + smaller * sum_b, smaller * sum_a + sum_b)
+
+    reducer = combined.get_concrete_function(*[tf.TensorSpec([], tf.float32)] * 4)
+    row_max, row_sum = xla.variadic_reduce(
+        [x, tf.ones_like(x)], [tf.constant(tf.float32.min), tf.constant(0.0)], [1], reducer
+    )
+    return row_max, row_sum
+
+
 def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
     """`whole` with `part` written at `start`: in place, once compiled."""
     begin = tf.stack(start)

@@ -17,7 +17,9 @@ from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import whole
 from fastaccum.adapters.packages import package
 from fastaccum.kernels import fp32_layers
-from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy, require_options
+from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy_sum, require_options
+from fastaccum.kernels.rounded import copy_of
+from fastaccum.kernels.xla_ops import HALF
 
 _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbedding)
 
@@ -28,9 +30,12 @@ class LinearCrossEntropy(keras.losses.Loss):
 
     The same loss, denominators and gradients as `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`.
     In a `Trainer`'s train step and evaluation, the output layer (the head) is left out of the model's forward pass,
-    and `fastaccum.kernels.linear_cross_entropy` computes the losses from what the head was given and from its weights:
+    and a kernel computes the losses from what the head was given and from its weights, as
 
-        losses = linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
+        losses = fastaccum.kernels.linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
+
+    does. In a train step it computes their gradients with them, a slice of the tokens at a time, unless a chunk_size
+    is given.
 
     The model itself stays as it is: `predict`, `save` and a call of it compute the logits as ever.
 
@@ -142,13 +147,26 @@ class FusedHeadLoss:
                 "computes them. Use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
 
-    def call(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
-        """The losses of the model's output when it was called with the head left out."""
-        labels, options = _labels(y_true, hidden), self._loss.options
-        kernel, bias = tf.convert_to_tensor(_kernel(self.head)), getattr(self.head, "bias", None)
-        bias = None if bias is None else tf.convert_to_tensor(bias)
-        losses = linear_cross_entropy(hidden, kernel, labels, bias, chunk_size=self._loss.chunk_size, **options)
-        return _masked(losses, labels, self.ignore_class)
+    def labels(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
+        """Class indices [...], with a mask of those that count, as Keras's own losses have one."""
+        labels = tf.identity(tf.cast(_labels(y_true, hidden), tf.int64))
+        return _masked(labels, labels, self.ignore_class)
+
+    def sum(self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
+        """The weighted sum of those losses that are `counted`, bool [...], from what the head was given."""
+        kernel, transposed = _kernel(self.head)
+        bias = getattr(self.head, "bias", None)
+        return linear_cross_entropy_sum(
+            hidden,
+            tf.convert_to_tensor(kernel),
+            tf.where(counted, labels, self.ignore_class),
+            tf.constant(1.0) if weights is None else weights,
+            None if bias is None else tf.convert_to_tensor(bias),
+            rounded_kernel=copy_of(kernel, hidden.dtype) if hidden.dtype in HALF else None,
+            transpose_kernel=transposed,
+            chunk_size=self._loss.chunk_size,
+            **self._loss.options,
+        )
 
 
 def _masked(losses: Any, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
@@ -197,17 +215,17 @@ def _is_dense(layer: Any) -> bool:
     return plain or (package(type(layer)) == "tf_keras" and type(layer).__name__ == "Dense")
 
 
-def _kernel(layer: Any) -> Any:
-    """[D, V], the variable itself where there is one; None for a layer without."""
+def _kernel(layer: Any) -> tuple[Any, bool]:
+    """The variable itself where there is one, None for a layer without; and whether it is [V, D], not [D, V]."""
     if type(layer) in _REVERSIBLE:
-        return tf.transpose(layer.embeddings) if layer.tie_weights else layer.reverse_embeddings
-    return getattr(layer, "kernel", None)
+        return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
+    return getattr(layer, "kernel", None), False
 
 
 def _require_linear(layer: Any, classes: int | None) -> None:
-    kernel, bias = _kernel(layer), getattr(layer, "bias", None)
+    (kernel, transposed), bias = _kernel(layer), getattr(layer, "bias", None)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
-    if kernel is None or len(kernel.shape) != 2 or kernel.shape[1] != classes:
+    if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
             f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "

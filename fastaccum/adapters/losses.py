@@ -192,21 +192,23 @@ def term(
     Raises ValueError if the loss returns a mean instead of one value per example, or if a shape does not fit.
     """
     masks = [mask_of(y_pred)]
-    if hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
+    if isinstance(loss, FusedHeadLoss):
+        values = loss.labels(y_true, y_pred)  # in place of the losses, which only their sum may need
+    elif hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
         values = getattr(loss, "fn", loss.call)(y_true, y_pred)
     else:
-        if not isinstance(loss, FusedHeadLoss):
-            dtype = getattr(loss, "dtype", None) or "float32"
-            y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
-            if not isinstance(loss, keras.Loss) and y_true.shape.rank == 1 and y_pred.shape[1:] == [1]:
-                y_true = y_true[:, tf.newaxis]  # as tf_keras does, before it calls the loss
-            _require_same_shape(loss, y_true, y_pred)
+        dtype = getattr(loss, "dtype", None) or "float32"
+        y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
+        if not isinstance(loss, keras.Loss) and y_true.shape.rank == 1 and y_pred.shape[1:] == [1]:
+            y_true = y_true[:, tf.newaxis]  # as tf_keras does, before it calls the loss
+        _require_same_shape(loss, y_true, y_pred)
         shapes = f"y of shape {tuple(y_true.shape)} and predictions of shape {tuple(y_pred.shape)}"
         with checks.naming(f"loss {_loss_name(loss)!r}, called with {shapes}"):
             values = loss.call(y_true, y_pred)
-    _require_per_example(loss, values, y_pred.shape[0])
     masks.append(mask_of(values))
-    values = tf.cast(values, tf.float32)
+    if not isinstance(loss, FusedHeadLoss):
+        _require_per_example(loss, values, y_pred.shape[0])
+        values = tf.cast(values, tf.float32)
     elements = tf.ones([values.shape[0]] + [1] * (values.shape.rank - 1), tf.bool)
     if valid is not None:
         elements = tf.reshape(valid, elements.shape)
@@ -218,7 +220,10 @@ def term(
         weights = _aligned("sample_weight", tf.cast(sample_weight, tf.float32), values)
         if sample_weight.shape.rank < values.shape.rank:
             weights = tf.broadcast_to(weights, values.shape)
-    loss_sum = tf.reduce_sum(tf.where(elements, values if weights is None else values * weights, 0.0))
+    if isinstance(loss, FusedHeadLoss):
+        loss_sum = loss.sum(values, y_pred, elements, weights)
+    else:
+        loss_sum = tf.reduce_sum(tf.where(elements, values if weights is None else values * weights, 0.0))
     if weights is not None and _reduction(loss) == "mean_with_sample_weight":
         weight_sum = tf.reduce_sum(tf.where(elements, weights, 0.0))
     else:

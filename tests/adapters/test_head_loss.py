@@ -1,12 +1,15 @@
 """Training with `LinearCrossEntropy`: the steps of Keras's own loss, without the logits."""
 
 import re
+import unittest.mock
 
+import h200
 import keras
 import numpy as np
 import pytest
 
 import fastaccum as fa
+from fastaccum.kernels import cross_entropy
 
 K, B, T, V, D = 3, 4, 6, 50, 8
 IGNORED = -100
@@ -183,6 +186,33 @@ def test_a_tied_head_of_one_of_several_outputs():
         weights.append(trainer.model.get_weights())
     for got, expected in zip(*weights, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_a_step_as_on_a_gpu_is_that_of_keras_own_loss(dtype, monkeypatch):
+    """Losses and gradients in one pass, the head a table by rows, with masks, sample weights and padded rows."""
+    monkeypatch.setattr(cross_entropy, "_is_small", lambda head, chunk_size: False)
+    one_pass = unittest.mock.Mock(wraps=cross_entropy._one_pass)
+    monkeypatch.setattr(cross_entropy, "_one_pass", one_pass)
+    x, y = make_data(K * B - 1)
+    weights = []
+    for loss in (fa.LinearCrossEntropy(), theirs()):
+        keras.utils.set_random_seed(1)
+        ids = keras.Input((T,), dtype="int32")
+        # As KerasHub's: the logits of a table without autocast are float32 whatever the rest computes in.
+        table = keras.layers.ReversibleEmbedding(V, D, mask_zero=True, reverse_dtype="float32", dtype=dtype)
+        hidden = keras.layers.Dense(D, activation="tanh", dtype=dtype)(table(ids))
+        model = keras.Model(ids, table(hidden, reverse=True))
+        options = {"gradient_accumulation_steps": K, "clip_norm": 1.0, "jit_compile": not weights}
+        trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), loss, **options)
+        with h200.as_on_a_gpu():
+            trainer.fit(x, y, sample_weight=make_weights("tokens", len(x)), batch_size=B, shuffle=False, verbose=0)
+            evaluated = trainer.evaluate(x, y, batch_size=B, verbose=0)
+        weights.append([evaluated, *model.get_weights()])
+    assert one_pass.call_count == 1 and one_pass.call_args.args[0].transposed
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    for got, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_it_trains_a_tf_keras_model():

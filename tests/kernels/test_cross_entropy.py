@@ -2,14 +2,16 @@
 
 import re
 
+import h200
+import hlo
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastaccum.kernels import cross_entropy
-from fastaccum.kernels.cross_entropy import linear_cross_entropy
+from fastaccum.kernels import cross_entropy, logit_chunks, xla_ops
+from fastaccum.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
 from fastaccum.step import program as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
@@ -28,15 +30,24 @@ def make(dtype="float32", shape=(TOKENS,), vocabulary=VOCABULARY, width=WIDTH, b
     return (hidden, kernel, labels, biases), tf.constant(rng.uniform(0.1, 1.0, shape), "float32")
 
 
-def outcome(inputs, cotangent, jit_compile=True, **options):
+def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
     """Losses, and the gradients of hidden, kernel and, where there is one, bias."""
 
     def run(hidden, kernel, labels, bias, cotangent):
+        kernel = tf.transpose(kernel) if transposed else kernel
         watched = [t for t in (hidden, kernel, bias) if t is not None]
         with tf.GradientTape() as tape:
-            tape.watch(watched)
-            losses = linear_cross_entropy(hidden, kernel, labels, bias, **options)
-        return losses, *tape.gradient(losses, watched, output_gradients=cotangent)
+            tape.watch([*watched, cotangent])
+            if options.get("implementation") == "one_pass":
+                args = hidden, kernel, labels, cotangent, bias
+                total = linear_cross_entropy_sum(*args, transpose_kernel=transposed, **options)
+            else:
+                losses = linear_cross_entropy(hidden, kernel, labels, bias, transpose_kernel=transposed, **options)
+                total = tf.reduce_sum(losses * cotangent)
+        # The losses are the gradients of their weights. Half of all, doubled: the cotangent of the total is felt.
+        gradients = tape.gradient(total, [cotangent, *watched], output_gradients=tf.constant(0.5))
+        losses, dhidden, dkernel, *dbias = (2 * g for g in gradients)
+        return losses, dhidden, tf.transpose(dkernel) if transposed else dkernel, *dbias
 
     if jit_compile is not None:
         run = tf.function(run, jit_compile=jit_compile, autograph=False)
@@ -72,8 +83,9 @@ def assert_as_good(ours, reference, expected, tolerance):
         )
 
 
-def check(inputs, cotangent, chunk_size, jit_compile=True, **options):
-    ours = outcome(inputs, cotangent, jit_compile, implementation="chunked", chunk_size=chunk_size, **options)
+def check(inputs, cotangent, chunk_size, jit_compile=True, implementation="chunked", transposed=False, **options):
+    how = {"implementation": implementation, "chunk_size": chunk_size, "transposed": transposed}
+    ours = outcome(inputs, cotangent, jit_compile, **how, **options)
     reference = outcome(inputs, cotangent, None, implementation="reference", **options)
     dtype = inputs[0].dtype
     expected = truth(inputs, cotangent, **options)
@@ -85,10 +97,11 @@ def check(inputs, cotangent, chunk_size, jit_compile=True, **options):
 
 
 @pytest.mark.parametrize("options", [{}, SMOOTHED], ids=["plain", "smoothed"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("implementation", ["chunked", "one_pass"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_losses_and_gradients_are_as_good_as_the_unfused_ones(dtype, bias, options):
-    check(*make(dtype, bias=bias), chunk_size=100, **options)
+def test_losses_and_gradients_are_as_good_as_the_unfused_ones(dtype, implementation, options):
+    other = bool(options) == (implementation == "chunked")  # with a bias and a kernel [D, V], or neither
+    check(*make(dtype, bias=other), 100, implementation=implementation, transposed=not other, **options)
 
 
 @pytest.mark.parametrize("jit_compile", [None, False], ids=["eager", "graph"])
@@ -103,28 +116,42 @@ def test_it_runs_without_xla(jit_compile):
     width=st.integers(1, 40),
     chunk_size=st.integers(1, 310),
     options=st.sampled_from([{}, SMOOTHED]),
+    how=st.sampled_from([("chunked", False), ("chunked", True), ("one_pass", False), ("one_pass", True)]),
 )
-def test_any_shape_and_any_chunk(shape, vocabulary, width, chunk_size, options):
+def test_any_shape_and_any_chunk(shape, vocabulary, width, chunk_size, options, how):
     chunk_size = max(chunk_size, vocabulary // 4)  # eager loops: few steps
     inputs, cotangent = make(shape=shape, vocabulary=vocabulary, width=width, ignored=0.3, seed=vocabulary)
-    check(inputs, cotangent, chunk_size, jit_compile=None, **options)
+    implementation, transposed = how
+    how = {"implementation": implementation, "transposed": transposed}
+    check(inputs, cotangent, chunk_size, jit_compile=None, **how, **options)
 
 
-def test_columns_counted_twice_are_noticed(monkeypatch):
-    """The control: the last chunk overlaps the one before, and its repeated columns must be left out."""
-    monkeypatch.setattr(cross_entropy._Cut, "fresh", lambda cut, i: tf.ones([cut.length], tf.bool))
-    with pytest.raises(AssertionError, match=r"losses\["):
-        check(*make(), chunk_size=100, jit_compile=None)
+def test_columns_and_tokens_counted_twice_are_noticed(monkeypatch):
+    """The control: the last chunk overlaps the one before, and what it repeats must be left out."""
+    with monkeypatch.context() as patched:
+        patched.setattr(logit_chunks.Cut, "fresh", lambda cut, i: tf.ones([cut.length], tf.bool))
+        with pytest.raises(AssertionError, match=r"losses\["):
+            check(*make(), chunk_size=100, jit_compile=None)
+
+    def cut_up(cut, t):
+        return tf.stack([t[cut.start(i) :][: cut.length] for i in range(cut.pieces)])
+
+    monkeypatch.setattr(logit_chunks.Cut, "cut_up", cut_up)
+    with pytest.raises(AssertionError, match=r"dhidden\["):
+        check(*make(), chunk_size=100, jit_compile=None, implementation="one_pass")
+
+
+IMPLEMENTATIONS = ("chunked", "one_pass", "reference")
 
 
 def test_all_ignored_is_zero_everywhere():
     inputs, cotangent = make(ignored=1.1)
-    for implementation in ("chunked", "reference"):
+    for implementation in IMPLEMENTATIONS:
         for tensor in outcome(inputs, cotangent, chunk_size=200, implementation=implementation, **SMOOTHED):
             assert not tensor.numpy().any()
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("label", [-1, VOCABULARY, 2**31 - 1])
 def test_a_label_out_of_range_is_nan_and_so_are_the_gradients(implementation, label):
     (hidden, kernel, labels, bias), cotangent = make(shape=(9,), ignored=0.0)
@@ -144,7 +171,7 @@ def test_labels_of_any_integer_dtype_and_an_ignored_class_of_the_vocabulary():
         np.testing.assert_array_equal(got, tf.where(labels == labels[3], 0.0, expected))
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_logits_and_impossible_classes_stay_finite(implementation):
     """Logits past float16's 65504, and a bias of -inf over a whole chunk."""
     hidden, kernel = tf.fill([3, 64], tf.constant(200.0, tf.float16)), np.zeros((64, 300), "float32")
@@ -160,7 +187,7 @@ def test_the_weight_gradient_of_float16_is_not_rounded_to_float16():
     """4096 tokens that each push by 40 past float16's largest number."""
     hidden, kernel = tf.fill([4096, 1], tf.constant(40.0, tf.float16)), tf.zeros([1, 2])
     inputs = hidden, kernel, tf.zeros([4096], tf.int32), None
-    for implementation in ("chunked", "reference"):
+    for implementation in IMPLEMENTATIONS:
         *_, dkernel = outcome(inputs, tf.ones([4096]), implementation=implementation, chunk_size=2048)
         np.testing.assert_allclose(dkernel, [[-81920.0, 81920.0]])
 
@@ -209,6 +236,50 @@ def test_memory_is_that_of_two_chunks_and_does_not_grow_with_the_vocabulary():
     assert temp_bytes("chunked", vocabulary=12000) < 1.01 * ours
 
 
+def test_one_pass_on_a_gpu():
+    """The table as it lies, one loop of three matmuls, few launches, and the kernel's gradient summed in place."""
+    tokens, width, vocabulary = 16384, 1024, 50304
+
+    def step(hidden, table, labels, weights):
+        with tf.GradientTape() as tape:
+            tape.watch([hidden, table])
+            total = linear_cross_entropy_sum(hidden, table, labels, weights, transpose_kernel=True)
+        return total, *tape.gradient(total, [hidden, table])
+
+    arguments = [((tokens, width), "bfloat16"), ((vocabulary, width), "float32"), ((tokens,), "int32")]
+    specs = [tf.TensorSpec(*each) for each in (*arguments, ((tokens,), "float32"))]
+    with h200.as_on_a_gpu():
+        traced = tf.function(step, jit_compile=True, autograph=False)
+        exported = compiled.compiler_ir(traced, *specs, stage="stablehlo_serialized")
+    text, memory = h200.compile_for_h200(exported)
+    program = hlo.Program(text)
+    slices = 11
+    assert program.count("while") == 1 and not program.unknown_trip_counts
+    matmuls = [v for v in program.values if v.opcode == "dot" or "__cublas$" in v.instruction.attributes]
+    assert [v.times for v in matmuls] == [slices] * 3
+    (gradient,) = program.weight_gradients([(vocabulary, width)])
+    assert (gradient.dtype, gradient.added) == ("f32", "epilogue")
+    free = ("bitcast", "constant", "get-tuple-element", "parameter")
+    assert len({v.kernel for v in program.values if v.times == slices and v.opcode not in free}) <= 11
+    assert not [v for v in program.values if v.opcode in ("copy", "transpose") and set(v.shape) == {vocabulary, width}]
+    sizes = [np.prod(v.shape) for v in program.values if vocabulary in v.shape and width not in v.shape]
+    logits = 4 * tokens * vocabulary
+    assert 6 * max(sizes) <= 0.15 * logits  # in float32, and their gradients in bfloat16
+    # Beside these the gradient of hidden in float32 and the table in bfloat16.
+    assert memory.temp_bytes < 0.15 * logits + 4 * tokens * width + 2 * vocabulary * width + 2**22
+
+
+def test_max_and_sum_in_one_read_are_those_of_two():
+    rows = tf.constant([[1.0, -2.0, 90.0], [-np.inf, 3.0, 3.0], [-np.inf, -np.inf, -np.inf], [0.0, np.nan, 1.0]])
+    with h200.as_on_a_gpu():
+        row_max, row_sum = tf.function(xla_ops.max_and_exp_sum, jit_compile=True, autograph=False)(rows)
+    expected_max, expected_sum = xla_ops.max_and_exp_sum(rows)
+    np.testing.assert_array_equal(row_max[:3], expected_max[:3])
+    np.testing.assert_array_equal(row_max[:3], [90.0, 3.0, tf.float32.min])
+    np.testing.assert_allclose(row_sum, expected_sum, rtol=1e-6)
+    assert np.isnan(row_sum[3])
+
+
 def test_auto_takes_the_reference_where_the_logits_are_small(monkeypatch):
     chosen = []
 
@@ -229,7 +300,10 @@ def test_auto_takes_the_reference_where_the_logits_are_small(monkeypatch):
 
 
 def test_no_tokens_have_no_losses():
-    assert linear_cross_entropy(tf.zeros([0, 3]), tf.zeros([3, 5]), tf.zeros([0], tf.int32)).shape == [0]
+    inputs = tf.zeros([0, 3]), tf.zeros([3, 5]), tf.zeros([0], tf.int32)
+    for implementation in ("auto", "chunked", "reference"):
+        assert linear_cross_entropy(*inputs, implementation=implementation).shape == [0]
+    assert linear_cross_entropy_sum(*inputs, tf.zeros([0]), implementation="one_pass") == 0
 
 
 GOOD = {"hidden": tf.zeros([4, 3]), "kernel": tf.zeros([3, 5]), "labels": tf.zeros([4], tf.int32)}
@@ -248,6 +322,8 @@ GOOD = {"hidden": tf.zeros([4, 3]), "kernel": tf.zeros([3, 5]), "labels": tf.zer
         ({"hidden": tf.zeros([4, 3], tf.int32)}, TypeError, "hidden has dtype int32"),
         ({"hidden": tf.zeros([4, 3], tf.float64)}, TypeError, "hidden has dtype float64"),
         ({"bias": tf.zeros([3])}, ValueError, r"bias \(3,\)"),
+        ({"transpose_kernel": True}, ValueError, r"kernel \(3, 5\).*kernel \[V, D\]"),
+        ({"transpose_kernel": 1}, TypeError, "transpose_kernel=1"),
         ({"bias": tf.zeros([5], tf.float64)}, TypeError, "bias has dtype float64"),
         ({"label_smoothing": 1.0}, ValueError, "label_smoothing=1.0"),
         ({"label_smoothing": -0.1}, ValueError, "label_smoothing=-0.1"),
@@ -270,7 +346,7 @@ def test_an_unknown_size_is_named():
         traced.get_concrete_function(tf.TensorSpec([None, 3]))
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation):
     """A mean over many tokens, unscaled: most gradients of logits lie below float16's smallest number."""
     inputs, _ = make("float16", shape=(256,), vocabulary=2048, width=16, bias=False, ignored=0.0)
@@ -278,11 +354,3 @@ def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation)
     *_, dkernel = outcome(inputs, cotangent, implementation=implementation, chunk_size=128)
     *_, exact = truth(inputs, cotangent)
     assert np.linalg.norm(dkernel - exact) <= 1e-3 * np.linalg.norm(exact)
-
-
-def test_no_tokens_no_losses():
-    for implementation in ("auto", "chunked", "reference"):
-        losses = linear_cross_entropy(
-            tf.zeros([0, 4]), tf.zeros([4, 8]), tf.zeros([0], tf.int32), implementation=implementation
-        )
-        assert losses.shape == (0,)

@@ -113,6 +113,27 @@ def hlo_and_memory(net, stack):
     return compiled.compiler_ir(trained_step, stack), compiled.memory_analysis(trained_step, stack).temp_bytes
 
 
+def test_rows_of_a_tied_table_are_added_to_its_accumulator():
+    """TensorFlow makes a table of them to add it to the gradient of the product: another in memory."""
+    table = tf.Variable(np.random.default_rng(0).normal(size=(500, 64)), dtype=tf.float32)
+
+    def loss(ids):
+        looked_up = tf.gather(table, ids)
+        return tf.reduce_sum(tf.matmul(tf.nn.tanh(looked_up), table, transpose_b=True) ** 2), tf.constant(1.0)
+
+    before = tf.identity(table)
+    ids = tf.constant([[1, 7, 7], [499, 0, 7]])
+    with tf.GradientTape() as tape:
+        total = tf.add_n([loss(row)[0] for row in ids])
+    expected = before - 1e-3 * tf.convert_to_tensor(tape.gradient(total, table)) / 2
+    step = fa.TrainStep(loss, [table], keras.optimizers.SGD(1e-3))
+    step(ids)
+    np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
+    text = compiled.compiler_ir(step._compiled, ids, stage="hlo")
+    assert len(re.findall(r"f32\[500,64\]\S* scatter\(", text)) == 1
+    assert not re.search(r"scatter\(%?broadcast", text)
+
+
 def test_the_loop_carries_no_accumulator_and_memory_is_less(monkeypatch):
     stack = make_stack()
     hlo, temp = hlo_and_memory(Net(), stack)

@@ -1,0 +1,126 @@
+"""A linear layer's logits, one chunk of tokens and classes at a time, and what a chunk adds to gradients.
+
+Shape suffixes: N tokens, D width, V vocabulary; n and v are the part of N and V in one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from fastaccum.kernels.xla_ops import dot, dynamic_add_slice
+
+
+class Cut(NamedTuple):
+    """An axis in pieces of one length. The last begins early if it must, on what the one before has covered."""
+
+    pieces: int
+    length: int
+    overlap: int
+
+    @property
+    def size(self) -> int:
+        return self.pieces * self.length - self.overlap
+
+    def start(self, i: tf.Tensor) -> tf.Tensor:
+        return tf.minimum(i * self.length, self.size - self.length)
+
+    def fresh(self, i: tf.Tensor) -> tf.Tensor:
+        """Which places of piece i no piece before it has covered: bool [length]."""
+        return self.start(i) + tf.range(self.length) >= i * self.length
+
+    def cut_up(self, t: tf.Tensor) -> tf.Tensor:
+        """The pieces of a vector, [pieces, length], with 0 in places that a piece before has covered."""
+        last = (self.pieces - 1) * self.length
+        return tf.reshape(tf.concat([t[:last], tf.zeros([self.overlap]), t[last:]], 0), [self.pieces, self.length])
+
+
+def cut(size: int, chunk: int) -> Cut:
+    """Even pieces of at most `chunk`, of a multiple of 32 where that is to be had: matrix units want it."""
+    if not size:
+        return Cut(0, 0, 0)
+    length = min(size, chunk, 32 * math.ceil(size / math.ceil(size / chunk) / 32))
+    pieces = math.ceil(size / length)
+    return Cut(pieces, length, pieces * length - size)
+
+
+class Chunk(NamedTuple):
+    start: tuple[tf.Tensor, tf.Tensor]  # its first token and column
+    place: tuple[tf.Tensor, tf.Tensor]  # among the pieces of the tokens and of the columns
+    hidden_nD: tf.Tensor
+    kernel: tf.Tensor  # [D, v]; [v, D] where it is transposed
+    logits_nv: tf.Tensor
+    label_n: tf.Tensor  # from the first column on; none of the columns where it is in another chunk
+
+    def at_label(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether the label is in this chunk, and its logit there: bool and float32 [n]."""
+        columns = self.logits_nv.shape[1]
+        here_n = (self.label_n >= 0) & (self.label_n < columns)
+        return here_n, tf.gather(self.logits_nv, tf.clip_by_value(self.label_n, 0, columns - 1), batch_dims=1)
+
+
+class Head(NamedTuple):
+    """A linear layer, what it is given, and how its logits are cut into chunks."""
+
+    hidden_ND: tf.Tensor
+    kernel: tf.Tensor  # [D, V]; [V, D] where `transposed`
+    bias: tuple[tf.Tensor, ...]  # of one [V], or none
+    copy: tf.Tensor | None  # the kernel in hidden's dtype, where it is at hand
+    transposed: bool
+    tokens: Cut
+    columns: Cut
+
+    def of(self, hidden_ND: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> Head:
+        """The same layer from other tensors, its kernel as it is multiplied: cast once, not in each chunk."""
+        kernel = tf.cast(kernel, hidden_ND.dtype) if self.copy is None else self.copy
+        return self._replace(hidden_ND=hidden_ND, kernel=kernel, bias=bias)
+
+    def chunk(self, i: tf.Tensor, column_N: tf.Tensor) -> Chunk:
+        row, column = i // self.columns.pieces, i % self.columns.pieces
+        n, v = self.tokens.start(row), self.columns.start(column)
+        width, order = self.hidden_ND.shape[1], 1 if self.transposed else -1
+        hidden_nD = tf.slice(self.hidden_ND, [n, 0], [self.tokens.length, width])
+        kernel = tf.slice(self.kernel, [v, 0][::order], [self.columns.length, width][::order])
+        logits_nv = dot(hidden_nD, kernel, transpose_b=self.transposed)
+        for b_V in self.bias:
+            logits_nv += tf.cast(tf.slice(b_V, [v], [self.columns.length]), tf.float32)
+        label_n = tf.slice(column_N, [n], [self.tokens.length])
+        if self.columns.overlap:
+            logits_nv = tf.where(self.columns.fresh(column), logits_nv, -math.inf)
+            label_n = tf.where(label_n >= column * self.columns.length, label_n, -1)
+        return Chunk((n, v), (row, column), hidden_nD, kernel, logits_nv, label_n - v)
+
+    def mean(self) -> tf.Tensor:
+        """Of each token's logits, float32 [N]: hidden @ (the mean of the kernel)."""
+        mean_D = tf.reduce_mean(tf.cast(self.kernel, tf.float32), 0 if self.transposed else 1)
+        mean_N = tf.linalg.matvec(tf.cast(self.hidden_ND, tf.float32), mean_D)
+        for b_V in self.bias:
+            mean_N += tf.reduce_mean(tf.cast(b_V, tf.float32))
+        return mean_N
+
+    def add(
+        self,
+        sums: list[tf.Tensor],
+        chunk: Chunk,
+        softmax_nv: tf.Tensor,
+        dlse_n: tf.Tensor,
+        dtarget_n: tf.Tensor,
+        smoothing: float,
+    ) -> list[tf.Tensor]:
+        """Gradients of hidden, kernel and bias, in float32, with the share of a chunk."""
+        dhidden_ND, dkernel, *dbias = sums
+        n, v = chunk.start
+        smoothed_nv = tf.where(tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis], 1 - smoothing, 0.0)
+        if smoothing:
+            fresh_v = tf.cast(self.columns.fresh(chunk.place[1]), tf.float32)
+            smoothed_nv += smoothing / self.columns.size * fresh_v
+        dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
+        dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [v]) for db_V in dbias]
+        dlogits_nv = tf.cast(dlogits_nv, chunk.hidden_nD.dtype)
+        dhidden_nD = dot(dlogits_nv, chunk.kernel, transpose_b=not self.transposed)
+        order = 1 if self.transposed else -1
+        a, b = (dlogits_nv, chunk.hidden_nD)[::order]
+        dhidden_ND = dynamic_add_slice(dhidden_ND, dhidden_nD, [n, 0])
+        return [dhidden_ND, dynamic_add_slice(dkernel, dot(a, b, transpose_a=True), [v, 0][::order]), *dbias]
