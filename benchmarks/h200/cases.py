@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import multiprocessing
 import sys
@@ -96,22 +95,20 @@ def figures(cases: list[Case], rates: roofline.Rates, processes: int = 2) -> Ite
     """
     context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
     # A process keeps some of the memory of each program that it traced.
-    with concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=4) as pool:
-        running = {pool.submit(_figures, case, rates): case for case in cases}
-        for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-            case = running[future]
-            try:
-                yield case, future.result()
-            except Exception as error:
-                for other in running:
-                    other.cancel()
-                raise RuntimeError(f"{case} was not compiled") from error
-            print(f"{done} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+    with context.Pool(processes, maxtasksperchild=4) as pool:
+        done = pool.imap_unordered(_figures, [(case, rates) for case in cases])
+        for number, (case, found) in enumerate(done, 1):
+            print(f"{number} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+            yield case, found
 
 
-def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
-    program = programs.gpt(case) if isinstance(case, Gpt) else jax_programs.gpt(case)
-    return measures.of(program, case if isinstance(case, Gpt) else case.sizes, rates)
+def _figures(task: tuple[Case, roofline.Rates]) -> tuple[Case, dict[str, Any]]:
+    case, rates = task
+    try:
+        program = programs.gpt(case) if isinstance(case, Gpt) else jax_programs.gpt(case)
+    except Exception as error:
+        raise RuntimeError(f"{case} was not compiled: {error}") from error
+    return case, measures.of(program, case if isinstance(case, Gpt) else case.sizes, rates)
 
 
 def head_memory() -> dict[str, float]:
