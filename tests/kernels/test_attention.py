@@ -89,7 +89,7 @@ def test_as_exact_as_the_reference(dtype, causal):
     options = {"causal": causal, "segment_ids": segment_ids}
     reference, exact = outcome(tensors, implementation="reference", **options), truth(tensors, **options)
     for implementation in ("blockwise", "strips"):
-        got = outcome(tensors, block_size=16, implementation=implementation, **options)
+        got = outcome(tensors, block_size=20, implementation=implementation, **options)
         assert_as_exact(got, reference, exact, TOLERANCES[dtype])
 
 
@@ -125,7 +125,7 @@ def test_a_query_that_sees_nothing_gets_zero_and_moves_nothing():
         {"segment_ids": (np.repeat([[0, 1]], 2, 0).repeat([20, 17], 1), np.ones((2, 17), int))},
     ):
         for implementation in ("blockwise", "strips", "reference"):
-            output, dquery, *others = outcome(tensors, block_size=8, implementation=implementation, **options)
+            output, dquery, *others = outcome(tensors, False, block_size=8, implementation=implementation, **options)
             assert not output[:, :20].numpy().any() and not dquery[:, :20].numpy().any()
             assert output[:, 20:].numpy().all()
             assert all(np.isfinite(t).all() for t in others)
@@ -147,7 +147,7 @@ def test_scores_beyond_float16_stay_finite():
     scores = np.einsum("bthk,bshk->bhts", *(t.numpy().astype("float32") for t in (tensors[0][:, :, ::2], tensors[1])))
     assert np.abs(scores).max() > 65504
     for implementation in ("blockwise", "strips", "reference"):
-        for t in outcome(tensors, block_size=16, implementation=implementation):
+        for t in outcome(tensors, block_size=20, implementation=implementation):
             assert np.isfinite(t).all()
 
 
@@ -156,8 +156,9 @@ def test_a_bad_value_reaches_the_gradients(bad):
     """So that a train step sees it and is skipped."""
     (query, *others), _ = make()
     query = tf.tensor_scatter_nd_update(query, [[0, 5, 0, 0]], [bad])
-    output, dquery, *_ = outcome([query, *others], block_size=16, implementation="blockwise")
-    assert not np.isfinite(output[0, 5, 0]).any() and not np.isfinite(dquery).all()
+    for implementation in ("blockwise", "strips"):
+        output, dquery, *_ = outcome([query, *others], False, block_size=16, implementation=implementation, causal=True)
+        assert not np.isfinite(output[0, 5, 0]).any() and not np.isfinite(dquery).all()
 
 
 def test_auto_picks_by_the_number_of_scores():
@@ -166,7 +167,7 @@ def test_auto_picks_by_the_number_of_scores():
     assert attention_implementation((1, 64, 4, 8), (1, 64, 4, 8), block_size=16) == "blockwise"
     assert attention_implementation((1, None, 4, 8), (1, None, 4, 8)) == "reference"
     tensors, _ = make(time=40)
-    picked, blockwise = (outcome(tensors, block_size=16, implementation=i)[0] for i in ("auto", "blockwise"))
+    picked, blockwise = (outcome(tensors, False, block_size=16, implementation=i)[0] for i in ("auto", "blockwise"))
     np.testing.assert_array_equal(picked, blockwise)
 
 
@@ -422,9 +423,11 @@ def test_the_trial_takes_rounding_for_right_and_another_mask_or_scale_for_wrong(
 
 def test_an_unknown_time_is_for_the_reference():
     signature = [tf.TensorSpec([2, None, 2, 4])] * 3
-    assert tf.function(attention).get_concrete_function(*signature).output_shapes.rank == 4
+    traced = tf.function(attention, autograph=False).get_concrete_function(*signature)
+    assert traced.output_shapes.rank == 4
+    blockwise = tf.function(lambda *t: attention(*t, implementation="blockwise"), autograph=False)
     with pytest.raises(ValueError, match=r"times must be known.*query \(2, None, 2, 4\)"):
-        tf.function(lambda *t: attention(*t, implementation="blockwise")).get_concrete_function(*signature)
+        blockwise.get_concrete_function(*signature)
 
 
 def _call(made):
