@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 
 import h200
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastaccum.kernels import attention, attention_implementation, cudnn_attention
-from fastaccum.kernels.strip_attention import strip_attention
+from fastaccum.kernels.strip_attention import strip_attention, strip_rows
 from fastaccum.step import program as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
@@ -203,6 +204,45 @@ def test_memory_is_linear_in_time():
 
     assert temp_bytes(1024, "blockwise") <= 4.3 * temp_bytes(256, "blockwise")
     assert temp_bytes(1024, "reference") > 8 * temp_bytes(256, "reference")
+
+
+def test_on_a_gpu_without_cudnn_blocks_are_strips_in_few_large_kernels():
+    """No loop; each score is written once in float32 forward, and once backward."""
+    shapes = [tf.TensorSpec([2, 2048, heads, 64], tf.bfloat16) for heads in (4, 2, 2, 4)]
+
+    def kernels(**options):
+        def run(*tensors):
+            return outcome(tensors, None, causal=True, implementation="auto", **options)
+
+        step = tf.function(run, jit_compile=True, autograph=False)
+        with h200.as_on_a_gpu(cudnn=False):
+            exported = compiled.compiler_ir(step, *shapes, stage="stablehlo_serialized")
+        hlo, _ = h200.compile_for_h200(exported)
+        return hlo, re.findall(r"= (\S+) (?:fusion|copy|custom-call)\(", hlo)
+
+    hlo, results = kernels()
+    assert not re.search(r" (while|conditional|dynamic-slice|dynamic-update-slice)\(", hlo)
+    assert len(results) < 70
+    written = [math.prod(map(int, t[1].split(","))) for t in map(re.compile(r"f32\[([\d,]+)\]").match, results) if t]
+    strips, area = 4, 2 * 4 * 2048 * 2048  # of 512 queries, times 2 heads of a group; and of 512 keys
+    scores = [size for size in written if size >= area // strips**2]
+    assert len(scores) <= 2 * strips and sum(scores) == 2 * area * (strips + 1) // (2 * strips)
+    assert " while(" in kernels(block_size=512)[0]
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "causal", "rows"),
+    [
+        ((8, 2048, 16, 128), (8, 2048, 16, 128), True, 512),
+        ((8, 2048, 16, 128), (8, 2048, 2, 128), False, 1024),  # 2 GiB of scores
+        ((2, 8192, 16, 128), (2, 8192, 16, 128), True, 1024),
+        ((1, 40, 2, 8), (1, 700, 2, 8), True, 704),
+        ((1, 2**17, 16, 128), (1, 2**17, 16, 128), True, None),
+        ((None, 2048, 16, 128), (None, 2048, 16, 128), True, None),
+    ],
+)
+def test_strips_are_few_and_bounded(query, key, causal, rows):
+    assert strip_rows(query, key, causal) == rows
 
 
 def attending(implementation="auto", packed=False, **options):
