@@ -279,21 +279,25 @@ def _normal(fan_in, scale=1.0):
 
 
 def _rotary_angles(time, head_width):
-    """float32 `[T, 1, K]`: the angle `t * 10000**(-2 i / K)`, the same for both halves of K."""
+    """float32 `[T, 1, K / 2]`: the angle `t * 10000**(-2 i / K)`."""
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
-    angles = ops.cast(unfolded(ops.arange(time)), "float32")[:, None, None] * inverse
-    return ops.concatenate([angles, angles], axis=-1)
+    return ops.cast(unfolded(ops.arange(time)), "float32")[:, None, None] * inverse
 
 
 def _rotary_cos(time, head_width):
-    return ops.cos(_rotary_angles(time, head_width))
+    """`[T, 1, K]`: what either half of K is multiplied by."""
+    cos = ops.cos(_rotary_angles(time, head_width))
+    return ops.concatenate([cos, cos], axis=-1)
 
 
 def _rotary_sin(time, head_width):
-    return ops.sin(_rotary_angles(time, head_width))
+    """`[T, 1, K]`: what the other half is multiplied by."""
+    sin = ops.sin(_rotary_angles(time, head_width))
+    return ops.concatenate([-sin, sin], axis=-1)
 
 
 def _rotate(t_BTHK, cos_T1K, sin_T1K):
-    half = t_BTHK.shape[-1] // 2
-    turned_BTHK = ops.concatenate([-t_BTHK[..., half:], t_BTHK[..., :half]], axis=-1)
-    return t_BTHK * cos_T1K + turned_BTHK * sin_T1K
+    # Halves swapped by a reversal, which XLA:GPU reads in place: what is concatenated takes a kernel of its own.
+    *sizes, width = ops.shape(t_BTHK)
+    swapped_BTHK = ops.reshape(ops.flip(ops.reshape(t_BTHK, (*sizes, 2, width // 2)), -2), ops.shape(t_BTHK))
+    return t_BTHK * cos_T1K + swapped_BTHK * sin_T1K
