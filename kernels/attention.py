@@ -85,7 +85,6 @@ def attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
-    query, key, value = (checkpoint_name(t, "attention_inputs") for t in (query, key, value))
     with tf.name_scope("attention"):
         if implementation == "reference":
             return checkpoint_name(reference_attention(query, key, value, scale, causal, segments), "attention")

@@ -44,12 +44,12 @@ class LayerStack(keras.layers.Layer):
         "nothing_saveable"      each layer's input alone: the least memory, and all of the forward pass again, which
                                 is about a third more arithmetic
         [name, ...]             what has one of these names (`checkpoint_name`), as by `save_only_these_names`, and each
-                                layer's input where the rest needs it. Three are given by themselves: "projection" to
+                                layer's input where the rest needs it. Two are given by themselves: "projection" to
                                 every product or convolution of values with weights, "attention" to attention's output
-                                and log-sum-exp, "attention_inputs" to its query, key and value
+                                and log-sum-exp
         "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed again but casts
-        "auto"                  whatever has a name: norms, activations and casts are computed again, and no product
-                                with weights. "nothing_saveable" where that takes more than half of the memory that
+        "auto"                  whatever has a name: norms, activations, casts and rotary positions are computed
+                                again, and no product with weights. "nothing_saveable" where that takes more than half of the memory that
                                 training leaves: of the GPU's (16 GiB where that is not known) less 4 times the
                                 stack's weights, for gradients and an optimizer's slots
 
