@@ -49,9 +49,9 @@ class LayerStack(keras.layers.Layer):
                                 and log-sum-exp
         "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed again but casts
         "auto"                  whatever has a name: norms, activations, casts and rotary positions are computed
-                                again, and no product with weights. "nothing_saveable" where that takes more than half of the memory that
-                                training leaves: of the GPU's (16 GiB where that is not known) less 4 times the
-                                stack's weights, for gradients and an optimizer's slots
+                                again, and no product with weights. "nothing_saveable" where that takes more than half
+                                of the memory that training leaves: of the GPU's (16 GiB where that is not known) less
+                                4 times the stack's weights, for gradients and an optimizer's slots
 
     A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or with
     `training=False`, there is no choice: everything is kept, or the inputs alone.
