@@ -20,7 +20,7 @@ from fastaccum.kernels.attention import attention
 from fastaccum.kernels.gelu import gelu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.rounded import table
-from fastaccum.kernels.xla_ops import unfolded
+from fastaccum.kernels.xla_ops import has_gpu, unfolded
 
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
 _DEFAULTS |= {"tied": False, "stacked": False}
@@ -297,7 +297,10 @@ def _rotary_sin(time, head_width):
 
 
 def _rotate(t_BTHK, cos_T1K, sin_T1K):
-    # Halves swapped by a reversal, which XLA:GPU reads in place: what is concatenated takes a kernel of its own.
     *sizes, width = ops.shape(t_BTHK)
-    swapped_BTHK = ops.reshape(ops.flip(ops.reshape(t_BTHK, (*sizes, 2, width // 2)), -2), ops.shape(t_BTHK))
+    if has_gpu():
+        # A GPU reads a reversed axis in place, and concatenates in a kernel of its own; a CPU the other way round.
+        swapped_BTHK = ops.reshape(ops.flip(ops.reshape(t_BTHK, (*sizes, 2, width // 2)), -2), (*sizes, width))
+    else:
+        swapped_BTHK = ops.concatenate([t_BTHK[..., width // 2 :], t_BTHK[..., : width // 2]], axis=-1)
     return t_BTHK * cos_T1K + swapped_BTHK * sin_T1K

@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum import transformer
 from fastaccum.transformer import PRESETS, gpt
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 61, 12, 24, 2, 3
@@ -222,3 +223,15 @@ def test_a_preset_has_the_parameters_of_its_name(preset, millions):
     assert two.count_params() - one.count_params() == 12 * 64**2 + 2 * 64
     width, layers = PRESETS[preset]["width"], PRESETS[preset]["layers"]
     assert round((50257 * width + layers * (12 * width**2 + 2 * width) + width) / 1e6) == millions
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_positions_turn_pairs_of_halves_by_their_angles(gpu, monkeypatch):
+    monkeypatch.setattr(transformer, "has_gpu", lambda: gpu)
+    time, width = 5, 8
+    x = np.random.default_rng(0).normal(size=(2, time, 3, width)).astype("float32")
+    angles = np.arange(time)[:, None, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))
+    turned = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * np.exp(1j * angles)
+    cos, sin = transformer._rotary_cos(time, width), transformer._rotary_sin(time, width)
+    got = transformer._rotate(tf.constant(x), cos, sin)
+    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=1e-6)
