@@ -1,5 +1,6 @@
 """Linear cross-entropy against float64, next to the unfused expression of the same precision; and its program."""
 
+import contextlib
 import re
 
 import h200
@@ -40,7 +41,8 @@ def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
             tape.watch([*watched, cotangent])
             if options.get("implementation") == "one_pass":
                 args = hidden, kernel, labels, cotangent, bias
-                total = linear_cross_entropy_sum(*args, transpose_kernel=transposed, **options)
+                rounded = tf.cast(kernel, hidden.dtype) if transposed else None
+                total = linear_cross_entropy_sum(*args, rounded_kernel=rounded, transpose_kernel=transposed, **options)
             else:
                 losses = linear_cross_entropy(hidden, kernel, labels, bias, transpose_kernel=transposed, **options)
                 total = tf.reduce_sum(losses * cotangent)
@@ -51,7 +53,8 @@ def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
 
     if jit_compile is not None:
         run = tf.function(run, jit_compile=jit_compile, autograph=False)
-    return run(*inputs, cotangent)
+    with h200.as_on_a_gpu() if transposed else contextlib.nullcontext():  # a CPU would take the kernel [D, V]
+        return run(*inputs, cotangent)
 
 
 def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0):
