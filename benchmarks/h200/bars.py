@@ -79,7 +79,7 @@ def measures(found: Found, head_memory: dict[str, float]) -> Iterator[Measure]:
 
     Args:
         found: all figures.
-        head_memory: "temp", bytes that the loss with its gradients needs, and "logits", what float32 logits would.
+        head_memory: "temp", bytes of logits and their gradients at once, and "logits", what float32 logits would take.
     """
     of, deep = found.of, found.deep
     shipped, unrolled = of(SHIPPED), of("fastaccum, unrolled")

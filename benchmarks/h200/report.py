@@ -128,7 +128,8 @@ COUNTED = """\
   and matmul parameter, and the causal half of attention's products. What is recomputed does not count.
 - Launches a micro-batch are those in the loop over micro-batches, over their number.
 - "Head and loss" are all kernels under the scope of the loss, both passes: logits, softmax, both gradients. Its
-  memory is the temp memory of a program that computes the loss and its gradients alone.
+  memory is the temp memory of a program that computes the loss and its gradients alone, without what any form has:
+  the float32 gradient of the hidden states, and the rounded table.
 - "Accumulating" counts float32 results of the matmuls that compute a block's weight gradients, and all that kernels
   move which write arrays of their shapes. JAX sums gradients that its matmuls rounded to bfloat16, which it counts
   not.

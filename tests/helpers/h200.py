@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -135,14 +136,14 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
 
 @contextlib.contextmanager
 def weightless():
-    """Keras variables made inside are zeros that share one buffer: a model and its slots cost the largest of them."""
+    """Keras variables made inside are zeros that share one buffer, of which nobody takes memory: it is not written."""
     buffer, init = tf.zeros([0]), keras.Variable.__init__
 
     def zeros(shape, dtype):
         nonlocal buffer
         size = math.prod(shape)
         if size > buffer.shape[0]:
-            buffer = tf.zeros([size])
+            buffer = _unwritten_zeros(size)
         return tf.cast(tf.reshape(buffer[:size], shape), dtype)
 
     def init_with_zeros(self, initializer, shape=None, **kwargs):
@@ -150,6 +151,13 @@ def weightless():
 
     with mock.patch.object(keras.Variable, "__init__", init_with_zeros):
         yield
+
+
+def _unwritten_zeros(size):
+    """Zeros, float32 [size], in memory that the system hands out when it is written."""
+    zeros = np.zeros(size + 16, "float32")
+    aligned = -zeros.ctypes.data % 64 // zeros.itemsize  # as TensorFlow takes memory without copying
+    return tf.experimental.dlpack.from_dlpack(zeros[aligned : aligned + size].__dlpack__())
 
 
 @functools.cache
