@@ -41,6 +41,12 @@ def test_no_gpt_waits_for_the_host_or_multiplies_float32(name):
     assert [described[fact] for fact in ("unknown trip counts", "conditionals", "host transfers")] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("name", ["gpt", "gpt_unrolled"])
+def test_no_matmul_is_computed_twice(name):
+    """All that a program multiplies is what the model does, and cuDNN's scores once more in its backward pass."""
+    assert kept(name)["TFLOP"] == pytest.approx(programs.Gpt(layers=2).flops / 1e12, rel=0.02)
+
+
 def test_each_program_has_its_file():
     assert {path.stem for path in golden.FOLDER.iterdir()} == set(golden.PROGRAMS)
 
