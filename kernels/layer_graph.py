@@ -70,7 +70,12 @@ class LayerGraph:
                 kept.append(t)
             else:
                 pending.extend(t.op.inputs)
-        self.kept = kept
+        self.kept = sorted(kept, key=lambda t: t.name != self._x.name)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether x is kept, and then the first of what is."""
+        return any(t.name == self._x.name for t in self.kept)
 
     @property
     def _x(self) -> tf.Tensor:

@@ -97,16 +97,25 @@ def looped(
             _choose(layer, policy, depth, weights)
         assigned.extend(layer.after)
 
+        # Inputs that are kept lie where the layer before has written its output: no layer copies its own.
+        chained = body.training and layer.keeps_input
+
         def forward(i, x, kept, states):
+            if chained:
+                x, inputs = x.read(i), x
             y, after, values = layer.forward(i, x, shared, _at(i, weights), _at(i, state))
+            y, values = (inputs.write(i + 1, y), values[1:]) if chained else (y, values)
             return [y, _written(i, kept, values), _written(i, states, list(after.values()))]
 
         # An eager tape would keep what the loop computes.
         with record.stop_recording():
-            buffers = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.kept]
+            start = _buffer(x.dtype, [depth + 1, *x.shape]).write(0, x) if chained else x
+            buffers = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.kept[chained:]]
             states = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]
-            y, buffers, states = loop(depth, forward, [x, buffers, states])
+            y, buffers, states = loop(depth, forward, [start, buffers, states])
             kept, after = [b.stack() for b in buffers], [b.stack() for b in states]
+            if chained:
+                y, kept = y.read(depth), [y.stack(), *kept]
 
         def gradient(dy, *_, variables=None):
             if variables:
