@@ -42,8 +42,8 @@ def bert() -> programs.Compiled:
     loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     stack = np.zeros((2, K, B, T), "int32")
     program = programs.of_trainer(fa.Trainer(model, tf_keras.optimizers.Adam(1e-4), loss), tuple(stack))
-    # Of tf_keras's attention too, whose kernels have an axis of heads.
-    return dataclasses.replace(program, matrices=((width, width), (width, 4 * width), (width, vocabulary)))
+    block = [*4 * [(width, width)], (width, 4 * width), (4 * width, width)]  # attention's have an axis of heads
+    return dataclasses.replace(program, matrices=(*block, *block, (width, vocabulary)))
 
 
 def convnet() -> programs.Compiled:
