@@ -43,7 +43,7 @@ def exported():
 
 
 # XLA would time both on a device, and take the faster for each matmul.
-@pytest.fixture(scope="module", params=[True, False], ids=["triton", "cublas"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.golden)], ids=["triton", "cublas"])
 def gpt(exported, request):
     step, kernels = exported
     return compile_gpt(step, xla_gpu_enable_triton_gemm=request.param), kernels
@@ -125,6 +125,7 @@ def test_the_form_of_the_large_presets_adds_in_place():
     assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
 
 
+@pytest.mark.golden
 def test_plain_autodiff_rounds_weight_gradients_to_float16():
     exported, kernels = export_gpt(fp32_weight_gradients=False)
     found = list(compile_gpt(exported).weight_gradients(kernels))

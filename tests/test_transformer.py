@@ -170,9 +170,9 @@ def test_more_positions_than_the_context_are_refused(model):
 
 
 FORMS = {
-    "grouped": {"heads": 4, "key_value_heads": 2},
-    "learned positions": {"positions": "learned"},
-    "tied": {"tied": True},
+    "grouped": {"heads": 4, "key_value_heads": 2, "layers": 1},
+    "learned positions": {"positions": "learned", "layers": 1},
+    "tied": {"tied": True, "layers": 1},
     "stacked": {"stacked": True},
     "all": {"heads": 4, "key_value_heads": 1, "positions": "learned", "tied": True, "stacked": True},
 }
