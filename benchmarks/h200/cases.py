@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import multiprocessing
 import sys
@@ -94,22 +95,29 @@ def figures(cases: list[Case], rates: roofline.Rates, processes: int = 2) -> Ite
         rates: of the device.
         processes: how many compile side by side.
     """
-    context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
-    # A process keeps some of the memory of each program that it traced.
-    with context.Pool(processes, maxtasksperchild=2) as pool:
-        done = pool.imap_unordered(_figures, [(case, rates) for case in cases])
-        for number, (case, found) in enumerate(done, 1):
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        running = {pool.submit(_in_its_own_process, case, rates): case for case in cases}
+        for number, future in enumerate(concurrent.futures.as_completed(running), 1):
+            case = running[future]
+            try:
+                found = future.result()
+            except Exception as error:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise RuntimeError(f"{case} was not compiled") from error
             print(f"{number} of {len(cases)}: {case}", file=sys.stderr, flush=True)
             yield case, found
 
 
-def _figures(task: tuple[Case, roofline.Rates]) -> tuple[Case, dict[str, Any]]:
-    case, rates = task
-    try:
-        program = programs.gpt(case) if isinstance(case, Gpt) else jax_programs.gpt(case)
-    except Exception as error:
-        raise RuntimeError(f"{case} was not compiled: {error}") from error
-    return case, measures.of(program, case if isinstance(case, Gpt) else case.sizes, rates)
+def _in_its_own_process(case: Case, rates: roofline.Rates) -> dict[str, Any]:
+    """Its figures, from a process that gives back all memory, and that may be killed for want of it."""
+    context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(1, context) as one:
+        return one.submit(_figures, case, rates).result()
+
+
+def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
+    program = programs.gpt(case) if isinstance(case, Gpt) else jax_programs.gpt(case)
+    return measures.of(program, case if isinstance(case, Gpt) else case.sizes, rates)
 
 
 def head_memory() -> dict[str, float]:
