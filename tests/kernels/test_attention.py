@@ -524,8 +524,11 @@ def test_shapes_that_auto_cannot_read(arguments, error, message):
         attention_implementation(*arguments[:2], block_size=dict(enumerate(arguments)).get(2))
 
 
-@pytest.mark.parametrize("jit_compile", [True, False, None])
-def test_second_derivatives_are_refused(jit_compile):
+@pytest.mark.parametrize(
+    ("jit_compile", "implementation"),
+    [(True, "blockwise"), (False, "blockwise"), (None, "blockwise"), (None, "strips")],
+)
+def test_second_derivatives_are_refused(jit_compile, implementation):
     """What the loops computed is constant to autodiff: they would be wrong."""
     (query, key, value, _), _ = make(time=20)
 
@@ -534,7 +537,7 @@ def test_second_derivatives_are_refused(jit_compile):
             outer.watch(query)
             with tf.GradientTape() as inner:
                 inner.watch(query)
-                output = attention(query, key, value, block_size=8, implementation="blockwise")
+                output = attend(query, key, value, block_size=8, implementation=implementation)
             squared = tf.reduce_sum(inner.gradient(output, query) ** 2)
         return outer.gradient(squared, query)
 
