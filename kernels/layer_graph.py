@@ -16,6 +16,9 @@ _ALIASES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
 _RESHAPES = ("Reshape", "ExpandDims", "Squeeze")
 _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "XlaEinsum", "XlaDot", "XlaDotV2"}
 _PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative", "XlaConv", "XlaConvV2"}
+# From TensorFlow's own generators: another number each time.
+_DRAWS = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle"}
+_DRAWS |= {"RandomGamma", "RandomPoissonV2", "Multinomial", "ParameterizedTruncatedNormal", "RngReadAndSkip"}
 _UNKEPT = (tf.variant, tf.resource, tf.string)
 
 
@@ -99,9 +102,18 @@ class LayerGraph:
             dy: the gradient of y.
             kept: what `forward` kept.
             *arguments: those of `forward` without x.
+
+        Raises:
+            ValueError: raised if what is computed again draws other random numbers then.
         """
         number, _, *others = self._inputs
         fed = _fed([number, *others, self.kept], [*arguments, kept])
+        drawn = [op.name for op in _needed(self._own_residuals, dict(fed)).values() if op.type in _DRAWS]
+        if drawn:
+            raise ValueError(
+                f"A layer of a LayerStack draws random numbers, in {drawn}, that would be others when it is computed "
+                "again: draw them by keras.random with a SeedGenerator of the layer, or outside of the stack."
+            )
         own = _copied("recomputed", self._forward, self._own_residuals, fed)
         given = dict(zip((t.name for t in self._own_residuals), own, strict=True))
         gradient, (placeholder, *residuals) = self._backward, self._backward.inputs
@@ -159,20 +171,7 @@ def _copied(scope: str, function: Any, fetches: Any, fed: dict[str, tf.Tensor], 
     """
     captured = function.captured_inputs
     fed = {**_fed(function.inputs[len(function.inputs) - len(captured) :], captured), **fed}
-    needed: dict[str, Any] = {}
-    pending = [*effects, *(_source(t) for t in tf.nest.flatten(fetches))]
-    while pending:
-        each = pending.pop()
-        if tf.is_tensor(each):
-            if each.name in fed:
-                continue
-            if _is_constant(each):
-                fed[each.name] = tf.constant(tf.get_static_value(each), each.dtype)
-                continue
-            each = each.op
-        if each.name not in needed:
-            needed[each.name] = each
-            pending.extend(map(_source, each.inputs))
+    needed = _needed([*effects, *tf.nest.flatten(fetches)], fed)
     definition = function.graph.as_graph_def()
     nodes = [node for node in definition.node if node.name in needed]
     del definition.node[:]
@@ -192,6 +191,25 @@ def _copied(scope: str, function: Any, fetches: Any, fed: dict[str, tf.Tensor], 
     for t in wanted:
         found[t.name].set_shape(t.shape)
     return tf.nest.pack_sequence_as(fetches, [found[t.name] for t in wanted])
+
+
+def _needed(fetches: Sequence[Any], fed: dict[str, tf.Tensor]) -> dict[str, Any]:
+    """The operations that compute tensors, or are these, from those that are fed, by name; sizes are fed on the way."""
+    needed: dict[str, Any] = {}
+    pending = [_source(each) if tf.is_tensor(each) else each for each in fetches]
+    while pending:
+        each = pending.pop()
+        if tf.is_tensor(each):
+            if each.name in fed:
+                continue
+            if _is_constant(each):
+                fed[each.name] = tf.constant(tf.get_static_value(each), each.dtype)
+                continue
+            each = each.op
+        if each.name not in needed:
+            needed[each.name] = each
+            pending.extend(map(_source, each.inputs))
+    return needed
 
 
 def _fed(tensors: Any, values: Any) -> dict[str, tf.Tensor]:

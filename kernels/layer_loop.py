@@ -64,6 +64,9 @@ class Body(NamedTuple):
             raise ValueError(
                 f"{name} adds losses (`add_loss` or an activity regularizer): add them outside the LayerStack."
             )
+        for variable, value in zip(self.weights, weights, strict=True):
+            if scope.get_current_value(variable) is not value:
+                raise ValueError(f"{name} assigns {variable.path!r}, which is trained: a LayerStack would lose it.")
         y.set_shape(x.shape)
         after = [scope.get_current_value(v) for v in self.state]
         return y, {k: new for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old}

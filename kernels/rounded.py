@@ -21,9 +21,12 @@ def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
     """Within it, each variable is rounded where its value was read: outside of the loop that is traced here.
 
     Args:
-        values: variables, as they are asked for, and what was read of each before the loop; one at least.
+        values: variables that the loop does not assign, as they are asked for, and what was read of each before it.
     """
     known = {id(variable): value for variable, value in values}
+    if not known:
+        yield
+        return
     outside = next(iter(known.values())).graph
     made: dict[tuple[Any, tf.DType], tf.Tensor] = {}
 

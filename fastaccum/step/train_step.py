@@ -237,7 +237,10 @@ class TrainStep:
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
         unmet = [tf.zeros(v.shape[:1], tf.bool) for v in self.variables]
-        weights = [(v, tf_v.read_value()) for v, tf_v in zip(self.trained, self.variables, strict=True)]
+        # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay what it was.
+        moving = {id(v) for v in self.objective.state}
+        pairs = zip(self.trained, self.variables, strict=True)
+        weights = [(v, tf_v.read_value()) for v, tf_v in pairs if id(tf_v) not in moving]
         summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
 
         def accumulating(j, gradient, wholes, accumulators):

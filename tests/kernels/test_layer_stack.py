@@ -785,6 +785,29 @@ def test_variables_of_another_owner_are_refused_rather_than_left_without_gradien
         gradients(LayerStack(Scale, 2), [], values(B, T, D))
 
 
+def test_a_weight_that_its_layer_assigns_is_refused_rather_than_left_as_it_was():
+    stack = LayerStack(lambda: layers.SpectralNormalization(layers.Dense(D)), 2)
+    with pytest.raises(ValueError, match=r"SpectralNormalization\) assigns '.*kernel'"):
+        stack(values(B, T, D), training=True)
+
+
+@pytest.mark.parametrize("policy", ["auto", "everything_saveable"])
+def test_draws_that_would_be_others_when_computed_again_are_refused(policy):
+    class Noise(layers.Layer):
+        def __init__(self, factor, **options):
+            super().__init__(**options)
+            self.factor = factor
+
+        def call(self, x):
+            noise = tf.random.uniform(x.shape)
+            return x * noise if self.factor else x + noise
+
+    x = values(B, T, D)
+    with pytest.raises(ValueError, match=r"draws random numbers, in .*RandomUniform"):
+        gradients(LayerStack(lambda: Noise(True), 2, policy=policy), [], x, jit_compile=False)
+    gradients(LayerStack(lambda: Noise(False), 2, policy=policy), [], x, jit_compile=False)  # needs no draw again
+
+
 def test_a_mask_that_layers_do_not_support_is_refused():
     x = values(B, T, D)
     x._keras_mask = tf.ones([B, T], tf.bool)

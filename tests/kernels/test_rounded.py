@@ -52,6 +52,23 @@ def test_a_training_computes_the_same_bits():
         keras.config.set_dtype_policy(before)
 
 
+def test_a_weight_that_the_forward_pass_assigns_has_no_copy():
+    class Halving(keras.layers.Layer):
+        def build(self, shape):
+            self.dense = keras.layers.Dense(1, kernel_initializer="ones", dtype="mixed_float16")
+            self.dense.build(shape)
+
+        def call(self, x, training=False):
+            if training:
+                self.dense.kernel.assign(self.dense.kernel.value / 2)
+            return self.dense(x)
+
+    model = keras.Sequential([keras.Input((1,), dtype="float16"), Halving(dtype="mixed_float16")])
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.0), "mean_absolute_error", loss_scale=1.0)
+    losses = trainer.train_step((np.ones([2, 1, 1], "float32"), np.zeros([2, 1, 1], "float32"))).loss
+    assert losses.numpy() == (1 / 2 + 1 / 4) / 2
+
+
 @pytest.mark.parametrize(
     ("function", "x", "kernel_shape"),
     [
