@@ -49,7 +49,7 @@ class Body(NamedTuple):
         for value in (*zip(self.weights, weights, strict=True), *zip(self.state, state, strict=True)):
             # Not as the scope's argument: in an outer layer's autocast scope Keras would round it there.
             scope.add_update(value)
-        with scope, rounded_layer(zip(self.weights, self.stacks, strict=True), i):
+        with rounded_layer(zip(self.weights, self.stacks, strict=True), i, scope):
             set_keras_mask(x, mask)
             with naming(f"{name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
                 y = self.template(x, training=self.training, **kwargs)

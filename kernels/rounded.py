@@ -7,6 +7,7 @@ import contextvars
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from fastaccum.kernels.custom_gradients import custom_gradient
@@ -14,6 +15,8 @@ from fastaccum.kernels.custom_gradients import custom_gradient
 # Of a variable, or of a function with its arguments, and a dtype.
 Find = Callable[[Any, tf.DType], "tf.Tensor | None"]
 _find: contextvars.ContextVar[Find] = contextvars.ContextVar("rounded", default=lambda asked, dtype: None)
+# The scope of Keras's, or none, in which variables have the values that were rounded.
+_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("scope", default=None)
 
 
 @contextlib.contextmanager
@@ -45,22 +48,24 @@ def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor) -> Iterator[None]:
-    """Within it, the copy of a layer's variable is slice `i` of that of the stacked variable, where there is one.
+def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor, scope: keras.StatelessScope) -> Iterator[None]:
+    """Within it and `scope`, the copy of a layer's variable is slice `i` of that of the stacked one, if it has one.
 
     Args:
         stacks: a layer's variables, each with the one of all layers, `[depth, ...]`.
         i: the layer's number.
+        scope: in which its variables are slices too.
     """
     of_stacks, stacked = _find.get(), {id(variable): whole for variable, whole in stacks}
+    same = _stateless_scope() is _scope.get()
 
     def find(asked, dtype):
         if isinstance(asked, tuple):
             return of_stacks(asked, dtype)
-        whole = of_stacks(stacked.get(id(asked)), dtype)
+        whole = of_stacks(stacked.get(id(asked)), dtype) if same else None
         return None if whole is None else tf.gather(whole, i)
 
-    with _finding(find):
+    with scope, _finding(find):
         yield
 
 
@@ -84,10 +89,18 @@ def copies_at_hand() -> Iterator[None]:
 def _finding(find: Find) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     token = _find.set(lambda variable, dtype: find(variable, dtype) if _may_capture_from(graph) else None)
+    scope = _scope.set(_stateless_scope())
     try:
         yield
     finally:
         _find.reset(token)
+        _scope.reset(scope)
+
+
+def _stateless_scope() -> Any:
+    """The scope that gives variables other values here, as a model's `stateless_call` does."""
+    with keras.StatelessScope(initialize_variables=False) as inner:
+        return inner.original_scope
 
 
 def _may_capture_from(graph: tf.Graph) -> bool:
@@ -104,7 +117,7 @@ def _may_capture_from(graph: tf.Graph) -> bool:
 
 def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
     """The copy of a variable that is at hand here, or None."""
-    return _find.get()(variable, dtype)
+    return _find.get()(variable, dtype) if _stateless_scope() is _scope.get() else None
 
 
 def table(make: Callable[..., tf.Tensor], *arguments: int, dtype: Any) -> tf.Tensor:

@@ -22,7 +22,8 @@ _LARGEST_WINDOW = 4
 def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
     """What to set on which Keras 3 layer: `(layer, name of a method, function to take its place)`.
 
-    With `fast_gradients` forms are chosen for the sake of their speed on a CPU too.
+    With `fast_gradients` forms are chosen for the sake of their speed on a CPU too. A method that was set on the layer
+    itself is left alone.
     """
     found: list[tuple[Any, str, Callable]] = []
     for layer in layers:
@@ -41,7 +42,7 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
                 found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
         elif fast_gradients and type(layer) is keras.layers.MaxPooling2D and _is_small(layer):
             found.append((layer, "call", functools.partial(_pooled, layer)))
-    return found
+    return [each for each in found if each[1] not in vars(each[0])]
 
 
 # The arguments of what takes a layer's `call` are named as there: Keras passes on what it is called with.
@@ -98,5 +99,7 @@ def _rms_normalised(layer: Any, x: tf.Tensor) -> tf.Tensor:
 
 
 def _over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
+    if layer.epsilon is None:  # Keras's default of all its layers
+        return False
     floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
     return floating and bool(inputs.shape[-1]) and list(layer.axis) in ([-1], [inputs.shape.rank - 1])

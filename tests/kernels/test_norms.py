@@ -80,6 +80,7 @@ def test_gelu_as_a_gpu_computes_it(dtype, tolerance):
         ("LayerNormalization", {"center": False, "axis": 2}, True),
         ("LayerNormalization", {"scale": False, "axis": [1, 2]}, False),
         ("LayerNormalization", {"axis": 1}, False),
+        ("LayerNormalization", {"epsilon": None}, False),
         ("RMSNormalization", {}, True),
     ],
 )
@@ -100,3 +101,9 @@ def test_a_layer_computes_as_keras_has_it(kind, options, replaces, policy):
         np.testing.assert_allclose(
             *(tf.cast(t, tf.float32) for t in (got, wanted)), atol=tolerance * np.abs(wanted).max()
         )
+
+
+def test_a_call_that_was_set_on_a_layer_is_left_alone():
+    layer = keras.layers.LayerNormalization()
+    layer.call = tf.negative
+    assert not layers.replacements([layer], fast_gradients=False)
