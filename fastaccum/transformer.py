@@ -197,7 +197,8 @@ def gpt(
         tied: the head is the embedding's table, transposed (False).
         stacked: the blocks are one `fastaccum.kernels.LayerStack` (False): compile time and program size stop
             growing with depth, and of the activations only what `policy` says is held of each block.
-        policy: of that LayerStack, what is kept for the way back; by default, by size.
+        policy: of that LayerStack, what is kept for the way back. By default it is chosen by size, and on a GPU
+            with room for everything the blocks are unrolled: the step is faster, and takes longer to compile.
         preset: a name in `PRESETS`; sizes given as arguments override it.
         dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
             global one (`keras.config.dtype_policy()`).
@@ -252,7 +253,8 @@ def gpt(
     if not rotary:
         x_BTD = LearnedPositions(context, dtype=dtype, name="positions")(x_BTD)
     if stacked:
-        x_BTD = LayerStack(block, layers, policy=policy, name="blocks")(x_BTD)
+        unroll: Any = policy == "auto" and "auto"
+        x_BTD = LayerStack(block, layers, policy=policy, unroll=unroll, name="blocks")(x_BTD)
     else:
         for i in range(layers):
             x_BTD = block(f"block_{i}")(x_BTD)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,12 +17,19 @@ from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.layer_graph import LayerGraph
 from fastaccum.kernels.rounded import copies_at_hand, rounded_layer
-from fastaccum.kernels.xla_ops import device_memory, dynamic_add_slice, first_order, loop, unfilled
+from fastaccum.kernels.xla_ops import device_memory, dynamic_add_slice, first_order, has_gpu, loop, unfilled
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
 
-Policy = str | Sequence[str]  # see LayerStack
+
+class Form(NamedTuple):
+    """`policy` and `unroll` of a `LayerStack`."""
+
+    policy: str | Sequence[str]
+    unroll: bool | Literal["auto"]
+
+
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
 
 
@@ -73,7 +80,7 @@ class Body(NamedTuple):
 
 
 def unrolled(
-    body: Body, depth: int, policy: Policy, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
+    body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
 ) -> Result:
     """`looped` as plain calls and plain autodiff, which keeps everything."""
     states = []
@@ -85,7 +92,7 @@ def unrolled(
 
 
 def looped(
-    body: Body, depth: int, policy: Policy, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
+    body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
 ) -> Result:
     """The last layer's output, and by its place the new value of each stacked state that the layers assign."""
     accumulators = {k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))}
@@ -96,8 +103,8 @@ def looped(
         specs = [tf.TensorSpec([], tf.int32), *_specs([x, shared]), *_specs([weights, state], axis=0)]
         with copies_at_hand():
             layer = LayerGraph(body, specs)
-        if body.training:
-            _choose(layer, policy, depth, weights)
+        unroll = body.training and _choose(layer, form, depth, weights)
+        repeat, buffer = (_repeat, _Apart.of) if unroll else (loop, _buffer)
         assigned.extend(layer.after)
 
         # Inputs that are kept lie where the layer before has written its output: no layer copies its own.
@@ -112,13 +119,13 @@ def looped(
 
         # An eager tape would keep what the loop computes.
         with record.stop_recording():
-            start = _buffer(x.dtype, [depth + 1, *x.shape]).write(0, x) if chained else x
-            buffers = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.kept[chained:]]
-            states = [_buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]
-            y, buffers, states = loop(depth, forward, [start, buffers, states])
-            kept, after = [b.stack() for b in buffers], [b.stack() for b in states]
+            start = buffer(x.dtype, [depth + 1, *x.shape]).write(0, x) if chained else x
+            buffers = [buffer(t.dtype, [depth, *t.shape]) for t in layer.kept[chained:]]
+            states = [buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]
+            y, buffers, states = repeat(depth, forward, [start, buffers, states])
+            kept, after = [_whole(b) for b in buffers], [b.stack() for b in states]
             if chained:
-                y, kept = y.read(depth), [y.stack(), *kept]
+                y, kept = y.read(depth), [_whole(y), *kept]
 
         def gradient(dy, *_, variables=None):
             if variables:
@@ -137,9 +144,9 @@ def looped(
                 return [dx, sums, _written(at, buffers, d_weights), totals]
 
             sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
-            buffers = [_buffer(w.dtype, w.shape) for w in weights]
+            buffers = [buffer(w.dtype, w.shape) for w in weights]
             totals = {k: accumulator.total for k, accumulator in accumulators.items()}
-            dx, sums, buffers, totals = loop(depth, backward, [dy, sums, buffers, totals])
+            dx, sums, buffers, totals = repeat(depth, backward, [dy, sums, buffers, totals])
             sums = iter(sums)
             d_shared = [tf.cast(next(sums), t.dtype) if t.dtype.is_floating else None for t in shared]
             d_inputs = first_order([dx, *d_shared, *(b.stack() for b in buffers)], "A LayerStack")
@@ -153,16 +160,18 @@ def looped(
     return y, dict(zip(assigned, after, strict=True))
 
 
-def _choose(layer: LayerGraph, policy: Policy, depth: int, weights: list[tf.Tensor]) -> None:
-    if policy == "nothing_saveable":
-        return
-    inputs = layer.kept
-    layer.keep(policy)
-    if policy == "auto":
-        # In training each weight has its gradient and, under Adam, two slots.
-        of_weights = 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)
-        if depth * layer.kept_bytes > (device_memory() - of_weights) / 2:
-            layer.kept = inputs
+def _choose(layer: LayerGraph, form: Form, depth: int, weights: list[tf.Tensor]) -> bool:
+    """Chooses what is kept, and whether the loops are unrolled."""
+    # In training each weight has its gradient and, under Adam, two slots.
+    budget = (device_memory() - 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)) / 2
+    if form.unroll:
+        layer.keep("everything_saveable")
+        if form.unroll is True or (has_gpu() and depth * layer.kept_bytes <= budget):
+            return True
+    layer.keep(form.policy)
+    if form.policy == "auto" and depth * layer.kept_bytes > budget:
+        layer.keep("nothing_saveable")
+    return False
 
 
 def _specs(tensors: Any, axis: int | None = None) -> Any:
@@ -178,7 +187,9 @@ def _written(i: tf.Tensor, buffers: list[tf.TensorArray], values: list[tf.Tensor
     return [buffer.write(i, value) for buffer, value in zip(buffers, values, strict=True)]
 
 
-def _at(i: tf.Tensor, stacks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _at(i: Any, stacks: Sequence[Any]) -> list[tf.Tensor]:
+    if isinstance(i, int):
+        return [stack.read(i) if isinstance(stack, _Apart) else stack[i] for stack in stacks]
     return [tf.gather(stack, i) for stack in stacks]
 
 
@@ -191,6 +202,34 @@ def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:
     """A stack that a loop writes in place."""
     array, memory = tf.TensorArray(dtype, shape[0], element_shape=shape[1:]), unfilled(shape, dtype)
     return array if memory is None else array.unstack(memory)
+
+
+class _Apart(dict[int, tf.Tensor]):
+    """What a `tf.TensorArray` would hold, where no loop writes it: its values stay where they were computed."""
+
+    @classmethod
+    def of(cls, dtype: tf.DType, shape: Sequence[int | None]) -> _Apart:
+        return cls()
+
+    def write(self, i: int, value: tf.Tensor) -> _Apart:
+        return _Apart({**self, i: value})
+
+    def read(self, i: int) -> tf.Tensor:
+        return self[i]
+
+    def stack(self) -> tf.Tensor:
+        return tf.stack([self[i] for i in sorted(self)])
+
+
+def _whole(buffer: Any) -> Any:
+    return buffer if isinstance(buffer, _Apart) else buffer.stack()
+
+
+def _repeat(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
+    """`loop`, unrolled."""
+    for i in range(steps):
+        values = body(i, *values)
+    return values
 
 
 def _spec(value: Any) -> str:

@@ -14,7 +14,7 @@ from keras.src.backend.common.variables import AutocastScope
 
 from fastaccum.kernels import stackable
 from fastaccum.kernels.checks import as_tensor, naming, object_name, one_of, shown, true_or_false, whole_number
-from fastaccum.kernels.layer_loop import OF_LAYERS, Body, looped, unrolled
+from fastaccum.kernels.layer_loop import OF_LAYERS, Body, Form, looped, unrolled
 
 # Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
 _SEED_STRIDE = 1_000_003
@@ -56,6 +56,11 @@ class LayerStack(keras.layers.Layer):
     A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or with
     `training=False`, there is no choice: everything is kept, or the inputs alone.
 
+    With `unroll=True`, as in `jax.lax.scan`, a step in training has the layers one after the other instead of loops,
+    over the same stacked weights, and keeps everything: nothing is copied into and out of stacks, which on a GPU is
+    faster, and the program and the time to compile it grow with the depth. `unroll="auto"` does so in a program for a
+    GPU where policy "auto" finds that everything fits.
+
     Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken over all layers.
 
     Args:
@@ -65,6 +70,7 @@ class LayerStack(keras.layers.Layer):
             hold further state (BatchNormalization), but no metrics.
         depth: how many layers.
         policy: what is kept of each layer: "auto", "nothing_saveable", "everything_saveable", or a list of names.
+        unroll: whether training has no loops: True, False or "auto". Of the policies it takes "auto" alone.
         implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
             weights, with plain autodiff.
 
@@ -93,13 +99,16 @@ class LayerStack(keras.layers.Layer):
         depth: int,
         *,
         policy: str | Sequence[str] = "auto",
+        unroll: bool | Literal["auto"] = False,
         implementation: Literal["auto", "reference"] = "auto",
         name: str | None = None,
         trainable: bool = True,
     ):
         depth = whole_number("depth", depth)
         one_of("implementation", implementation, ("auto", "reference"))
-        policy = _policy(policy)
+        policy, unroll = _policy(policy), one_of("unroll", unroll, (True, False, "auto"))
+        if unroll and policy != "auto":
+            raise ValueError(f"policy={shown(policy)} is for loops, and unroll={unroll!r} keeps everything: pass one.")
         object_name(name)
         true_or_false("trainable", trainable)
         if isinstance(make_layer, keras.layers.Layer):
@@ -111,7 +120,8 @@ class LayerStack(keras.layers.Layer):
         object.__setattr__(self, "template", template)
         if not (trainable and template.trainable):
             self.trainable = False
-        self.make_layer, self.depth, self.policy, self.implementation = make_layer, depth, policy, implementation
+        self.make_layer, self.depth, self.policy, self.unroll = make_layer, depth, policy, unroll
+        self.implementation = implementation
         self.supports_masking = template.supports_masking
         self.supports_jit = all(layer.supports_jit for layer in template._flatten_layers())
 
@@ -202,7 +212,7 @@ class LayerStack(keras.layers.Layer):
         body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
         run = unrolled if self.implementation == "reference" or tf.executing_eagerly() else looped
         # Read before the state is assigned: the recomputation starts from the same seeds.
-        y, after = run(body, self.depth, self.policy, x, _read(weights), _read(state))
+        y, after = run(body, self.depth, Form(self.policy, self.unroll), x, _read(weights), _read(state))
         for k, value in after.items():
             state[k].assign(value)
         return y
@@ -239,7 +249,7 @@ class LayerStack(keras.layers.Layer):
         config = super().get_config()
         del config["dtype"]  # the template's
         make_layer = keras.saving.serialize_keras_object(self.template)
-        own = {"depth": self.depth, "policy": self.policy, "implementation": self.implementation}
+        own = {name: getattr(self, name) for name in ("depth", "policy", "unroll", "implementation")}
         return {**config, "make_layer": make_layer, **own}
 
     @classmethod

@@ -15,7 +15,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"\}')
 # What hands a value on without summing or selecting: in another layout, dtype or shape, or one layer of it.
-_CARRIES = ("bitcast", "copy", "convert", "dynamic-slice", "get-tuple-element", "reshape", "transpose")
+_CARRIES = ("bitcast", "copy", "convert", "dynamic-slice", "get-tuple-element", "reshape", "slice", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +251,6 @@ def _way_to_the_accumulator(product, size):
 
 def _is_carried(value):
     """Whether a value is what it was when the loop's body began."""
-    while value.opcode in _CARRIES:
+    while value.opcode in (*_CARRIES, "dynamic-update-slice"):  # another layer's part of it may be new
         value = value.inputs[0]
     return value.opcode == "parameter"

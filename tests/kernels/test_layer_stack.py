@@ -193,7 +193,7 @@ def everything_block():
     return keras.Sequential([transformer_block(), layers.Dropout(0.4), layers.BatchNormalization()])
 
 
-POLICIES = ["nothing_saveable", "everything_saveable", ["attention"], "auto"]
+POLICIES = [{"policy": policy} for policy in ("nothing_saveable", "everything_saveable", ["attention"], "auto")]
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +202,10 @@ def plain_outcome():
     return plain_gradients(plain, values(B, T, D), jit_compile=False)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_gradients_are_the_same_whatever_is_kept(policy, plain_outcome):
+@pytest.mark.parametrize("form", [*POLICIES, {"unroll": True}], ids=str)
+def test_gradients_are_the_same_whatever_is_kept(form, plain_outcome):
     """And the elements dropped, or else the gradients were others."""
-    stack, _ = stack_and_plain(everything_block, depth=2, policy=policy)
+    stack, _ = stack_and_plain(everything_block, depth=2, **form)
     ours = gradients(stack, stack.trainable_variables, values(B, T, D), jit_compile=False)
     assert_close(ours, plain_outcome, 2e-5)
 
@@ -279,6 +279,23 @@ def test_what_does_not_fit_is_computed_again(monkeypatch):
     monkeypatch.setattr(layer_loop, "device_memory", lambda: needed - 1)
     assert kept(mlp_block) == [1]
     assert kept(mlp_block, ["projection"]) == [1, 4], "what is named is kept"
+
+
+@pytest.mark.parametrize(("memory", "loops"), [(1e9, 0), (0, 2)])
+def test_a_gpu_that_has_room_for_everything_has_no_loops(memory, loops, monkeypatch):
+    monkeypatch.setattr(layer_loop, "device_memory", lambda: memory)
+    monkeypatch.setattr(layer_loop, "has_gpu", lambda: True)
+    stack = LayerStack(mlp_block, 2, unroll="auto")
+    stack.build([B, T, D])
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = stack(x, training=True)
+        return tape.gradient(y, stack.trainable_variables)
+
+    operations = step.get_concrete_function(tf.TensorSpec([B, T, D])).graph.get_operations()
+    assert sum(op.type in ("While", "StatelessWhile") for op in operations) == loops
 
 
 def test_inference_chooses_nothing():
@@ -716,6 +733,8 @@ def test_layers_that_do_not_stack_are_refused(make_layer, message):
         (TypeError, "make_layer=.*lambda.* must be", (lambda: None, 2), {}),
         (ValueError, "policy='all'.*'auto' or 'nothing_saveable' or 'every", (layers.ReLU, 2), {"policy": "all"}),
         (ValueError, r"policy=\['qkv', 3\]", (layers.ReLU, 2), {"policy": ["qkv", 3]}),
+        (ValueError, "unroll='yes'.*True or False or 'auto'", (layers.ReLU, 2), {"unroll": "yes"}),
+        (ValueError, "policy='nothing.*unroll=True", (layers.ReLU, 2), {"policy": "nothing_saveable", "unroll": True}),
         (ValueError, "implementation='fast'.*'auto' or 'reference'", (layers.ReLU, 2), {"implementation": "fast"}),
         (TypeError, "make_layer: .*missing 1 required", (layers.Dense, 2), {}),
         (ValueError, "make_layer returned .*quantized", (lambda: layers.Dense(D, dtype="int8_from_float32"), 2), {}),
