@@ -102,13 +102,16 @@ def test_weights_are_rounded_and_positions_turned_to_angles_before_the_loop(gpt)
     assert {each.times for each in program.values if each.opcode in ("cosine", "sine")} == {1}
 
 
-def test_the_form_of_the_large_presets_adds_in_place():
-    """A fusion for each layer reads its part of the accumulators and writes it, in the loop over the layers.
+@pytest.mark.parametrize(
+    ("policy", "loops"), [("auto", 0), pytest.param(["projection", "attention"], 2, marks=pytest.mark.golden)]
+)
+def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
+    """A fusion for each layer reads its part of the accumulators and writes it, whether there is a loop over the layers or not.
 
     Attention's output is kept: it is not computed again on the way back. Nothing fills a stack of what is
     kept before it is written.
     """
-    exported, kernels = export_gpt(fa.LinearCrossEntropy(), {"stacked": True, "tied": True})
+    exported, kernels = export_gpt(fa.LinearCrossEntropy(), {"stacked": True, "tied": True, "policy": policy})
     program = compile_gpt(exported)
     assert attention_calls(program) == {"Softmax": K * LAYERS, "SoftmaxBackward": K * LAYERS}
     found = list(program.weight_gradients(kernels))
@@ -121,7 +124,7 @@ def test_the_form_of_the_large_presets_adds_in_place():
     assert of_accumulators <= ALIASES | {"dynamic-update-slice"}
     filled = [value.shape for value in in_loops if value.opcode == "broadcast" and value.dtype == "f16"]
     assert not [shape for shape in filled if shape[:1] == (LAYERS,)]
-    assert program.count("while") > 2 and not program.unknown_trip_counts
+    assert program.count("while") == 1 + loops and not program.unknown_trip_counts
     assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
 
 

@@ -29,6 +29,7 @@ PORTABLE = {"attention": "blockwise"}
 
 OURS = {
     SHIPPED: Gpt(),
+    "fastaccum, loops over layers": Gpt(policy=("projection", "attention")),
     RECOMPUTED: Gpt(policy="nothing_saveable"),
     "fastaccum, everything kept": Gpt(policy="everything_saveable"),
     "fastaccum, unrolled": Gpt(stacked=False),

@@ -74,7 +74,8 @@ def _gpt(**options: Any) -> Callable[[], programs.Compiled]:
 PROGRAMS: dict[str, Callable[[], programs.Compiled]] = {
     "gpt": _gpt(),  # the presets' form
     "gpt_unrolled": _gpt(stacked=False),
-    "gpt_2048": _gpt(batch=2, layers=3),  # 3: no activation has the shape of a stack of weights
+    # In loops; 3 layers, so that no activation has the shape of a stack of weights.
+    "gpt_2048": _gpt(batch=2, layers=3, policy=("projection", "attention")),
     "gpt_8192": _gpt(batch=2, layers=3, context=8192),
     "bert": bert,
     "convnet": convnet,
