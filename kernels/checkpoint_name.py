@@ -24,7 +24,7 @@ def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
     """
     x = as_tensor("x", x)
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name={shown(name)} must be a string.")
+        raise TypeError(f"name={shown(name)} must be a string that is not empty.")
     names = _names.get()
     if names is not None:
         names[id(x)] = x, name

@@ -1,4 +1,4 @@
-"""Many layers of one kind as one traced body: a loop forward, and one backward that recomputes each layer."""
+"""Many layers of one kind as one traced body: a loop forward, and one backward, which recomputes what is not kept."""
 
 from __future__ import annotations
 
@@ -279,7 +279,10 @@ class _Seeds(keras.random.SeedGenerator):
 def _policy(policy: Any) -> str | list[str]:
     if isinstance(policy, (list, tuple)) and all(isinstance(name, str) for name in policy):
         return list(policy)
-    return one_of("policy", policy, POLICIES)
+    if not isinstance(policy, str) or policy not in POLICIES:
+        choices = " or ".join(map(repr, POLICIES))
+        raise ValueError(f'policy={shown(policy)} must be {choices} or a list of names, as ["attention"].')
+    return policy
 
 
 def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

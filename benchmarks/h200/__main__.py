@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.h200 import golden, programs, report, roofline, summary
+from fastaccum.kernels.layer_stack import POLICIES
 from fastaccum.step.program import MemoryAnalysis
 
 
@@ -22,7 +23,9 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True)
     _add_show(commands.add_parser("show", help="one program: totals, and its costliest kernels"))
     golden_parser = commands.add_parser("golden", help="renews the summaries in tests/golden")
-    golden_parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(golden.PROGRAMS)} (all)")
+    golden_parser.add_argument(
+        "names", nargs="*", type=_program, metavar="NAME", help=f"of {', '.join(golden.PROGRAMS)} (all)"
+    )
     golden_parser.set_defaults(run=lambda options: golden.renew(options.names or list(golden.PROGRAMS)))
     _add_report(commands.add_parser("report", help="ours and JAX's against the bars, with pictures"))
     options = parser.parse_args(argv)
@@ -72,8 +75,8 @@ def add_gpt_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--unrolled", dest="stacked", action="store_false", help="without a LayerStack")
-    parser.add_argument("--policy", type=_policy, default="auto", help='what a LayerStack keeps: a name, or "a,b,c"')
-    parser.add_argument("--attention", default="auto", help="its implementation")
+    parser.add_argument("--policy", type=_policy, default="auto", help='as LayerStack takes it; names as "a,b,c"')
+    parser.add_argument("--attention", default="auto", help="its implementation: auto, cudnn, blockwise, reference")
     parser.add_argument("--chunk-size", type=int, help="of the cross-entropy")
 
 
@@ -106,7 +109,13 @@ def _jax_program(options: argparse.Namespace) -> programs.Compiled:
 
 
 def _policy(text: str) -> str | tuple[str, ...]:
-    return tuple(text.split(",")) if "," in text else text
+    return text if text in POLICIES else tuple(text.split(","))
+
+
+def _program(name: str) -> str:
+    if name not in golden.PROGRAMS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(golden.PROGRAMS)}")
+    return name
 
 
 if __name__ == "__main__":

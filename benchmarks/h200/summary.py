@@ -124,6 +124,8 @@ def text(program: Compiled, rows: int, rates: roofline.Rates | None = None, by: 
     """
     found, totals = roofline.predict(kernels.read(program.text), rates), of(program, rates)
     lines = [f"{name:30}{_number(value)}" for name, value in totals.items() if not isinstance(value, dict)]
+    if totals["MFU"] is not None:
+        lines += [f"MFU is of {found.rates.half / 1e12:,.0f} TFLOP/s, which matmuls sustain, not of the peak."]
     lines += ["", "weight gradients a micro-batch: " + ", ".join(f"{n} {it}" for it, n in totals[_ADDED].items())]
     lines += ["matmuls a step: " + ", ".join(f"{n:,} {types}" for types, n in totals["matmuls"].items())]
     lines += ["", _HEAD + "kind"]

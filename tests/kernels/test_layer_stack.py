@@ -732,6 +732,7 @@ def test_layers_that_do_not_stack_are_refused(make_layer, message):
         (TypeError, "make_layer=3 must be", (3, 2), {}),
         (TypeError, "make_layer=.*lambda.* must be", (lambda: None, 2), {}),
         (ValueError, "policy='all'.*'auto' or 'nothing_saveable' or 'every", (layers.ReLU, 2), {"policy": "all"}),
+        (ValueError, r"policy='wave' must be .* or a list of names", (layers.ReLU, 2), {"policy": "wave"}),
         (ValueError, r"policy=\['qkv', 3\]", (layers.ReLU, 2), {"policy": ["qkv", 3]}),
         (ValueError, "unroll='yes'.*True or False or 'auto'", (layers.ReLU, 2), {"unroll": "yes"}),
         (ValueError, "policy='nothing.*unroll=True", (layers.ReLU, 2), {"policy": "nothing_saveable", "unroll": True}),
