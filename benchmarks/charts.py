@@ -78,7 +78,7 @@ def _by_axis(drawn):
 def _draw_bars(title, ratios):
     """A panel for each workload, a bar for each peer: to the right if slower than ours, to the left if faster."""
     peers = list(dict.fromkeys(peer for of_workload in ratios.values() for peer in of_workload))
-    figure, axes = panels_of(len(ratios), width=3.6, height=0.8 + 0.32 * len(peers), sharex=True, sharey=True)
+    figure, axes = _panels(len(ratios), width=3.6, height=0.8 + 0.32 * len(peers), sharex=True, sharey=True)
     values = [value for of_workload in ratios.values() for value in of_workload.values()]
     for axis, (workload, of_workload) in zip(axes.flat, ratios.items(), strict=False):
         for row, peer in enumerate(peers):
@@ -103,7 +103,7 @@ def _draw_bars(title, ratios):
 
 def draw_lines(title, panels):
     """A panel for each chart; a line has the same colour in all of them."""
-    figure, axes = panels_of(len(panels), width=3.8, height=3.2)
+    figure, axes = _panels(len(panels), width=3.8, height=3.2)
     colours = {}
     for axis, (what, chart) in zip(axes.flat, panels.items(), strict=False):
         for line, points in chart["lines"].items():
@@ -127,7 +127,7 @@ def draw_lines(title, panels):
     return figure
 
 
-def panels_of(count, width, height, **shared):
+def _panels(count, width, height, **shared):
     """A figure with room for `count` panels of that size in inches, at most three in a row."""
     columns = min(count, 3)
     rows = math.ceil(count / columns)

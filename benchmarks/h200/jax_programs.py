@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 from unittest import mock
 
 import jax
@@ -22,7 +22,6 @@ from benchmarks.h200 import parts, programs
 from benchmarks.peers import jax_gpt
 from benchmarks.peers.jax_models import scan_train_step
 
-FORMS = ("scan", "remat", "unrolled")
 CUDNN_VERSION, CAPABILITY = 91000, (9, 0)  # what the description of the H200 says
 
 
@@ -39,19 +38,14 @@ class JaxGpt:
 
     form: Literal["scan", "remat", "unrolled"] = "scan"
     attention: Literal["cudnn", "xla"] = "cudnn"
-    logits: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    logits: Literal["bfloat16", "float32"] = "bfloat16"
     sizes: programs.Gpt = dataclasses.field(default_factory=programs.Gpt)
 
 
-def gpt(options: JaxGpt, **flags: Any) -> programs.Compiled:
-    """JAX's program for these options.
-
-    Args:
-        options: the model and its step.
-        **flags: XLA's debug options.
-    """
+def gpt(options: JaxGpt) -> programs.Compiled:
+    """JAX's program for these options."""
     sizes = options.sizes
-    text, memory = programs.compiled(export(options), **flags)
+    text, memory = programs.compiled(export(options))
     matrices = tuple(sizes.layers * parts.matrices(sizes))
     return programs.Compiled(text, memory, sizes.micro_batches, sizes.flops, matrices)
 

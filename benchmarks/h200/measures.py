@@ -22,7 +22,6 @@ def of(program: Compiled, sizes: Gpt, rates: roofline.Rates) -> dict[str, Any]:
     loss = [timed for timed in prediction.kernels if parts.part(timed.kernel, sizes) == parts.LOSS]
     return {
         **{name: whole[name] for name in whole if name not in ("kernels", "ms")},
-        "peak GB": program.memory.peak_bytes / 1e9,
         "parts": parts.milliseconds(prediction, sizes),
         "attention ms": sum(timed.ms for timed in attention),
         "attention launches": _launches(attention, sizes),

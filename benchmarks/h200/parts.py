@@ -7,7 +7,6 @@ border counts on one side of it.
 
 from __future__ import annotations
 
-import math
 import re
 
 from benchmarks.h200.kernels import Kernel
@@ -23,7 +22,6 @@ PARTS = (MATMULS, RECOMPUTED, ATTENTION, LOSS, NORMS, ELEMENTWISE, MOVES, SUMS, 
 _LOSS = re.compile(r"linear_cross_entropy|\(loss\)")
 _CORE = re.compile(r"attention/attention/|/dot_product/")  # attention without its projections
 _AGAIN = re.compile(r"rematted_computation|/blocks/while/recomputed/")
-_ARRAY = re.compile(r"f32\[([\d,]*)\]")
 
 
 def part(kernel: Kernel, sizes: Gpt) -> str:
@@ -81,9 +79,8 @@ def yields_weight_gradient(kernel: Kernel, shapes: list[tuple[int, int]]) -> boo
     """Whether a kernel, no matmul, writes float32 arrays of these shapes, of one layer, all layers or partial sums."""
     if kernel.kind in ("gemm", "attention"):
         return False
-    arrays = [[int(size) for size in found.split(",") if size] for found in _ARRAY.findall(kernel.types)]
     wanted = {tuple(sorted(shape)) for shape in shapes}
-    return any(math.prod(array) > 1 and tuple(sorted(array[-2:])) in wanted for array in arrays)
+    return any(dtype == "f32" and tuple(sorted(array[-2:])) in wanted for dtype, array in kernel.results)
 
 
 def _scope(kernel):

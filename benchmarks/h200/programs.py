@@ -18,8 +18,7 @@ import keras
 import numpy as np
 
 import fastaccum as fa
-from benchmarks.gpu import export
-from benchmarks.h200 import roofline
+from benchmarks.gpu import export, manifest
 from benchmarks.stablehlo import h200
 from fastaccum.step.program import MemoryAnalysis
 
@@ -56,9 +55,10 @@ class Gpt:
     @property
     def flops(self) -> float:
         """Of a train step, by hand."""
-        tokens = self.micro_batches * self.batch * self.context
-        sizes = {name: getattr(self, name) for name in ("layers", "width", "vocabulary", "context")}
-        return roofline.gpt_flops(**sizes, tokens=tokens)
+        sizes = {name: getattr(self, name) for name in ("layers", "width", "context")}
+        sizes["vocabulary_size"] = self.vocabulary
+        about = {"sizes": sizes, "micro_batches": self.micro_batches, "batch_size": self.batch}
+        return float(manifest.model_flops(about))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +80,8 @@ class Compiled:
     matrices: tuple[tuple[int, int], ...] = ()
 
 
-def gpt(options: Gpt, **flags: Any) -> Compiled:
-    """Our program for these options.
-
-    Args:
-        options: the model and its step.
-        **flags: XLA's debug options.
-    """
+def gpt(options: Gpt) -> Compiled:
+    """Our program for these options."""
     policy = "float32" if options.dtype == "float32" else f"mixed_{options.dtype}"
     sizes = (options.vocabulary, options.context, options.width, options.layers, options.width // 128)
     form = {"stacked": options.stacked} | ({} if options.policy == "auto" else {"policy": options.policy})
@@ -95,20 +90,19 @@ def gpt(options: Gpt, **flags: Any) -> Compiled:
         loss = fa.LinearCrossEntropy(chunk_size=options.chunk_size)
         trainer = fa.Trainer(model, keras.optimizers.AdamW(3e-4, weight_decay=0.1), loss, clip_norm=1.0)
         ids = np.zeros((options.micro_batches, options.batch, options.context), "int32")
-        program = of_trainer(trainer, (ids, ids), **flags)
+        program = of_trainer(trainer, (ids, ids))
     keras.backend.clear_session()
     return dataclasses.replace(program, flops=options.flops)
 
 
-def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...], **flags: Any) -> Compiled:
+def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...]) -> Compiled:
     """The program of a trainer's step, traced as on a GPU.
 
     Args:
         trainer: one that has not been used yet.
         stack: as `trainer.train_step` takes it.
-        **flags: XLA's debug options.
     """
-    text, memory = compiled(h200.export_step(trainer, stack), **flags)
+    text, memory = compiled(h200.export_step(trainer, stack))
     return Compiled(text, memory, len(stack[0]), matrices=tuple(_matrices(trainer.model)))
 
 
@@ -135,9 +129,8 @@ def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
         return text, MemoryAnalysis(*memory)
     text, memory = h200.compile_for_h200(exported, **flags)
     CACHE.mkdir(mode=0o700, exist_ok=True)
-    numbers = list(memory)
     whole = path.with_suffix(f".{os.getpid()}")
-    whole.write_bytes(gzip.compress(json.dumps([text, numbers]).encode(), 1))
+    whole.write_bytes(gzip.compress(json.dumps([text, memory]).encode(), 1))
     whole.replace(path)  # others may compile the same
     return text, memory
 

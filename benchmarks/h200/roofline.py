@@ -107,20 +107,3 @@ def _timed(kernel: Kernel, rates: Rates) -> Timed:
     rate = (rates.half if half else rates.tf32) * (rates.attention if kernel.kind == "attention" else 1)
     parts = (kernel.flops / rate, kernel.bytes / rates.bandwidth, rates.launch)
     return Timed(kernel, *(1e3 * kernel.times * part for part in parts))
-
-
-def gpt_flops(*, layers: int, width: int, vocabulary: int, context: int, tokens: int) -> float:
-    """The arithmetic of a train step of a decoder-only transformer: nothing that is recomputed counts.
-
-    `6 x matmul parameters x tokens`, the head's among them, and the products of causal attention: 2 forward and 4
-    backward (what recomputes the scores is not counted), of which the mask leaves half.
-
-    Args:
-        layers: blocks of `12 width**2` parameters.
-        width: of the model.
-        vocabulary: columns of the head.
-        context: positions of a sequence.
-        tokens: in a train step.
-    """
-    parameters = layers * 12 * width**2 + vocabulary * width
-    return tokens * (6.0 * parameters + layers * 6.0 * context * width)

@@ -14,8 +14,8 @@ BLOCKS = f"{BODY}/transpose(jvp(blocks))/while/body/closed_call/checkpoint"
 STACK = "gradient_tape/forward/gpt/blocks/while"
 
 
-def kernel(scope, kind="elementwise", types="bf16[8,2048,2048]", loops=(8, 4)):
-    return Kernel("k", kind, scope, types, 0.0, 0.0, loops)
+def kernel(scope, kind="elementwise", loops=(8, 4), results=(("bf16", (8, 2048, 2048)),)):
+    return Kernel("k", kind, scope, "", 0.0, 0.0, loops, results)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ def kernel(scope, kind="elementwise", types="bf16[8,2048,2048]", loops=(8, 4)):
         (kernel("while/forward/gpt_1/block_3_1/attention_1/attention/while/Max"), parts.ATTENTION),
         (kernel(f"{BLOCKS}/attention/dot_product/reduce_sum"), parts.ATTENTION),
         (kernel("while/forward/gpt/block_3/attention/qkv/MatMul", "gemm"), parts.MATMULS),
-        (kernel(f"{STACK}/add", types="f32[4,2048,8192]"), parts.SUMS),
-        (kernel(f"{BODY}/accumulate/add", types="f32[]"), parts.SUMS),
-        (kernel("while/backward/AddN", "scatter", "f32[1,1]"), parts.EMBEDDING),
+        (kernel(f"{STACK}/add", results=(("f32", (4, 2048, 8192)),)), parts.SUMS),
+        (kernel(f"{BODY}/accumulate/add", results=(("f32", ()),)), parts.SUMS),
+        (kernel("while/backward/AddN", "scatter", results=(("f32", (1, 1)),)), parts.EMBEDDING),
         (kernel("forward/gpt/blocks/while/TensorArrayV2Write", "slice"), parts.MOVES),
         (kernel("forward/gpt/blocks/while/forward/transformer_block/mlp_norm_1/Cast"), parts.NORMS),
         (kernel("forward/gpt/blocks/while/forward/transformer_block/Gelu/mul"), parts.ELEMENTWISE),
