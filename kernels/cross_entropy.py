@@ -45,8 +45,7 @@ def linear_cross_entropy(
     keeps nothing else; the backward pass computes each chunk's logits once more (Cut Cross-Entropy, Wijmans et al.
     2024, https://arxiv.org/abs/2411.09009). So two chunks of logits exist at once, of `chunk_size**2` each where that
     is given. Gradients are summed in float32. The z-loss is that of PaLM (Chowdhery et al. 2022,
-    https://arxiv.org/abs/2204.02311). For a weighted sum of the losses, `linear_cross_entropy_sum` computes no logits
-    twice.
+    https://arxiv.org/abs/2204.02311).
 
     Args:
         hidden: [..., D], float32, float16 or bfloat16.
