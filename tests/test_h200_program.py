@@ -106,7 +106,7 @@ def test_weights_are_rounded_and_positions_turned_to_angles_before_the_loop(gpt)
     ("policy", "loops"), [("auto", 0), pytest.param(["projection", "attention"], 2, marks=pytest.mark.golden)]
 )
 def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
-    """A fusion for each layer reads its part of the accumulators and writes it, in a loop over the layers or without one.
+    """A fusion for each layer reads its part of the accumulators and writes it, with a loop over the layers or without.
 
     Attention's output is kept: it is not computed again on the way back. Nothing fills a stack of what is
     kept before it is written.
