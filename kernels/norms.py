@@ -45,14 +45,16 @@ def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) ->
 
 def _norm(x, scale, offset, epsilon, centred):
     wide, width = accumulator_dtype(x.dtype), [x.shape[-1]]
-    # A GPU has the moments of half-precision values from one pass: those are rounded more coarsely, relative to their
-    # spread, than the difference of two sums.
+    # A GPU has the moments of half-precision values from one pass. bfloat16 rounds those more coarsely, relative to
+    # their spread, than the difference of two sums; float16 does not: there the row's first is taken off before.
     one_pass = x.dtype in HALF and has_gpu()
 
     @custom_gradient
     def normalise(x, scale_D, offset_D):
         def normal():
             x_MD = tf.cast(x, wide)
+            if one_pass and centred and x.dtype == tf.float16:
+                x_MD -= tf.stop_gradient(x_MD[..., :1])
             mean_M1 = _mean(x_MD) if centred else tf.zeros([], wide)
             centred_MD = x_MD - mean_M1
             if one_pass:

@@ -62,6 +62,14 @@ def test_a_norm_is_the_unfused_expression(name, dtype, tolerance, gpu):
         np.testing.assert_allclose(mine, truth, atol=tolerance * max(1, np.abs(truth).max()))
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_float16_far_from_0_keeps_its_spread(gpu):
+    x = tf.constant(RNG.normal(1000, 1, (4, 256)), "float16")
+    with mock.patch.object(norms, "has_gpu", lambda: gpu):
+        got = norms.layer_norm(x, epsilon=EPSILON)
+    np.testing.assert_allclose(got, layer_norm_by_hand(tf.cast(x, tf.float64), 1.0, 0.0), atol=2e-3)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_gelu_as_a_gpu_computes_it(dtype, tolerance):
     x = tf.cast(tf.linspace(tf.constant(-9.0, tf.float64), 9.0, 401), dtype)
