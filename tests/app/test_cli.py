@@ -142,6 +142,7 @@ def what_was_learned(folder):
     return {"tensors": tensors, "rows": rows}
 
 
+@pytest.mark.faults
 def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
     """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short."""
     options = ["--steps", "301", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "20"]

@@ -176,7 +176,7 @@ def test_workers_go_on_bit_by_bit(tmp_path):
             np.testing.assert_array_equal(whole[name], ended[name])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.faults)])
 def test_a_killed_worker_ends_the_others(tmp_path, victim):
     with workers("forever", tmp_path) as processes:
         survivor = processes[1 - victim]
