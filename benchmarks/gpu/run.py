@@ -76,6 +76,12 @@ def peak_bytes():
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def require_gpu(program, platform):
+    """Raises SystemExit where JAX has only a CPU, and the program is large or calls cuDNN."""
+    if platform == "cpu" and (program["purpose"] != "check" or program["attention"] == "auto"):
+        raise SystemExit(f"{program['name']} needs a GPU, and JAX sees none: is it installed with CUDA?")
+
+
 def require_aliases(program, memory):
     """Raises AssertionError if weights and slots would exist twice."""
     kept = sum(
@@ -96,6 +102,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     jax.config.update("jax_enable_x64", True)  # some counters are int64
     program = manifest.find(arguments.folder, arguments.program)
+    require_gpu(program, jax.devices()[0].platform)
     if program["purpose"] == "memory":
         # Nothing is run, so nothing need be tuned.
         memory = Executable(arguments.folder, program, xla_gpu_autotune_level=0).memory()

@@ -96,6 +96,18 @@ def test_what_is_skipped_is_told_by_name(ran):
 
 
 @needs_jax
+def test_a_program_that_needs_a_gpu_says_so_where_there_is_none():
+    from benchmarks.gpu import run
+
+    program = {"name": "small", "purpose": "check", "attention": "blockwise"}
+    run.require_gpu(program, "cpu")
+    for other in ({"attention": "auto"}, {"purpose": "time"}):
+        run.require_gpu({**program, **other}, "gpu")
+        with pytest.raises(SystemExit, match="small needs a GPU, and JAX sees none"):
+            run.require_gpu({**program, **other}, "cpu")
+
+
+@needs_jax
 def test_other_weights_are_noticed(folder, program, tmp_path):
     for argument in program["arguments"]:
         if argument["name"] == "final_norm/gamma":
