@@ -195,8 +195,8 @@ def gpt(
         key_value_heads: heads of keys and values, fewer for grouped-query attention; by default `heads`.
         positions: "rotary" (then `width / heads` must be even), or "learned", a vector added for each position.
         tied: the head is the embedding's table, transposed (False).
-        stacked: the blocks are one `fastaccum.kernels.LayerStack` (False): compile time and program size stop
-            growing with depth, and of the activations only what `policy` says is held of each block.
+        stacked: the blocks are one `fastaccum.kernels.LayerStack` (False): of the activations only what `policy` says
+            is held of each block, and in loops compile time and program size stop growing with depth.
         policy: of that LayerStack, what is kept for the way back. By default it is chosen by size, and on a GPU
             with room for everything the blocks are unrolled: the step is faster, and takes longer to compile.
         preset: a name in `PRESETS`; sizes given as arguments override it.
