@@ -62,6 +62,26 @@ def test_a_norm_is_the_unfused_expression(name, dtype, tolerance, gpu):
         np.testing.assert_allclose(mine, truth, atol=tolerance * max(1, np.abs(truth).max()))
 
 
+def test_second_derivatives_are_those_of_the_formula_where_keras_leaves_a_term_out():
+    def plain(x):
+        centred = x - tf.reduce_mean(x, -1, keepdims=True)
+        return centred * tf.math.rsqrt(tf.reduce_mean(centred**2, -1, keepdims=True) + EPSILON)
+
+    def second(norm):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.reduce_sum(norm(x) ** 3)
+            first = tape.gradient(y, x) * tf.range(8, dtype=tf.float64)  # of a sum that is not 0 in each row
+        return outer.gradient(first, x)
+
+    x = tf.constant(RNG.normal(size=(3, 8)))
+    np.testing.assert_allclose(second(lambda x: norms.layer_norm(x, epsilon=EPSILON)), second(plain), atol=1e-12)
+    of_keras = second(lambda x: keras.ops.layer_normalization(x, epsilon=EPSILON))
+    assert np.abs(of_keras - second(plain)).max() > 0.1  # tf.nn.moments takes the mean in a variance for a constant
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_float16_far_from_0_keeps_its_spread(gpu):
     x = tf.constant(RNG.normal(1000, 1, (4, 256)), "float16")
