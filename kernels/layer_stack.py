@@ -107,6 +107,7 @@ class LayerStack(keras.layers.Layer):
         depth = whole_number("depth", depth)
         one_of("implementation", implementation, ("auto", "reference"))
         policy, unroll = _policy(policy), one_of("unroll", unroll, (True, False, "auto"))
+        unroll = unroll if unroll == "auto" else bool(unroll)  # 1 and NumPy's bools are taken too
         if unroll and policy != "auto":
             raise ValueError(f"policy={shown(policy)} is for loops, and unroll={unroll!r} keeps everything: pass one.")
         object_name(name)

@@ -748,6 +748,11 @@ def test_bad_arguments_name_the_value(error, message, arguments, options):
         LayerStack(*arguments, **options)
 
 
+@pytest.mark.parametrize(("given", "taken"), [(1, True), (np.True_, True), (np.False_, False), ("auto", "auto")])
+def test_what_is_as_good_as_a_bool_unrolls_as_it_does(given, taken):
+    assert LayerStack(layers.ReLU, 2, unroll=given).unroll is taken
+
+
 @pytest.mark.parametrize(
     ("make_layer", "error", "message"),
     [
