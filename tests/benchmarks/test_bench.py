@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-# The benchmarks are not installed. At the end of the path, where kernels/ shadows no other package.
-sys.path.append(str(ROOT))
+from benchmarks import __main__ as command
+from benchmarks import charts, readme, report, scores, suites
+from benchmarks.scores import Score
+from fastaccum import cli
 
-from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import charts, readme, report, scores, suites  # noqa: E402
-from benchmarks.scores import Score  # noqa: E402
-from fastaccum import cli  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.long
 

@@ -2,12 +2,8 @@
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are not installed
 
 from benchmarks.h200 import golden, programs, summary
 

@@ -1,17 +1,11 @@
 """The reader of optimized GPU programs and the roofline, on programs written by hand and on one that is compiled."""
 
-import sys
-from pathlib import Path
-
 import h200
 import keras
 import numpy as np
 import pytest
 
 import fastaccum as fa
-
-sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are not installed
-
 from benchmarks.h200 import kernels, roofline, summary
 from benchmarks.h200.programs import Compiled, Gpt
 from fastaccum.step.program import MemoryAnalysis
