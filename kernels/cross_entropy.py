@@ -231,7 +231,7 @@ def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss):
             grads = [tf.cast(d / factor * total, t.dtype) for total, t in zip(sums, inputs, strict=True)]
             return first_order([d * losses_N, *grads], "linear_cross_entropy_sum")
 
-        return tf.reduce_sum(weight_N * losses_N), gradient
+        return tf.reduce_sum(tf.where(counted_N == 0.0, 0.0, weight_N * losses_N)), gradient
 
     with tf.name_scope("linear_cross_entropy"):
         weight_N = tf.reshape(tf.broadcast_to(weights, labels.shape), [-1])

@@ -357,3 +357,12 @@ def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation)
     *_, dkernel = outcome(inputs, cotangent, implementation=implementation, chunk_size=128)
     *_, exact = truth(inputs, cotangent)
     assert np.linalg.norm(dkernel - exact) <= 1e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("implementation", ["one_pass", "chunked", "reference"])
+def test_an_ignored_token_has_no_part_in_the_sum_whatever_it_holds(implementation):
+    hidden = tf.constant([[1.0, 2.0], [np.nan, np.inf]])
+    total = linear_cross_entropy_sum(
+        hidden, tf.zeros([2, 5]), tf.constant([3, -100]), tf.ones([2]), implementation=implementation
+    )
+    np.testing.assert_allclose(total, np.log(5), rtol=1e-6)
