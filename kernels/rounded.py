@@ -120,9 +120,10 @@ def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
     return _find.get()(variable, dtype) if _stateless_scope() is _scope.get() else None
 
 
-def table(make: Callable[..., tf.Tensor], *arguments: int, dtype: Any) -> tf.Tensor:
-    """`tf.cast(make(*arguments), dtype)`, constant to autodiff."""
-    found = _find.get()((make, *arguments), tf.as_dtype(dtype))
+def table(make: Callable[..., tf.Tensor], *arguments: Any, dtype: Any) -> tf.Tensor:
+    """`tf.cast(make(*arguments), dtype)`, constant to autodiff; made once where the arguments are numbers."""
+    known = not any(tf.is_tensor(argument) for argument in arguments)  # a size may be known only when this runs
+    found = _find.get()((make, *arguments), tf.as_dtype(dtype)) if known else None
     return tf.cast(make(*arguments), dtype) if found is None else found
 
 
