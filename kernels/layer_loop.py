@@ -94,7 +94,10 @@ def unrolled(
 def looped(
     body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
 ) -> Result:
-    """The last layer's output, and by its place the new value of each stacked state that the layers assign."""
+    """The last layer's output, and by its place the new value of each stacked state that the layers assign.
+
+    By a loop each way, or by these loops unrolled.
+    """
     accumulators = {k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))}
     assigned: list[int] = []
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
-LINES = 15_750
+LINES = 15_800
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 

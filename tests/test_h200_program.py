@@ -102,9 +102,8 @@ def test_weights_are_rounded_and_positions_turned_to_angles_before_the_loop(gpt)
     assert {each.times for each in program.values if each.opcode in ("cosine", "sine")} == {1}
 
 
-@pytest.mark.parametrize(
-    ("policy", "loops"), [("auto", 0), pytest.param(["projection", "attention"], 2, marks=pytest.mark.golden)]
-)
+@pytest.mark.golden
+@pytest.mark.parametrize(("policy", "loops"), [("auto", 0), (["projection", "attention"], 2)])
 def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
     """A fusion for each layer reads its part of the accumulators and writes it, with a loop over the layers or without.
 

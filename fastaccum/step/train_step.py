@@ -142,7 +142,8 @@ class TrainStep:
         loss_scale: a loss scale, a number for a static one; None for no scaling.
         clip_norm: the largest global norm of the final, unscaled gradient; None for no clipping.
         jit_compile: compile with XLA. False runs the same graph op by op.
-        state: further tf.Variables that `loss_fn` assigns (batch statistics) and a skipped step restores.
+        state: the tf.Variables that `loss_fn` assigns (batch statistics), and a skipped step restores; one that is
+            trained and assigned too belongs here as well.
 
     Raises:
         TypeError: raised if a variable is not a variable, or the optimizer not an optimizer.
