@@ -39,7 +39,7 @@ def draw(found: Found, before: dict[str, Any], folder: Path) -> dict[str, Path]:
     titled = {"where the time goes, 4 layers": _bars(shown)}
     for key, factor, label in (("MFU", 100, "MFU, %"), ("temp GB", 1, "temp memory, GB")):
         titled[f"{label.partition(',')[0]} against sizes"] = charts.draw_lines(
-            f"{label}: 4 layers, width 2,048, T 2,048, 16,384 tokens a micro-batch, vocabulary 50,304, but one",
+            f"{label}: one size at a time; else 4 layers, 16,384 tokens, T 2,048, width 2,048, vocabulary 50,304",
             {axis: _lines(found, axis, key, factor, label) for axis in AXES},
         )
     return {title: charts.save(figure, folder, title) for title, figure in titled.items()}
@@ -67,7 +67,7 @@ def _bars(shown):
     for row, figures in enumerate(shown.values()):
         text = f"{figures['predicted ms']:,.0f} ms, {figures['MFU']:.0%}"
         axis.text(figures["predicted ms"] + 0.008 * longest, row, text, va="center", fontsize=9)
-    axis.set(xlabel="predicted milliseconds of a step, and MFU", xlim=(0, 1.14 * longest))
+    axis.set(xlabel="predicted milliseconds of a step, and MFU", xlim=(0, 1.2 * longest))
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
