@@ -107,8 +107,8 @@ def markdown(run: Run, drawn: dict[str, Path]) -> str:
                 *others,
                 "## What was lost, and is lost",
                 f"In milliseconds of a step, 4 layers; in brackets 24 layers. Before: commit {run.before['commit']}, "
-                "compiled and read in the same way; its presets' attention was the portable one. What was elementwise in "
-                "its second forward pass counts in row 2, and what has no second one in row 5.",
+                "compiled and read in the same way; its presets' attention was the portable one. What was elementwise "
+                "in its second forward pass counts in row 2, and where there is none in row 5.",
                 _losses(run),
                 "## How it is counted",
                 COUNTED,
