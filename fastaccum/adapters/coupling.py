@@ -38,7 +38,7 @@ def traced(function: Callable, nest: Any, rows: int | None = TELLING_ROWS) -> An
 def mixing(graph: tf.Graph) -> str | None:
     """The name of an operation whose result for a row depends on other rows, where there is one."""
     for operation in graph.get_operations():
-        if operation.type in _OF_SHAPES | _CHECKS:
+        if operation.type in _OF_SHAPES | _CHECKS or operation.type == "TensorListSetItem":  # rows that a loop keeps
             continue
         if _is_square(operation) or _loses_rows(operation) or _goes_along_rows(operation):
             return operation.name

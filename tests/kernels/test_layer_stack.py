@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import fastaccum as fa
+from fastaccum.adapters import coupling
 from fastaccum.kernels import checkpoint_name, layer_loop
 from fastaccum.kernels.layer_graph import LayerGraph
 from fastaccum.kernels.layer_stack import LayerStack
@@ -831,6 +832,12 @@ def test_draws_that_would_be_others_when_computed_again_are_refused(policy):
     with pytest.raises(ValueError, match=r"draws random numbers, in .*RandomUniform"):
         gradients(LayerStack(lambda: Noise(True), 2, policy=policy), [], x, jit_compile=False)
     gradients(LayerStack(lambda: Noise(False), 2, policy=policy), [], x, jit_compile=False)  # needs no draw again
+
+
+def test_what_the_loop_keeps_does_not_count_as_rows_that_are_mixed():
+    stack = LayerStack(lambda: layers.Dense(D), 2)
+    graph = coupling.traced(lambda x: stack(x, training=True), tf.TensorSpec([B, D])).graph
+    assert coupling.mixing(graph) is None
 
 
 def test_a_mask_that_layers_do_not_support_is_refused():
