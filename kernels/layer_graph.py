@@ -51,7 +51,17 @@ class LayerGraph:
         self.kept: list[tf.Tensor] = [self._x]
 
     def keep(self, policy: str | Sequence[str]) -> None:
-        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name."""
+        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name.
+
+        Raises:
+            ValueError: raised if a name is none that a value has.
+        """
+        known = {"attention", "projection", *self._names.values()}
+        if not isinstance(policy, str) and (unknown := sorted({*policy} - known)):
+            raise ValueError(
+                f"policy={list(policy)}: no value of a layer has the name {unknown[0]!r}. There are {sorted(known)}; "
+                "the layer's own call gives one, by checkpoint_name."
+            )
         residuals = [_source(t) for t in self._own_residuals]
         read = {_unshaped(t).name for t in residuals}
 

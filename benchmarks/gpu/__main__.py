@@ -142,7 +142,8 @@ def disagreements(results):
 def label(contestant, program):
     if contestant != "fastaccum":
         return contestant
-    return f"fastaccum, {program['attention']} attention{'' if program['stacked'] else ', unrolled'}"
+    form = ", in loops" if program["policy"] != "auto" else "" if program["stacked"] else ", unrolled"
+    return f"fastaccum, {program['attention']} attention{form}"
 
 
 def main(argv=None):

@@ -51,6 +51,9 @@ def plan(presets):
         unrolled = [(dtype, "auto", False) for dtype in DTYPES]
         for dtype, kind, is_stacked in stacked + unrolled:
             yield _program(preset, dtype, kind, is_stacked, MICRO_BATCHES[preset])
+        # Where memory is short, the blocks are computed in loops.
+        looped = _program(preset, "bfloat16", "auto", True, MICRO_BATCHES[preset], "-loops")
+        yield {**looped, "policy": ["projection", "attention"]}
     if "124m" in presets:
         for micro_batches in MEMORY_AT:
             yield _program("124m", "bfloat16", "blockwise", True, micro_batches, f"-memory-{micro_batches}")
@@ -62,11 +65,12 @@ def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
     return {
         "name": name,
         "file": f"{name}.mlirbc.gz",
-        "purpose": "memory" if suffix else "check" if preset == "check" else "time",
+        "purpose": "check" if preset == "check" else "memory" if "memory" in suffix else "time",
         "preset": preset,
         "dtype": dtype,
         "attention": kind,
         "stacked": stacked,
+        "policy": "auto",
         "sizes": sizes,
         "micro_batches": micro_batches,
         "batch_size": BATCH_SIZES[preset],
@@ -108,7 +112,8 @@ def _predicted(module):
 
 def _trainer(program):
     keras.utils.set_random_seed(0)  # the spread of the weights is measured
-    model = fa.gpt(**program["sizes"], tied=True, stacked=program["stacked"], dtype=f"mixed_{program['dtype']}")
+    form = {"stacked": program["stacked"], "policy": program["policy"]}
+    model = fa.gpt(**program["sizes"], tied=True, **form, dtype=f"mixed_{program['dtype']}")
     return fa.Trainer(model, keras.optimizers.AdamW(**OPTIMIZER), fa.LinearCrossEntropy(), clip_norm=CLIP_NORM)
 
 

@@ -255,7 +255,7 @@ def kept(make_layer, policy="auto", training=True):
         # The gradient needs nothing of an MLP's second product.
         (mlp_block, "auto", [1, 4]),
         (mlp_block, ["projection"], [1, 4]),
-        (mlp_block, ["other"], [1]),
+        (mlp_block, ["attention"], [1]),
         (mlp_block, "nothing_saveable", [1]),
         (Wave, "auto", [1, 1]),
         (Wave, ["wave"], [1, 1]),
@@ -263,6 +263,11 @@ def kept(make_layer, policy="auto", training=True):
 )
 def test_what_is_kept_of_each_layer(make_layer, policy, sizes):
     assert kept(make_layer, policy) == sizes
+
+
+def test_a_name_that_no_value_has_is_refused():
+    with pytest.raises(ValueError, match=r"'waves'.*'attention', 'projection', 'wave'"):
+        kept(Wave, ["wave", "waves"])
 
 
 def test_everything_is_what_plain_autodiff_keeps():
