@@ -104,6 +104,7 @@ def measures(found: Found, head_memory: dict[str, float]) -> Iterator[Measure]:
     yield _ratio("head and loss, 4 layers: ms", shipped["parts"], of(CUDNN)["parts"], 1.05, LOSS)
     share = head_memory["temp"] / head_memory["logits"]
     yield Measure("its memory / float32 logits", f"{share:.2f}", "1 or more", share, 0.15)
+    yield _ratio("temp memory, recomputed, 4 layers: GB", of(RECOMPUTED), of(CUDNN), 0.8, "temp GB")
     yield _ratio("temp memory, recomputed, 24 layers: GB", deep(RECOMPUTED), deep(CUDNN), 0.8, "temp GB")
     yield _ratio("temp memory, unrolled, 4 layers: GB", unrolled, of(UNROLLED), 0.8, "temp GB")
     yield from _none(found)
