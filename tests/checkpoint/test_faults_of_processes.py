@@ -135,7 +135,7 @@ def state_of(process):
 
 
 def stops_in_writes(folder, begun, result):
-    killed.kill_self_at("open", 9, folder, signal.SIGSTOP)
+    killed.kill_self_at("open", 3, folder, signal.SIGSTOP, ".writing-")
     killed.train(folder, "arrays", begun, result=result, epochs=EPOCHS)
 
 

@@ -105,13 +105,14 @@ DATA = {
 }
 
 
-def kill_self_at(event, count, folder, number=signal.SIGKILL):
-    """A signal at the count-th time that Python is about to do `event` to a file below `folder`."""
+def kill_self_at(event, count, folder, number=signal.SIGKILL, named=""):
+    """A signal at the count-th time that Python is about to do `event` to a file below `folder` that is `named` so."""
     left = [count]
 
     def hook(name, arguments):
         # Files of a folder that is being removed are named without it.
-        if name == event and str(arguments[0]).startswith((str(folder), "state.", "manifest.")):
+        path = str(arguments[0]) if name == event else ""
+        if path.startswith((str(folder), "state.", "manifest.")) and named in path:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), number)
