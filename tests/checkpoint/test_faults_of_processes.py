@@ -135,7 +135,8 @@ def state_of(process):
 
 
 def stops_in_writes(folder, begun, result):
-    killed.kill_self_at("open", 3, folder, signal.SIGSTOP, ".writing-")
+    # In the second checkpoint: in the first, it might stop while it tells that it has begun.
+    killed.kill_self_at("open", 12, folder, signal.SIGSTOP, ".writing-")
     killed.train(folder, "arrays", begun, result=result, epochs=EPOCHS)
 
 
@@ -145,12 +146,9 @@ def test_stopped_and_continued(context, tmp_path):
     child, _ = train(context, None, "arrays", result=tmp_path / "whole")
     child.join(STARTING)
     child, _ = start(context, stops_in_writes, folder, result=tmp_path / "result")
-    deadline = time.monotonic() + 45
+    deadline = time.monotonic() + STARTING
     while state_of(child) != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
-    if state_of(child) != "T":  # seen on a busy machine
-        child.kill()
-        pytest.skip("the process has not stopped itself: there is nothing to continue")
     assert [each.name for each in folder.iterdir() if ".writing-" in each.name]
     time.sleep(0.2)
     assert state_of(child) == "T"
