@@ -1,0 +1,71 @@
+"""What a subcommand found, kept as JSON and as a Markdown table."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS
+
+
+@dataclasses.dataclass
+class Result:
+    """The figures of one subcommand.
+
+    Attributes:
+        title: what they are, with what they were made on.
+        rows: one dict a row, all with the same keys, the table's headers; strings, numbers, None.
+        missed: a sentence for each bar that was not reached: then the command fails.
+        notes: Markdown that follows the table.
+    """
+
+    title: str
+    rows: list[dict[str, Any]]
+    missed: list[str] = dataclasses.field(default_factory=list)
+    notes: str = ""
+
+    def markdown(self) -> str:
+        """The table, and below it what was missed.
+
+        >>> print(Result("Sizes", [{"model": "nano", "MiB": 12.5}, {"model": "124m", "MiB": None}]).markdown())
+        # Sizes
+        <BLANKLINE>
+        | model | MiB |
+        | --- | --- |
+        | nano | 12.5 |
+        | 124m |  |
+        """
+        lines = [list(self.rows[0]), ["---"] * len(self.rows[0])] if self.rows else []
+        lines += [[_cell(value) for value in row.values()] for row in self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        missed = "\n".join(f"- MISSED: {sentence}" for sentence in self.missed)
+        return "\n\n".join(part for part in (f"# {self.title}", table, missed, self.notes) if part)
+
+
+def write(name: str, result: Result, folder: Path | None = None) -> Path:
+    """Writes `NAME.json` and `NAME.md`; returns the path of the latter.
+
+    Args:
+        name: the subcommand's.
+        result: what it found.
+        folder: by default in benchmarks/results/, named after the date.
+    """
+    folder = folder or RESULTS / f"{datetime.date.today()}-memory"
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"date": f"{datetime.date.today()}", "cores": os.cpu_count()}
+    (folder / f"{name}.json").write_text(json.dumps(about | dataclasses.asdict(result), indent=1) + "\n")
+    path = folder / f"{name}.md"
+    path.write_text(result.markdown() + "\n")
+    return path
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
