@@ -105,7 +105,7 @@ def _jax_program(options: argparse.Namespace) -> programs.Compiled:
     from benchmarks.h200 import jax_programs  # needs JAX and optax
 
     attention = "cudnn" if options.attention == "auto" else options.attention
-    return jax_programs.gpt(jax_programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options)))
+    return jax_programs.gpt(programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options)))
 
 
 def _policy(text: str) -> str | tuple[str, ...]:

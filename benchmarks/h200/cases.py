@@ -12,9 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 import fastaccum as fa
-from benchmarks.h200 import jax_programs, measures, programs, roofline
-from benchmarks.h200.jax_programs import JaxGpt
-from benchmarks.h200.programs import Gpt
+from benchmarks.h200 import measures, programs, roofline
+from benchmarks.h200.programs import Gpt, JaxGpt
 from benchmarks.stablehlo import h200
 from fastaccum.kernels.cross_entropy import linear_cross_entropy_sum
 from fastaccum.step.program import compiler_ir
@@ -117,8 +116,11 @@ def _in_its_own_process(case: Case, rates: roofline.Rates) -> dict[str, Any]:
 
 
 def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
-    program = programs.gpt(case) if isinstance(case, Gpt) else jax_programs.gpt(case)
-    return measures.of(program, case if isinstance(case, Gpt) else case.sizes, rates)
+    if isinstance(case, Gpt):
+        return measures.of(programs.gpt(case), case, rates)
+    from benchmarks.h200 import jax_programs  # needs JAX and optax
+
+    return measures.of(jax_programs.gpt(case), case.sizes, rates)
 
 
 def head_memory() -> dict[str, float]:

@@ -6,10 +6,8 @@ No value of a weight is ever made: parameters, optimizer state and tokens are sh
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Literal
 from unittest import mock
 
 import jax
@@ -19,27 +17,11 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from benchmarks import stablehlo
 from benchmarks.h200 import parts, programs
+from benchmarks.h200.programs import JaxGpt
 from benchmarks.peers import jax_gpt
 from benchmarks.peers.jax_models import scan_train_step
 
 CUDNN_VERSION, CAPABILITY = 91000, (9, 0)  # what the description of the H200 says
-
-
-@dataclasses.dataclass(frozen=True)
-class JaxGpt:
-    """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by global norm.
-
-    Attributes:
-        form: "scan" over the blocks; "remat", the same with each block under `jax.checkpoint`; or "unrolled".
-        attention: the `implementation` of `jax.nn.dot_product_attention`.
-        logits: the dtype that they are held in.
-        sizes: where the sizes and the dtype of the model are taken from.
-    """
-
-    form: Literal["scan", "remat", "unrolled"] = "scan"
-    attention: Literal["cudnn", "xla"] = "cudnn"
-    logits: Literal["bfloat16", "float32"] = "bfloat16"
-    sizes: programs.Gpt = dataclasses.field(default_factory=programs.Gpt)
 
 
 def gpt(options: JaxGpt) -> programs.Compiled:

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -59,6 +59,23 @@ class Gpt:
         sizes["vocabulary_size"] = self.vocabulary
         about = {"sizes": sizes, "micro_batches": self.micro_batches, "batch_size": self.batch}
         return float(manifest.model_flops(about))
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxGpt:
+    """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by global norm.
+
+    Attributes:
+        form: "scan" over the blocks; "remat", the same with each block under `jax.checkpoint`; or "unrolled".
+        attention: the `implementation` of `jax.nn.dot_product_attention`.
+        logits: the dtype that they are held in.
+        sizes: where the sizes and the dtype of the model are taken from.
+    """
+
+    form: Literal["scan", "remat", "unrolled"] = "scan"
+    attention: Literal["cudnn", "xla"] = "cudnn"
+    logits: Literal["bfloat16", "float32"] = "bfloat16"
+    sizes: Gpt = dataclasses.field(default_factory=Gpt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,20 +131,15 @@ def _matrices(model: Any) -> Iterator[tuple[int, int]]:
             yield from (depth or 1) * [shape] if len(shape) == 2 else ()
 
 
-def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
-    """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE` afterwards.
-
-    Args:
-        exported: StableHLO, as `h200.compile_for_h200` takes it.
-        **flags: XLA's debug options.
-    """
+def compiled(exported: bytes) -> tuple[str, MemoryAnalysis]:
+    """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE` afterwards."""
     compiler = importlib.metadata.version("jaxlib"), h200.H200
-    key = hashlib.sha256(repr((exported, compiler, sorted(flags.items()))).encode()).hexdigest()
+    key = hashlib.sha256(repr((exported, compiler)).encode()).hexdigest()
     path = CACHE / f"{key[:32]}.json.gz"
     if path.exists():
         text, memory = json.loads(gzip.decompress(path.read_bytes()))
         return text, MemoryAnalysis(*memory)
-    text, memory = h200.compile_for_h200(exported, **flags)
+    text, memory = h200.compile_for_h200(exported)
     CACHE.mkdir(mode=0o700, exist_ok=True)
     whole = path.with_suffix(f".{os.getpid()}")
     whole.write_bytes(gzip.compress(json.dumps([text, memory]).encode(), 1))

@@ -67,7 +67,6 @@ FIGURES = {
 @pytest.fixture(scope="module")
 def run():
     """A run in which every program comes to the same."""
-    pytest.importorskip("optax", reason='JAX\'s programs are written with optax: pip install "fastaccum[bench,h200]"')
     from benchmarks.h200 import bars, cases
 
     found = bars.Found(dict.fromkeys(cases.everything(), FIGURES))
