@@ -271,7 +271,7 @@ class TracedProgram:
     """A `ReplicaProgram` for arguments of known shapes; `outputs` are specs of what it returns."""
 
     def __init__(self, concrete: Any, replicas: Replicas):
-        self._concrete, self._replicas = concrete, replicas
+        self.concrete, self._replicas = concrete, replicas
         self.outputs = _specs(concrete.structured_outputs)
         # Copies of variables must exist before the graph that synchronizes them.
         self._captured = [
@@ -281,7 +281,7 @@ class TracedProgram:
     def __call__(self, replica: int, *args: Any) -> Any:
         with tf.device(self._replicas.devices[replica]):
             tensors = [t for t in tf.nest.flatten(args) if t is not None]
-            return self._concrete._call_flat(tensors, self._captured[replica])
+            return self.concrete._call_flat(tensors, self._captured[replica])
 
 
 def _specs(nest: Any) -> Any:

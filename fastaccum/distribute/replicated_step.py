@@ -225,6 +225,25 @@ class ReplicatedStep:
             self._require_all(working)
         return executed
 
+    @property
+    def on_one(self) -> ModelStep:
+        """The step of one replica, whose pieces these are."""
+        return self._step
+
+    def traced(self, dispatch: Dispatch) -> list[Any]:
+        """The concrete functions that a replica runs, one after the other, for a dispatch of tensors or specs."""
+        shards, first = len(self._replicas.devices), int(dispatch.is_multi_step)
+
+        def shard(t: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
+            micro_batches, rows, *inner = t.shape[first:]
+            return tf.TensorSpec([micro_batches, rows // shards, *inner], t.dtype)
+
+        stacks = tf.nest.map_structure(shard, dispatch.stacks)
+        counts = self._count(*stacks).outputs if self.objective.has_several_terms else None
+        accumulate = self._accumulate(self._replicas.ids[0], counts, *stacks)
+        shared, own = accumulate.outputs
+        return [accumulate.concrete, self._finish(shared, own["state"], own["seen"]).concrete]
+
     def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
         """As `ModelStep.evaluate`, over all replicas."""
         with self._replicas.in_step("evaluation"):

@@ -67,8 +67,14 @@ class ModelStep:
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch."""
-        program = self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
-        return self._called(program, dispatch)
+        return self._called(self._program(dispatch), dispatch)
+
+    def _program(self, dispatch: Dispatch) -> Program:
+        return self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
+
+    def traced(self, dispatch: Dispatch) -> list[Any]:
+        """The concrete functions that a dispatch like this, of tensors or specs, runs one after the other."""
+        return [self._program(dispatch).traced(*dispatch.stacks)]
 
     def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
         """What `ModelObjective.evaluate` sums up over a dispatch, and what raises if labels or ids are out of range."""

@@ -114,12 +114,16 @@ class Program:
                     f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
                 )
         start = time.perf_counter()
-        with _interruptible(), _as_graphs(), owned_by_graphs():
-            call = self._calls[signature] = _call_of(self.function.get_concrete_function(*args), args)
+        call = self._calls[signature] = _call_of(self.traced(*args), args)
         outputs = call(leaves)  # which compiles it
         self._seconds += time.perf_counter() - start
         self._retraces.note(self._calls, self._seconds)
         return outputs
+
+    def traced(self, *args: Any) -> Any:
+        """The concrete function for nests of tensors, or of specs of them."""
+        with _interruptible(), _as_graphs(), owned_by_graphs():
+            return self.function.get_concrete_function(*args)
 
     @property
     def traces(self) -> int:
@@ -232,9 +236,29 @@ def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> st
         return function.experimental_get_compiler_ir(*args)(stage=stage)
 
 
+def hlo_proto(concrete: Any) -> hlo_pb2.HloProto:
+    """What a concrete function compiles to, with XLA's plan of its memory; takes no data, runs nothing."""
+    captured = concrete.captured_inputs
+    given = concrete.inputs[: len(concrete.inputs) - len(captured)]
+    compiled = context.context().get_compiler_ir(
+        device_name=tf.zeros([]).device,
+        platform_name=None,
+        function_name=concrete.name,
+        flat_args=[tf.TensorSpec(t.shape, t.dtype) for t in given],
+        captured_inputs=captured,
+        stage="optimized_hlo_proto_serialized",
+    )
+    return hlo_pb2.HloProto.FromString(compiled)
+
+
 def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
     """XLA's memory plan for `function(*args)`; compiles, runs nothing."""
-    proto = hlo_pb2.HloProto.FromString(compiler_ir(function, *args, stage="optimized_hlo_proto_serialized"))
+    compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
+    return memory_of(hlo_pb2.HloProto.FromString(compiled))
+
+
+def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:
+    """XLA's memory plan of a compiled program."""
     argument = output = alias = temp = 0
     for allocation in proto.buffer_assignment.buffer_allocations:
         size = allocation.size

@@ -1,0 +1,84 @@
+"""What a train step will take of a device's memory: by compiling it for specs, with no data and no run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.distribute.replicated_step import ReplicatedStep
+from fastaccum.memory.buffers import Buffer, Kind, StepMemory, of_program
+from fastaccum.step.model_step import ModelStep
+from fastaccum.step.program import hlo_proto, memory_of
+
+IN_FLIGHT = 2  # stacks that a fit holds: the one that is trained on, and the next
+
+
+def step_memory(step: ModelStep | ReplicatedStep, batch: Batch, accumulation: int) -> StepMemory:
+    """What a train step takes, of each replica's device; compiles its program, and runs nothing.
+
+    Args:
+        step: a model's step.
+        batch: specs of one micro-batch, of all replicas' rows together.
+        accumulation: how many of them make a step.
+    """
+    return dispatch_memory(step, Dispatch((_stacked(batch, accumulation),)))
+
+
+def dispatch_memory(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> StepMemory:
+    """What a dispatch of these shapes takes, whose tensors may be specs."""
+    inner = step if isinstance(step, ModelStep) else step.on_one
+    specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), dispatch.stacks)
+    layers = {layer.name for layer in inner.objective.model.layers}
+    trained = [tuple(v.shape) for v in inner.cycle.variables]
+    held = resident(inner)
+    moments = []
+    for concrete in step.traced(dispatch._replace(stacks=specs)):
+        proto = hlo_proto(concrete)
+        found = [*held, *_arguments(concrete), *of_program(proto, layers, trained)]
+        moments.append(StepMemory(memory_of(proto), tuple(buffer for buffer in found if buffer.bytes)))
+    return max(moments, key=lambda moment: moment.peak_bytes)
+
+
+def _stacked(batch: Batch, accumulation: int) -> Batch:
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([accumulation, *s.shape], s.dtype), batch)
+
+
+def resident(step: ModelStep) -> list[Buffer]:
+    """The variables that stay in memory: the model's, the optimizer's slots, and what a step keeps of its own."""
+    objective, cycle = step.objective, step.cycle
+    found: dict[int, Buffer] = {}
+
+    def add(kind: Kind, variables: Iterable[Any]) -> None:
+        for variable in variables:
+            value = variable if isinstance(variable, tf.Variable) else variable.value
+            path = getattr(variable, "path", value.name.partition(":")[0])
+            layer, _, name = path.rpartition("/")
+            shape = tuple(value.shape)
+            found.setdefault(id(value), Buffer(_bytes(shape, value.dtype), kind, layer, name, shape))
+
+    add("weights", objective.model.variables)
+    add("weights", cycle.trained)
+    add("optimizer slots", cycle.optimizer.variables)
+    add("other", [*step.running.variables, *objective.state])
+    return list(found.values())
+
+
+def _arguments(concrete: Any) -> Iterator[Buffer]:
+    """What a program is given, and the tensors that it was traced with; its variables are not among them."""
+    captured = concrete.captured_inputs
+    for tensor in concrete.inputs[: len(concrete.inputs) - len(captured)]:
+        name = tensor.name.partition(":")[0]
+        kind: Kind = "data" if name.startswith("stack") else "accumulators"
+        copies = IN_FLIGHT if kind == "data" else 1
+        yield Buffer(copies * _bytes(tensor.shape, tensor.dtype), kind, "", name, tuple(tensor.shape))
+    for tensor in captured:
+        if tensor.dtype != tf.resource:
+            yield Buffer(_bytes(tensor.shape, tensor.dtype), "other", "", "a constant", tuple(tensor.shape))
+
+
+def _bytes(shape: Iterable[int], dtype: tf.DType) -> int:
+    return math.prod(shape) * dtype.size

@@ -1,0 +1,203 @@
+"""XLA's buffer assignment, read: what is alive when a program takes the most, by kind, by layer and operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from fastaccum.step.program import MemoryAnalysis
+
+Kind = Literal["weights", "optimizer slots", "accumulators", "activations", "data", "other"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# What graphs add to the names of operations beside those of layers.
+_SCOPES = {"while", "body", "cond", "forward", "backward", "accumulate", "gradient_tape"}
+_FORWARD = {"forward", "backward", "gradient_tape"}
+_CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?|while(_\d+)?|.*__inference_.*|cond(_\d+)?")
+
+
+class Buffer(NamedTuple):
+    """A part of a device's memory.
+
+    Attributes:
+        bytes: its size.
+        kind: what it holds.
+        layer: the path of the layer that it belongs to, "" where it belongs to none.
+        operation: what computes it, as TensorFlow names it; of a variable, its name.
+        shape: its shape, of a variable or tensor that has one.
+    """
+
+    bytes: int
+    kind: Kind
+    layer: str
+    operation: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """What a train step takes of a device at the moment when it takes the most.
+
+    Attributes:
+        analysis: XLA's plan of the program: of several, the one that takes the most.
+        buffers: everything that is alive then.
+    """
+
+    analysis: MemoryAnalysis
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def by_kind(self) -> dict[Kind, int]:
+        """Bytes of each kind, in one order; they add up to `peak_bytes`."""
+        return {kind: sum(b.bytes for b in self.buffers if b.kind == kind) for kind in KINDS}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all of them together."""
+        return sum(buffer.bytes for buffer in self.buffers)
+
+    @property
+    def largest(self) -> list[Buffer]:
+        """The buffers by size, the largest first."""
+        return sorted(self.buffers, key=lambda buffer: -buffer.bytes)
+
+
+def of_program(proto: Any, layers: Collection[str], trained: Iterable[tuple[int, ...]]) -> list[Buffer]:
+    """What a program holds at its peak besides its arguments: temporary buffers and outputs of their own.
+
+    Args:
+        proto: an `HloProto` with its buffer assignment.
+        layers: the names of the model's layers.
+        trained: the shapes of the variables whose gradients it accumulates.
+    """
+    module = _Module(proto, layers, {tuple(shape) for shape in trained if len(shape)})
+    assignment, found = proto.buffer_assignment, []
+    inner = [a for a in assignment.buffer_allocations if not (a.is_entry_computation_parameter or a.is_constant)]
+    inner = [a for a in inner if not a.is_thread_local]
+    alive = _alive_at_peak(assignment)
+    for allocation in inner:
+        ids = [each.logical_buffer_id for each in allocation.assigned]
+        groups = [alive[i] for i in ids if i in alive] if not allocation.maybe_live_out else []
+        buffers = [module.buffer(group) for group in groups or [_largest_first(allocation)]]
+        if not groups:
+            buffers = [buffer._replace(bytes=allocation.size) for buffer in buffers]
+        found += buffers
+        if rest := allocation.size - sum(buffer.bytes for buffer in buffers):
+            found.append(Buffer(rest, "other", "", "between buffers"))
+    return found
+
+
+def _largest_first(allocation: Any) -> list[int]:
+    return [each.logical_buffer_id for each in sorted(allocation.assigned, key=lambda each: -each.size)]
+
+
+def _alive_at_peak(assignment: Any) -> dict[int, list[int]]:
+    """The values that share each buffer alive at its heap's largest moment, by the first of them."""
+    sizes = {b.id: b.size for b in assignment.logical_buffers}
+    alive: dict[int, list[int]] = {}
+    for trace in assignment.heap_simulator_traces:
+        first: dict[int, int] = {}
+        sharing: dict[int, list[int]] = {}
+        left: dict[int, int] = {}
+        now = peak = 0
+        at_peak: list[int] = []
+        for event in trace.events:
+            own = event.buffer_id
+            if event.kind == event.FREE:
+                left[first[own]] -= 1
+                if not left[first[own]]:
+                    now -= sizes[first[own]]
+                    del left[first[own]]
+                continue
+            shared = event.kind == event.SHARE_WITH and event.share_with_canonical_id in left
+            first[own] = event.share_with_canonical_id if shared else own
+            left[first[own]] = left.get(first[own], 0) + 1
+            sharing.setdefault(first[own], []).append(own)
+            now += 0 if shared else sizes[own]
+            if now > peak:
+                peak, at_peak = now, list(left)
+        alive |= {each: sharing[each] for each in at_peak}
+    return alive
+
+
+class _Module:
+    """A compiled module's values: what they hold, and what has made them."""
+
+    def __init__(self, proto: Any, layers: Collection[str], trained: Collection[tuple[int, ...]]):
+        computations = proto.hlo_module.computations
+        self._computations = {c.id: c for c in computations}
+        self._instructions = {i.id: i for c in computations for i in c.instructions}
+        self._values = {b.id: b for b in proto.buffer_assignment.logical_buffers}
+        self._layers, self._trained = layers, trained
+        self._carried = {i.id for c in computations for i in c.instructions if i.opcode == "while"} | {
+            p.id for p in self._parameters_of_loops()
+        }
+
+    def _parameters_of_loops(self) -> Iterator[Any]:
+        for instruction in self._instructions.values():
+            if instruction.opcode == "while":
+                for called in instruction.called_computation_ids:
+                    yield from (i for i in self._computations[called].instructions if i.opcode == "parameter")
+
+    def buffer(self, values: Sequence[int]) -> Buffer:
+        """The buffer that these values share."""
+        size = max(self._values[i].size for i in values)
+        whole = [i for i in values if self._values[i].size == size]
+        names = [name for i in whole if (name := self._name(self._instruction(i)))]
+        shapes = [self._shape(i) for i in whole]
+        (dtype, shape) = next((s for s in shapes if s[1]), shapes[0])
+        parts = [name.split("/") for name in names]
+        said = next((p for p in parts if not all(_CALL.fullmatch(each) for each in p)), [])
+        layer, operation = self._place(said)
+        return Buffer(size, self._kind(whole, parts, dtype, shape), layer, operation, shape)
+
+    def _kind(self, values: Sequence[int], parts: list[list[str]], dtype: int, shape: tuple[int, ...]) -> Kind:
+        if any("accumulate" in each for each in parts):
+            return "accumulators"
+        gradient_like = dtype in _WIDE and shape in self._trained
+        if gradient_like and any(self._instruction(i).id in self._carried for i in values):
+            return "accumulators"
+        if not gradient_like and any(_FORWARD & set(each) for each in parts):
+            return "activations"
+        return "other"
+
+    def _instruction(self, value: int) -> Any:
+        return self._instructions[self._values[value].defined_at.instruction_id]
+
+    def _shape(self, value: int) -> tuple[int, tuple[int, ...]]:
+        shape = self._instruction(value).shape
+        for index in self._values[value].defined_at.shape_index:
+            shape = shape.tuple_shapes[index]
+        return shape.element_type, tuple(shape.dimensions)
+
+    def _name(self, instruction: Any, depth: int = 4) -> str:
+        """The name that TensorFlow gave to what an instruction computes; of a copy or unnamed fusion, of its source."""
+        if instruction.metadata.op_name or not depth:
+            return instruction.metadata.op_name
+        if instruction.opcode == "fusion":
+            inside = self._computations[instruction.called_computation_ids[0]]
+            return next((i.metadata.op_name for i in reversed(inside.instructions) if i.metadata.op_name), "")
+        if instruction.opcode in ("copy", "bitcast", "transpose", "convert", "reshape") and instruction.operand_ids:
+            return self._name(self._instructions[instruction.operand_ids[0]], depth - 1)
+        return ""
+
+    def _place(self, parts: list[str]) -> tuple[str, str]:
+        """The layer and the operation that the parts of a name say."""
+        gradient = "gradient_tape" in parts or "backward" in parts
+        own = [part for part in parts if part not in _SCOPES and not _CALL.fullmatch(part)]
+        layers = [self._layer(part) for part in own]
+        last = max((i for i, layer in enumerate(layers) if layer), default=-1)
+        operation = "/".join(own[last + 1 :][-2:])
+        return "/".join(layer for layer in layers[: last + 1] if layer), "gradient of " * gradient + operation
+
+    def _layer(self, part: str) -> str:
+        """The layer of a scope's name, to which Keras adds a number when it is called again."""
+        if part in self._layers:
+            return part
+        before, _, number = part.rpartition("_")
+        return before if number.isdigit() and before in self._layers else ""
+
+
+_WIDE = (11, 12)  # PrimitiveType F32 and F64

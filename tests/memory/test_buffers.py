@@ -1,0 +1,43 @@
+"""What a step takes of memory, read off XLA's plan."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.data.stacks import Batch
+from fastaccum.memory.analysis import step_memory
+
+
+@pytest.fixture(scope="module")
+def memory():
+    layers = [keras.layers.Dense(64, activation="gelu", name="wide"), keras.layers.Dense(10, name="head")]
+    model = keras.Sequential([keras.Input((32,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=4)
+    batch = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
+    step = trainer._built(batch)
+    return trainer, step_memory(step, batch, 4)
+
+
+def test_kinds_add_up_to_the_peak(memory):
+    trainer, found = memory
+    parameters = trainer.model.count_params()
+    assert list(found.by_kind) == ["weights", "optimizer slots", "accumulators", "activations", "data", "other"]
+    assert sum(found.by_kind.values()) == found.peak_bytes == sum(buffer.bytes for buffer in found.largest)
+    assert found.by_kind["weights"] == 4 * parameters
+    assert found.by_kind["optimizer slots"] == pytest.approx(8 * parameters, abs=32)
+
+
+def test_temporary_buffers_are_those_of_the_plan(memory):
+    _, found = memory
+    parts = ("accumulators", "activations", "other")
+    held = sum(b.bytes for b in found.buffers if b.kind in parts)
+    assert held == pytest.approx(found.analysis.temp_bytes, abs=2048)
+
+
+def test_the_largest_activation_is_named_by_layer_and_operation(memory):
+    _, found = memory
+    largest = next(b for b in found.largest if b.kind == "activations")
+    assert largest.layer.endswith("wide") and largest.operation
+    assert largest.bytes == 4 * 256 * 64 and largest.shape == (256, 64)
