@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -255,8 +256,13 @@ class ReplicaProgram:
     outputs: Any = None  # specs of what it returned when it was traced last
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
-        self._function = tf.function(function, jit_compile=jit_compile, autograph=False)
+        self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
         self._replicas, self._around = replicas, around
+        self.retrace()
+
+    def retrace(self) -> None:
+        """Lets go of what was traced."""
+        self._function = self._compiled()
 
     def __call__(self, *args: Any) -> TracedProgram:
         specs = _specs(args)

@@ -214,6 +214,13 @@ class ReplicatedStep:
 
     # Called by the host.
 
+    def retrace(self) -> None:
+        """As `ModelStep.retrace`."""
+        self._step.retrace()
+        on_one = self._accumulate, self._finish, self._sum, self._total, self._count
+        for program in (*on_one, self._counter, self._executor, self._evaluator):
+            program.retrace()
+
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch."""
         # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.

@@ -65,6 +65,11 @@ class ModelStep:
 
     # Called by the host.
 
+    def retrace(self) -> None:
+        """Traces its programs anew when they are called next, for a model that computes otherwise since."""
+        for each in (self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate):
+            each.retrace()
+
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch."""
         return self._called(self._program(dispatch), dispatch)

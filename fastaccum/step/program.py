@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 import time
@@ -97,7 +98,8 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
-        self.function = tf.function(function, jit_compile=jit_compile, autograph=False)
+        self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
+        self.function = self._compiled()
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
         self._retraces, self._seconds = retraces or Retraces(), 0.0
 
@@ -125,9 +127,14 @@ class Program:
         with _interruptible(), _as_graphs(), owned_by_graphs():
             return self.function.get_concrete_function(*args)
 
+    def retrace(self) -> None:
+        """Lets go of what was traced: each kind of call traces and compiles the function anew."""
+        self.function = self._compiled()
+        self._calls.clear()
+
     @property
     def traces(self) -> int:
-        """How often the function was traced."""
+        """How often the function was traced, since `retrace` if that was called."""
         return self.function.experimental_get_tracing_count()
 
 

@@ -60,6 +60,17 @@ def test_a_program_in_a_graph():
     assert float(inside(stack["z"])) == float(program(stack)["z"])
 
 
+def test_a_program_traced_anew_computes_what_the_function_does_now():
+    factor = [2.0]
+    program = Program(lambda x: factor[0] * x, jit_compile=False)
+    one = tf.constant(1.0)
+    assert float(program(one)) == 2.0
+    factor[0] = 3.0
+    assert float(program(one)) == 2.0
+    program.retrace()
+    assert float(program(one)) == 3.0
+
+
 def test_a_program_without_outputs():
     counter = tf.Variable(0)
 
