@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import keras
@@ -18,21 +18,20 @@ from fastaccum.adapters.callbacks import Callbacks, LateLogs
 from fastaccum.adapters.callbacks import require as require_callbacks
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
-from fastaccum.adapters.outputs import Outputs
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.data import arrays, source
-from fastaccum.data.stacks import Batch, Dispatch, Layout, Position
+from fastaccum.data.stacks import Batch, Dispatch, Position
 from fastaccum.distribute import replicas, workers
+from fastaccum.distribute.evaluation import Evaluation
 from fastaccum.distribute.identity import Identity
-from fastaccum.distribute.replicated_step import ReplicatedStep
+from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.custom_gradients import owned_by_graphs
 from fastaccum.step import compilable, diagnosis, program
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.by_hand import StacksByHand
-from fastaccum.step.model_step import ModelStep, Unread
+from fastaccum.step.model_step import Unread
 from fastaccum.step.options import OnNonfinite, Options, Schedule, capped
-from fastaccum.step.probe import probe
 from fastaccum.step.train_step import StepResult
 
 Verbose = Literal["auto", 0, 1, 2]
@@ -125,25 +124,9 @@ class Trainer:
         self._model = models.get(model)
         self.model = model
         own_loss.require_plain_steps(self._model)
-        if loss is None:
-            compiled = self._model.compiled_with
-            loss = compiled["loss"]
-            if loss is not None and loss_weights is None:
-                loss_weights = compiled["loss_weights"]
-            if not metrics and not weighted_metrics:
-                metrics, weighted_metrics = compiled["metrics"], compiled["weighted_metrics"]
-        nests = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
-        for name, nest in nests.items():
-            checks.require_nest(name, nest)
-        if all(each is None for each in tf.nest.flatten(loss)):
-            loss = None
-            own_loss.require_any(self._model)
-            if loss_weights is not None:
-                raise ValueError(
-                    f"loss_weights={loss_weights!r} without a loss: they weight losses that are passed. Weight the "
-                    "model's own where it computes it."
-                )
-        self._needs_targets = loss is not None and not self._model.overrides("compute_loss")
+        loss, loss_weights, metrics, weighted_metrics = own_loss.where_none_given(
+            self._model, loss, loss_weights, metrics, weighted_metrics
+        )
         self._optimizer = optimizers.get(optimizer)
         self._losses = Losses(loss, loss_weights)
         self._metrics = Metrics(metrics, weighted_metrics)
@@ -158,22 +141,22 @@ class Trainer:
             own_loss_reduction=own_loss_reduction,
         )
         vars(self).update(vars(self._options))
-        self._compile_arguments = {"loss": loss, "loss_weights": loss_weights}
-        self._step: ModelStep | ReplicatedStep | None = None
-        self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers), self._needs_targets)
+        self._given = {"loss": loss, "loss_weights": loss_weights}
         self._replicas = replicas.of(self._model)
         if self._replicas is not None:
             self._replicas.require_optimizer(self._optimizer)
-        self._identity = Identity(
-            self._model, self._optimizer, self._compile_arguments, self._metrics.user, self._replicas
+        self._identity = Identity(self._model, self._optimizer, self._given, self._metrics.user, self._replicas)
+        self._builder = StepBuilder(
+            self._model, self._optimizer, self._losses, self._metrics, self._given, self._replicas, self._identity
         )
+        self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers), self._builder.needs_targets)
         if jit_compile:
             compilable.require(self._model)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Options.NAMES and "_options" in vars(self):
             value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
-            self._options = self._options.replace(name, value, built=self._step is not None)
+            self._options = self._options.replace(name, value, built=self._builder.step is not None)
             value = getattr(self._options, name)
         super().__setattr__(name, value)
 
@@ -267,14 +250,15 @@ class Trainer:
         step = self._built(data.sample)
         self._losses.require_classes(class_weight)
         epochs_left = schedule.epochs - schedule.initial_epoch
-        stacks = data.stacks(self._training_layout(), schedule.steps_per_epoch, epochs_left)
+        options = self._present_options
+        stacks = data.stacks(self._builder.training_layout(options), schedule.steps_per_epoch, epochs_left)
         validate = self._validation(validation_data, schedule, batch_size, like=data.sample)
         hooks = Callbacks(
             callbacks, self.model, verbose=verbose, epochs=schedule.epochs, steps=stacks.steps_per_epoch, history=True
         )
         plan = {**stacks.plan, "class_weight": class_weight}
         training = functools.partial(
-            self._identity.training, self._present_options, step, stacks, hooks, data.sample, plan, self._felt_by
+            self._identity.training, options, step, stacks, hooks, data.sample, plan, self._builder.felt_by
         )
         self._identity.require_one_fit(training)
         self.model.stop_training = False
@@ -292,8 +276,7 @@ class Trainer:
                 step.running.reset()
                 hooks.list.on_epoch_begin(epoch)
                 done = saver.begin_epoch(epoch)
-                dispatches = saver.watched(step.together(stacks, dispatches))
-                logs = self._train_epoch(step, dispatches, hooks, done)
+                logs = self._train_epoch(step, saver.watched(step.together(stacks, dispatches)), hooks, done)
                 if validate is not None and schedule.validates(epoch):
                     logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
                 hooks.list.on_epoch_end(epoch, logs)
@@ -311,15 +294,13 @@ class Trainer:
         self.model._initial_epoch = None
         return Position(epoch, epoch)
 
-    def _train_epoch(
-        self, step: ModelStep | ReplicatedStep, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int
-    ) -> dict[str, Any]:
+    def _train_epoch(self, step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, Any]:
         begin, end = hooks.hooks("train")
         waiting: Unread | None = None
         for dispatch in dispatches:
             begin(first)
             try:
-                with compilable.explained(self._model):
+                with self._explained():
                     executed = step.dispatch(dispatch)
             except tf.errors.OpError:
                 if waiting is not None:
@@ -364,54 +345,21 @@ class Trainer:
         self._identity.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
         data = self._source(x, y, sample_weight, batch_size=batch_size, steps="steps")
-        step, _, stacks = self._evaluation_data(data, steps)
-        dispatches = stacks.steps_per_epoch
-        batches = None if dispatches is None else dispatches * stacks.layout.accumulation
-        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=batches, history=False)
-        logs = self._evaluate(step, stacks, hooks)
+        evaluation = self._evaluation(data, steps)
+        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=evaluation.batches, history=False)
+        logs = evaluation(hooks)
         if return_dict:
             return logs
-        values = [logs[name] for name in self._names_in_order(logs)]
+        values = evaluation.in_order(logs)
         return values[0] if len(values) == 1 else values
 
-    def _names_in_order(self, logs: Mapping[str, float]) -> list[str]:
-        """Log names in the order in which Keras's `evaluate` lists them."""
-        if self._outputs.legacy:
-            return list(logs)
-        known = ["loss", *(metric.name for metric in self._metrics.compiled.metrics), *self._losses.log_names]
-        return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
-
-    def _evaluation_data(self, data: Any, steps: int | None, passes: int = 1) -> Any:
-        """The step, specs of one micro-batch, and the stacks of passes that move no weight."""
+    def _evaluation(self, data: Any, steps: int | None, passes: int = 1) -> Evaluation:
         steps = capped("steps", steps)
         step = self._built(data.sample)
-        mixed = self._model.mixes_rows or self._model.couples_losses or self._losses.mixing
-        exact = bool(mixed) or not self._needs_targets or self._metrics.need_exact_rows
-        layout = self._layout(exact_rows=exact)
         # One micro-batch per dispatch where the caller counts them.
-        batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
-        return step, data.sample, data.stacks(layout._replace(accumulation=batches), steps, passes)
-
-    def _evaluate(self, step: ModelStep | ReplicatedStep, stacks: Any, hooks: Callbacks) -> dict[str, float]:
-        self._metrics.reset()
-        self.model.stop_evaluating = False
-        hooks.list.on_test_begin()
-        begin, end = hooks.hooks("test")
-        totals = None
-        dispatches = step.together(stacks, next(stacks.epochs(Position(0, 0))), training=False)
-        size = stacks.layout.accumulation
-        for batch, dispatch in zip(itertools.count(step=size), dispatches, strict=False):
-            begin(batch)
-            with compilable.explained(self._model):
-                sums, check = step.evaluate(dispatch)
-            totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
-            read = functools.partial(_evaluated, step, totals, check)
-            end(batch + size - 1, read)
-            if self.model.stop_evaluating:
-                break
-        logs = read()
-        hooks.list.on_test_end(logs)
-        return logs
+        micro_batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
+        stacks = data.stacks(self._builder.evaluation_layout(micro_batches), steps, passes)
+        return Evaluation(step, stacks, self.model, self._explained)
 
     @owned_by_graphs()
     def _validation(
@@ -425,16 +373,11 @@ class Trainer:
         names = {"what": "validation_data", "steps": "validation_steps"}
         data = self._source(x, y, sample_weight, batch_size=schedule.validation_batch_size or batch_size, **names)
         passes = sum(map(schedule.validates, range(schedule.initial_epoch, schedule.epochs)))
-        step, sample, stacks = self._evaluation_data(data, schedule.validation_steps, passes)
-        if _row_shapes(sample) != _row_shapes(like):
-            # What does not fit is found by a trace, which here comes before training rather than after an epoch of it.
-            one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), sample)
-            with compilable.explained(self._model):
-                tf.function(step.objective.evaluate, autograph=False).get_concrete_function(one)
+        evaluation = self._evaluation(data, schedule.validation_steps, passes)
+        evaluation.require_traceable(data.sample, like)
 
         def validate(hooks: Callbacks) -> dict[str, float]:
-            own = Callbacks(hooks.list, self.model, verbose=0, epochs=1, steps=None, history=False)
-            return self._evaluate(step, stacks, own)
+            return evaluation(Callbacks(hooks.list, self.model, verbose=0, epochs=1, steps=None, history=False))
 
         return validate
 
@@ -476,8 +419,8 @@ class Trainer:
         """
         step, batch = self._by_hand.prepare(stack, text=self._takes_text)
         if self._replicas is not None:
-            batch = self._training_layout().shard(batch)
-        with compilable.explained(self._model):
+            batch = self._builder.training_layout(self._present_options).shard(batch)
+        with self._explained():
             return self._by_hand.run(step, batch)
 
     def compiler_ir(self, stack: tuple[Any, ...], stage: program.Stage = "optimized_hlo") -> str | bytes:
@@ -498,92 +441,31 @@ class Trainer:
         return step.compiled_execute, batch
 
     def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
-        sparse = sparse_labels(self._compile_arguments["loss"])
-        options |= {"sparse_labels": sparse, "needs_targets": self._needs_targets, "text": self._takes_text}
+        sparse = sparse_labels(self._given["loss"])
+        options |= {"sparse_labels": sparse, "needs_targets": self._builder.needs_targets, "text": self._takes_text}
         return source.of(x, y, sample_weight, preprocess=self._model.preprocess, **options)
 
     @property
     def _takes_text(self) -> bool:
         return not self.jit_compile and self._model.may_take_text
 
-    def _layout(self, exact_rows: bool, steps_per_execution: int = 1) -> Layout:
-        layout = Layout(self.gradient_accumulation_steps, steps_per_execution, exact_rows)
-        if self._replicas is None:
-            return layout
-        return layout._replace(replicas=self._replicas.count, shards=self._replicas.shards)
-
-    def _training_layout(self) -> Layout:
-        """Once the model has been called: before, it is not known whether its rows are coupled."""
-        own = not self._needs_targets or self._losses.mixing
-        exact = self._model.couples_rows or bool(own) or self._metrics.need_exact_rows
-        return self._layout(exact, self.steps_per_execution)
-
     @property
     def _present_options(self) -> Options:
         """As the attributes are, which a subclass may define."""
         return Options(**{name: getattr(self, name) for name in Options.NAMES})
 
-    @owned_by_graphs()
-    def _built(self, sample: Batch) -> ModelStep | ReplicatedStep:
+    @property
+    def _step(self) -> Step | None:
+        return self._builder.step
+
+    def _built(self, sample: Batch) -> Step:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
-        self._model.require_inputs(sample.x)
-        if self._step is None:
-            self._identity.require_one_program(self._present_options, sample)
-            with replicas.scope_of(self._replicas):  # a model that is not built yet
-                y_pred = self._model.symbolic_call(sample.x, training=True)
-            y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
-            if self.jit_compile:
-                compilable.require(self._model)
-            compilable.require_recomputable(self._model)
-            if self._needs_targets or self._metrics.given:
-                y_true, y_pred = self._model.matched(sample.x, y_true, y_pred)
-            loss = self._compile_arguments["loss"]
-            self._outputs = Outputs(self._model.output_names, y_pred, loss, self._model.legacy)
-            self._losses.build(self._outputs, y_true, self._model.takes_targets_apart)
-            self._metrics.build(self._outputs, y_true, self._losses.log_names, self._model.own_metrics)
-            if not self._losses.outputs:
-                own_loss.require_any(self._model, called=True)
-            if not self._model.trainable_variables:
-                raise ValueError(f"model {self.model.name!r} has no trainable variables: there is nothing to train.")
-            step = ModelStep if self._replicas is None else functools.partial(ReplicatedStep, self._replicas)
-            parts = self._outputs, self._losses, self._metrics, self._optimizer
-            self._step = step(self._model, *parts, self._present_options)
-            self._model.adopt(self.optimizer, self._metrics.compiled, **self._compile_arguments)
-            self._moving = self._model.moving_layers
-            with replicas.first_of(self._replicas):
-                self._felt_by = probe(self._step.objective, sample)
-        trained, trainable = (
-            {id(v): v for v in vs} for vs in (self._step.cycle.trained, self._model.trainable_variables)
-        )
-        if list(trained) != list(trainable):
-            switched = ((trained | trainable)[i] for i in trained.keys() ^ trainable.keys())
-            changed = [getattr(v, "path", v.name) for v in switched]
-            raise ValueError(
-                f"The model's trainable variables have changed since this Trainer was built: {sorted(changed)}. If the "
-                "`trainable` of a layer was switched, switch it back; to train it as it is now, make a new Trainer, "
-                "with a new optimizer."
-            )
-        if moved := sorted({*self._moving} ^ {*self._model.moving_layers}):
-            raise ValueError(
-                f"`trainable` of {moved} was switched since this Trainer was built, whose step moves the statistics "
-                "that it moved then. Make a new Trainer, or switch it back."
-            )
-        if not self._model.takes_targets_apart:
-            # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
-            self._losses.require_targets(self._outputs, sample.y)
-        return self._step
+        return self._builder.of(sample, self._present_options)
 
-
-def _evaluated(
-    step: ModelStep | ReplicatedStep, totals: list[tf.Tensor], check: Callable[[], None]
-) -> dict[str, float]:
-    check()
-    return step.objective.evaluated([t.numpy().item() for t in totals])
+    def _explained(self) -> AbstractContextManager[None]:
+        """Around what traces, compiles or runs a program: an error of TensorFlow's is told in the caller's terms."""
+        return compilable.explained(self._model)
 
 
 def _same(logs: LateLogs) -> LateLogs:
     return logs
-
-
-def _row_shapes(sample: Batch) -> Any:
-    return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))

@@ -17,10 +17,11 @@ from keras import ops
 
 from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gelu import gelu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.rounded import table
-from fastaccum.kernels.xla_ops import has_gpu, unfolded
+from fastaccum.kernels.xla_ops import unfolded
 
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
 _DEFAULTS |= {"tied": False, "stacked": False}

@@ -12,8 +12,9 @@ from fastaccum.kernels.blockwise_attention import blockwise_attention, reference
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, works
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.strip_attention import strip_attention, strip_rows
-from fastaccum.kernels.xla_ops import HALF, has_gpu, in_xla
+from fastaccum.kernels.xla_ops import HALF, in_xla
 
 
 def attention(

@@ -14,8 +14,9 @@ from tensorflow.python.eager import record
 
 from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_of, true_or_false, whole_number
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.logit_chunks import Head, cut
-from fastaccum.kernels.xla_ops import HALF, dynamic_update_slice, first_order, has_gpu, loop, max_and_exp_sum, product
+from fastaccum.kernels.xla_ops import HALF, dynamic_update_slice, first_order, loop, max_and_exp_sum, product
 
 
 def linear_cross_entropy(

@@ -19,7 +19,8 @@ from tensorflow.compiler.tf2xla.python import xla
 from fastaccum.kernels.blockwise_attention import reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.xla_ops import HALF, compute_capability, first_order, has_gpu, in_xla
+from fastaccum.kernels.devices import compute_capability, has_gpu
+from fastaccum.kernels.xla_ops import HALF, first_order, in_xla
 
 # Contracted and batch axes of both operands of each product, of [B, T, H, K], [B, S, G, K] and scores [B, H, T, S].
 _FORWARD = {"bmm1": ((3, 3), (0, 2), (0, 2)), "bmm2": ((3, 1), (0, 1), (0, 2))}

@@ -7,8 +7,8 @@ import math
 import tensorflow as tf
 
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.xla_ops import has_gpu
 
 
 def gelu(x: tf.Tensor) -> tf.Tensor:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice, has_gpu
+from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice
 
 # Below these, adding costs too little to be worth another kind of loop: the accumulator stays in the cache.
 SMALLEST_MATRIX = 2**16

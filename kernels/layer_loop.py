@@ -14,10 +14,11 @@ from fastaccum.kernels import stackable
 from fastaccum.kernels.accumulators import accumulator_of
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import device_memory, has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.layer_graph import LayerGraph
 from fastaccum.kernels.rounded import copies_at_hand, rounded_layer
-from fastaccum.kernels.xla_ops import device_memory, dynamic_add_slice, first_order, has_gpu, loop, unfilled
+from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError

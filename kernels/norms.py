@@ -8,8 +8,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.xla_ops import HALF, has_gpu
+from fastaccum.kernels.xla_ops import HALF
 
 
 def layer_norm(

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
-from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import control_flow_util
 
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 
 HALF = (tf.float16, tf.bfloat16)
-
-
-@functools.cache
-def has_gpu() -> bool:
-    """Whether TensorFlow sees a GPU: programs then run on it, and their results are not waited for."""
-    return bool(tf.config.list_logical_devices("GPU"))
-
-
-@functools.cache
-def compute_capability() -> tuple[int, int]:
-    """CUDA's, of the first GPU: (9, 0) for an H100 or H200, (0, 0) without one that has it."""
-    gpus = tf.config.get_visible_devices("GPU")
-    details = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
-    return details.get("compute_capability", (0, 0))
-
-
-@functools.cache
-def device_memory() -> int:
-    """Bytes of memory of the first GPU; 16 GiB where there is none, or its driver does not say."""
-    size, device = ctypes.c_size_t(), ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1") if has_gpu() else None
-        if driver and not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)):
-            driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-    return size.value or 16 * 2**30
-
-
-def has_op_determinism() -> bool:
-    """Whether `tf.config.experimental.enable_op_determinism()` was called, or TF_DETERMINISTIC_OPS is set."""
-    return is_op_determinism_enabled()
 
 
 def in_xla() -> bool:

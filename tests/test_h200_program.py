@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
-from fastaccum.kernels.xla_ops import has_gpu
+from fastaccum.kernels.devices import has_gpu
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 2048, 2, 256, 512
 ALIASES = {"bitcast", "get-tuple-element", "parameter", "tuple", "while"}

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from fastaccum import checks
 from fastaccum.adapters.added_losses import reduction
 from fastaccum.adapters.coupling import WEIGHTS
 from fastaccum.adapters.models import Model
@@ -29,6 +30,35 @@ def require_plain_steps(model: Model) -> None:
         "loss (and compute_metrics with the metrics); or write the update with fastaccum.TrainStep(loss_fn, variables, "
         "optimizer), one for each optimizer."
     )
+
+
+def where_none_given(
+    model: Model, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+) -> tuple[Any, Any, Any, Any]:
+    """The same, with what the model was compiled with in place of what is missing; no loss is None.
+
+    Raises:
+        TypeError, ValueError: raised if one of them is no nest, or the model has no loss either.
+    """
+    if loss is None:
+        compiled = model.compiled_with
+        loss = compiled["loss"]
+        if loss is not None and loss_weights is None:
+            loss_weights = compiled["loss_weights"]
+        if not metrics and not weighted_metrics:
+            metrics, weighted_metrics = compiled["metrics"], compiled["weighted_metrics"]
+    nests = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
+    for name, nest in nests.items():
+        checks.require_nest(name, nest)
+    if all(each is None for each in tf.nest.flatten(loss)):
+        loss = None
+        require_any(model)
+        if loss_weights is not None:
+            raise ValueError(
+                f"loss_weights={loss_weights!r} without a loss: they weight losses that are passed. Weight the "
+                "model's own where it computes it."
+            )
+    return loss, loss_weights, metrics, weighted_metrics
 
 
 def require_any(model: Model, called: bool = False) -> None:

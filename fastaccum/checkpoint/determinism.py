@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from fastaccum.kernels.xla_ops import has_op_determinism
+from fastaccum.kernels.devices import has_op_determinism
 
 
 def deterministic(flags: str, op_determinism: bool, gpus: Sequence[str], jit_compile: bool) -> bool:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.data.sparse import SparseRows, is_sparse
 from fastaccum.data.stacks import Batch, trip_count
-from fastaccum.kernels.xla_ops import has_gpu
+from fastaccum.kernels.devices import has_gpu
 
 NUMBERS = (
     "pass numbers, with text and objects encoded beforehand; or text to a model that encodes it, with "

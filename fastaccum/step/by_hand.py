@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.kernels.xla_ops import has_gpu
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.step.model_step import Unread
 from fastaccum.step.program import flat
 from fastaccum.step.train_step import StepResult

@@ -18,7 +18,8 @@ from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.data.stacks import Batch, trip_count
-from fastaccum.kernels.xla_ops import has_gpu, loop
+from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.xla_ops import loop
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
 from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState
@@ -287,6 +288,13 @@ class ModelObjective(Objective):
         penalty = self.penalty()
         loss += 0.0 if penalty is None else float(penalty)
         return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result(training=False).items()}}
+
+    def in_order(self, logs: Mapping[str, float]) -> list[str]:
+        """The logs' names in the order in which Keras's `evaluate` lists them."""
+        if self.outputs.legacy:
+            return list(logs)
+        known = ["loss", *(metric.name for metric in self.metrics.compiled.metrics), *self.losses.log_names]
+        return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
 
 
 def _added_kinds(model: Model, scalars: Reduction) -> list[str]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.checkpoint.determinism import deterministic
-from fastaccum.kernels.xla_ops import has_gpu
+from fastaccum.kernels.devices import has_gpu
 
 EVERYTHING = "--xla_gpu_deterministic_ops=true"
 EXCLUDED = "--xla_gpu_exclude_nondeterministic_ops"

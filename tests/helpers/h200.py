@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.kernels import cudnn_attention, layer_loop, xla_ops
+from fastaccum.kernels import cudnn_attention, devices, layer_loop, xla_ops
 from fastaccum.step.program import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
@@ -112,7 +112,7 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
         cudnn: what the trial of cuDNN's attention answers, which no description can run; None lets it run here.
         compute_capability: of that GPU; an H200's by default.
     """
-    asked, details = (xla_ops.has_gpu, xla_ops.compute_capability), {"compute_capability": compute_capability}
+    asked, details = (devices.has_gpu, devices.compute_capability), {"compute_capability": compute_capability}
     memory = int(re.search(r"device_memory_size: (\d+)", H200)[1])
     with contextlib.ExitStack() as stack:
         for each in asked:

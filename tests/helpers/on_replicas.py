@@ -588,6 +588,27 @@ def check_refused():
         raise AssertionError("a metric that is no sum was not refused")
 
 
+def check_programs_are_traced_anew():
+    factor = 1.0
+
+    def scaled():
+        hidden = keras.layers.Dense(3)(inputs := keras.Input((6,)))
+        return keras.Model(inputs, keras.layers.Lambda(lambda x: factor * x)(hidden))
+
+    trainer = fa.Trainer(replicated(scaled), keras.optimizers.SGD(0.0), "mse", jit_compile=False)
+    zeros = np.zeros_like(Y)
+
+    def losses():
+        trained = trainer.fit(X, zeros, batch_size=8, verbose=0).history["loss"][0]
+        return trained, trainer.evaluate(X, zeros, batch_size=8, verbose=0)
+
+    before = losses()
+    factor = 3.0
+    assert losses() == before
+    trainer._step.retrace()
+    np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-5)
+
+
 def main():
     names = sys.argv[2:] or [name.removeprefix("check_") for name in globals() if name.startswith("check_")]
     outcomes = {}

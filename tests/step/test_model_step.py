@@ -259,3 +259,20 @@ def test_an_embedding_called_in_reverse_takes_no_ids_there():
     trainer.fit(ids, ids, batch_size=2, verbose=0)
     with pytest.raises(ValueError, match="embedding 'reversible_embedding"):
         trainer.fit(ids + 5, ids, batch_size=2, verbose=0)
+
+
+def test_programs_are_traced_anew_where_the_model_computes_otherwise():
+    factor = 1.0
+    model = keras.Sequential([keras.Input((D,)), keras.layers.Dense(1), keras.layers.Lambda(lambda x: factor * x)])
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.0), "mse")
+    x, y = make_stack()[0], np.zeros((K, B, 1), "float32")
+
+    def losses():
+        rows = x.reshape(-1, D), y.reshape(-1, 1)
+        return float(trainer.train_step((x, y)).loss), trainer.evaluate(*rows, batch_size=B, verbose=0)
+
+    before = losses()
+    factor = 3.0
+    assert losses() == before
+    trainer._step.retrace()
+    np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-6)
