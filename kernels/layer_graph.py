@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.kernels.checkpoint_name import collected_names
+from fastaccum.kernels.checkpoint_name import Names, collected_names
+from fastaccum.kernels.checks import shown
 
 # What hands an operand on as it is; and in another shape.
 _ALIASES = ("Identity", "IdentityN", "PreventGradient", "StopGradient")
@@ -17,12 +18,96 @@ _RESHAPES = ("Reshape", "ExpandDims", "Squeeze")
 _PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "XlaEinsum", "XlaDot", "XlaDotV2"}
 _PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative", "XlaConv", "XlaConvV2"}
 # From TensorFlow's own generators: another number each time.
-_DRAWS = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle"}
-_DRAWS |= {"RandomGamma", "RandomPoissonV2", "Multinomial", "ParameterizedTruncatedNormal", "RngReadAndSkip"}
+DRAWS = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle"}
+DRAWS |= {"RandomGamma", "RandomPoissonV2", "Multinomial", "ParameterizedTruncatedNormal", "RngReadAndSkip"}
 _UNKEPT = (tf.variant, tf.resource, tf.string)
 
+POLICIES = "auto", "nothing_saveable", "everything_saveable"
 
-class LayerGraph:
+
+class Keeping:
+    """What of a traced function is kept for its gradient; the rest is computed again.
+
+    Args:
+        graph: the function's.
+        roots: the tensors of it from which all that may be kept is computed.
+        names: those that values have been given, by `checkpoint_name`.
+        same: by names, tensors that others stand in for.
+
+    Attributes:
+        kept: tensors of the graph: at first the roots alone, from which all else follows.
+    """
+
+    def __init__(self, graph: Any, roots: list[tf.Tensor], names: Names, same: dict[str, tf.Tensor] | None = None):
+        self.kept = roots
+        self._graph, self._roots, self._same = graph, {t.name for t in roots}, same or {}
+        self._names = {self._source(t).name: name for t, name in names.values() if self._owns(t)}
+
+    def keep(self, policy: str | Sequence[str]) -> None:
+        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name.
+
+        Raises:
+            ValueError: raised if a name is none that a value has.
+        """
+        known = {"attention", "projection", *self._names.values()}
+        if not isinstance(policy, str) and (unknown := sorted({*policy} - known)):
+            raise ValueError(
+                f"policy={list(policy)}: no value of a layer has the name {unknown[0]!r}. There are {sorted(known)}; "
+                "the layer's own call gives one, by checkpoint_name."
+            )
+        residuals = [self._source(t) for t in self._own_residuals]
+        read = {_unshaped(t).name for t in residuals}
+
+        def is_kept(t):
+            if t.dtype in _UNKEPT:
+                return False
+            if policy == "everything_saveable":
+                return t.name in read
+            name = self._names.get(t.name) or ("projection" if self._is_projection(t) else None)
+            return name is not None and (policy == "auto" or name in policy)
+
+        kept, seen, pending = [], set(), residuals
+        while pending:
+            t = self._source(pending.pop())
+            if t.name in seen or t.name not in self._varying or _is_constant(t):
+                continue
+            seen.add(t.name)
+            if t.name in self._roots or is_kept(t):
+                kept.append(t)
+            else:
+                pending.extend(t.op.inputs)
+        self.kept = sorted(kept, key=lambda t: t.name not in self._roots)
+
+    @property
+    def _own_residuals(self) -> list[tf.Tensor]:
+        """What the gradient reads of the function."""
+        raise NotImplementedError
+
+    def _source(self, t: tf.Tensor) -> tf.Tensor:
+        return _source(t, self._same)
+
+    def _owns(self, t: tf.Tensor) -> bool:
+        return tf.is_symbolic_tensor(t) and t.graph is self._graph
+
+    @functools.cached_property
+    def _varying(self) -> set[str]:
+        """The names of the tensors that the roots have a part in."""
+        varying = {*self._roots}
+        for op in self._graph.get_operations():
+            for t in op.outputs:
+                inputs = [op.inputs[t.value_index]] if op.type == "IdentityN" else op.inputs
+                if any(i.name in varying for i in inputs):
+                    varying.add(t.name)
+        return varying
+
+    def _is_projection(self, t: tf.Tensor) -> bool:
+        """Whether it is a product of the roots' part with what they have no part in, or one that is rounded."""
+        if t.op.type == "Cast" and t.dtype.size < t.op.inputs[0].dtype.size:
+            t = self._source(t.op.inputs[0])
+        return t.op.type in _PRODUCTS and sum(i.name in self._varying for i in t.op.inputs) == 1
+
+
+class LayerGraph(Keeping):
     """`call(i, x, shared, weights, state) -> (y, after)`, traced once, to be copied into loops over many such layers.
 
     The way back reads residuals of the way forward. Each of these is kept, or is computed again from the arguments and
@@ -47,43 +132,7 @@ class LayerGraph:
         self._tape = tape
         self._y, self.after = self._forward.structured_outputs
         self._inputs = tf.nest.pack_sequence_as(specs, self._forward.inputs[: len(tf.nest.flatten(specs))])
-        self._names = {_source(t).name: name for t, name in names.values() if self._owns(t)}
-        self.kept: list[tf.Tensor] = [self._x]
-
-    def keep(self, policy: str | Sequence[str]) -> None:
-        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name.
-
-        Raises:
-            ValueError: raised if a name is none that a value has.
-        """
-        known = {"attention", "projection", *self._names.values()}
-        if not isinstance(policy, str) and (unknown := sorted({*policy} - known)):
-            raise ValueError(
-                f"policy={list(policy)}: no value of a layer has the name {unknown[0]!r}. There are {sorted(known)}; "
-                "the layer's own call gives one, by checkpoint_name."
-            )
-        residuals = [_source(t) for t in self._own_residuals]
-        read = {_unshaped(t).name for t in residuals}
-
-        def is_kept(t):
-            if t.dtype in _UNKEPT:
-                return False
-            if policy == "everything_saveable":
-                return t.name in read
-            name = self._names.get(t.name) or ("projection" if self._is_projection(t) else None)
-            return name is not None and (policy == "auto" or name in policy)
-
-        kept, seen, pending = [], set(), residuals
-        while pending:
-            t = _source(pending.pop())
-            if t.name in seen or t.name not in self._varying or _is_constant(t):
-                continue
-            seen.add(t.name)
-            if t.name == self._x.name or is_kept(t):
-                kept.append(t)
-            else:
-                pending.extend(t.op.inputs)
-        self.kept = sorted(kept, key=lambda t: t.name != self._x.name)
+        super().__init__(self._forward.graph, [self._x], names)
 
     @property
     def keeps_input(self) -> bool:
@@ -101,9 +150,9 @@ class LayerGraph:
 
     def forward(self, *arguments: Any) -> Any:
         """y, the new states and what is kept, for these arguments."""
-        fed = _fed(self._inputs, arguments)
+        fed = fed_by_name(self._inputs, arguments)
         effects = self._forward.graph.control_outputs
-        return _copied("forward", self._forward, [self._y, self.after, self.kept], fed, effects)
+        return copied("forward", self._forward, [self._y, self.after, self.kept], fed, effects)
 
     def backward(self, dy: tf.Tensor, kept: list[tf.Tensor], *arguments: Any) -> Any:
         """The gradients of x, of the floating tensors that are shared, and of the weights.
@@ -117,19 +166,19 @@ class LayerGraph:
             ValueError: raised if what is computed again draws other random numbers then.
         """
         number, _, *others = self._inputs
-        fed = _fed([number, *others, self.kept], [*arguments, kept])
-        drawn = [op.name for op in _needed(self._own_residuals, dict(fed)).values() if op.type in _DRAWS]
+        fed = fed_by_name([number, *others, self.kept], [*arguments, kept])
+        drawn = [op.name for op in needed_for(self._own_residuals, dict(fed)).values() if op.type in DRAWS]
         if drawn:
             raise ValueError(
                 f"A layer of a LayerStack draws random numbers, in {drawn}, that would be others when it is computed "
                 "again: draw them by keras.random with a SeedGenerator of the layer, or outside of the stack."
             )
-        own = _copied("recomputed", self._forward, self._own_residuals, fed)
+        own = copied("recomputed", self._forward, self._own_residuals, fed)
         given = dict(zip((t.name for t in self._own_residuals), own, strict=True))
         gradient, (placeholder, *residuals) = self._backward, self._backward.inputs
         captured = [given[t.name] if self._owns(t) else t for t in gradient.captured_inputs]
-        fed = _fed([placeholder, residuals], [dy, captured])
-        return _copied("backward", gradient, gradient.structured_outputs, fed)
+        fed = fed_by_name([placeholder, residuals], [dy, captured])
+        return copied("backward", gradient, gradient.structured_outputs, fed)
 
     @functools.cached_property
     def _backward(self) -> Any:
@@ -150,49 +199,40 @@ class LayerGraph:
     def _own_residuals(self) -> list[tf.Tensor]:
         return [t for t in self._backward.captured_inputs if self._owns(t)]
 
-    def _owns(self, t: tf.Tensor) -> bool:
-        return tf.is_symbolic_tensor(t) and t.graph is self._forward.graph
 
-    @functools.cached_property
-    def _varying(self) -> set[str]:
-        """The names of the tensors that x has a part in."""
-        varying = {self._x.name}
-        for op in self._forward.graph.get_operations():
-            for t in op.outputs:
-                inputs = [op.inputs[t.value_index]] if op.type == "IdentityN" else op.inputs
-                if any(i.name in varying for i in inputs):
-                    varying.add(t.name)
-        return varying
-
-    def _is_projection(self, t: tf.Tensor) -> bool:
-        """Whether it is a product of x's part with what x has no part in, or one that is rounded."""
-        if t.op.type == "Cast" and t.dtype.size < t.op.inputs[0].dtype.size:
-            t = _source(t.op.inputs[0])
-        return t.op.type in _PRODUCTS and sum(i.name in self._varying for i in t.op.inputs) == 1
-
-
-def _copied(scope: str, function: Any, fetches: Any, fed: dict[str, tf.Tensor], effects: Sequence[Any] = ()) -> Any:
+def copied(
+    scope: str,
+    function: Any,
+    fetches: Any,
+    fed: dict[str, tf.Tensor],
+    effects: Sequence[Any] = (),
+    same: dict[str, tf.Tensor] | None = None,
+    handed_in: Callable[[dict[str, tf.Tensor]], dict[str, tf.Tensor]] = lambda given: given,
+) -> Any:
     """A nest of tensors of a traced function's graph, computed in the graph that is being traced.
 
     Only the operations that they need are copied, and `effects`, with theirs.
 
     Args:
         fed: by their names, tensors of the function that are given.
+        same: by their names, tensors of the function that others of it stand in for.
+        handed_in: what the copies take of `fed`, from those that they need.
     """
-    captured = function.captured_inputs
-    fed = {**_fed(function.inputs[len(function.inputs) - len(captured) :], captured), **fed}
-    needed = _needed([*effects, *tf.nest.flatten(fetches)], fed)
+    fed = {**{inner.name: outer for outer, inner in function.graph.captures}, **fed}
+    given, same = set(fed), same or {}
+    needed = needed_for([*effects, *tf.nest.flatten(fetches)], fed, same)
     definition = function.graph.as_graph_def()
     nodes = [node for node in definition.node if node.name in needed]
     del definition.node[:]
     for node in nodes:
         op = needed[node.name]
         node.attr.pop("_class", None)  # where it is to be placed
-        node.input[:] = [_source(t).name for t in op.inputs]
+        node.input[:] = [_source(t, same).name for t in op.inputs]
         node.input.extend(f"^{before.name}" for before in op.control_inputs if before.name in needed)
         definition.node.append(node)
     used = {name for node in definition.node for name in node.input}
-    wanted = [_source(t) for t in tf.nest.flatten(fetches)]
+    fed |= handed_in({name: t for name, t in fed.items() if name in used & given})
+    wanted = [_source(t, same) for t in tf.nest.flatten(fetches)]
     names = list(dict.fromkeys(t.name for t in wanted if t.name not in fed))
     copies = tf.graph_util.import_graph_def(
         definition, {name: tf.identity(t) for name, t in fed.items() if name in used}, names, name=scope
@@ -203,10 +243,12 @@ def _copied(scope: str, function: Any, fetches: Any, fed: dict[str, tf.Tensor], 
     return tf.nest.pack_sequence_as(fetches, [found[t.name] for t in wanted])
 
 
-def _needed(fetches: Sequence[Any], fed: dict[str, tf.Tensor]) -> dict[str, Any]:
+def needed_for(
+    fetches: Sequence[Any], fed: dict[str, tf.Tensor], same: dict[str, tf.Tensor] | None = None
+) -> dict[str, Any]:
     """The operations that compute tensors, or are these, from those that are fed, by name; sizes are fed on the way."""
     needed: dict[str, Any] = {}
-    pending = [_source(each) if tf.is_tensor(each) else each for each in fetches]
+    pending = [_source(each, same) if tf.is_tensor(each) else each for each in fetches]
     while pending:
         each = pending.pop()
         if tf.is_tensor(each):
@@ -218,20 +260,24 @@ def _needed(fetches: Sequence[Any], fed: dict[str, tf.Tensor]) -> dict[str, Any]
             each = each.op
         if each.name not in needed:
             needed[each.name] = each
-            pending.extend(map(_source, each.inputs))
+            pending.extend(_source(t, same) for t in each.inputs)
     return needed
 
 
-def _fed(tensors: Any, values: Any) -> dict[str, tf.Tensor]:
+def fed_by_name(tensors: Any, values: Any, same: dict[str, tf.Tensor] | None = None) -> dict[str, tf.Tensor]:
     pairs = zip(tf.nest.flatten(tensors), tf.nest.flatten(values), strict=True)
-    return {_source(t).name: value for t, value in pairs}
+    return {_source(t, same).name: value for t, value in pairs}
 
 
-def _source(t: tf.Tensor) -> tf.Tensor:
-    """The tensor that this one is, under other names."""
-    while t.op.type in _ALIASES:
-        t = t.op.inputs[t.value_index]
-    return t
+def _source(t: tf.Tensor, same: dict[str, tf.Tensor] | None = None) -> tf.Tensor:
+    """The tensor that this one is, under other names, or that `same` has in its place."""
+    while True:
+        if same and t.name in same:
+            t = same[t.name]
+        elif t.op.type in _ALIASES:
+            t = t.op.inputs[t.value_index]
+        else:
+            return t
 
 
 def _unshaped(t: tf.Tensor) -> tf.Tensor:
@@ -245,3 +291,13 @@ def _unshaped(t: tf.Tensor) -> tf.Tensor:
 def _is_constant(t: tf.Tensor) -> bool:
     """Whether it is a size that is known."""
     return t.op.type in ("Shape", "Size", "Rank") and t.op.inputs[0].shape.is_fully_defined()
+
+
+def require_policy(policy: Any) -> str | list[str]:
+    """`policy`, one of POLICIES or a list of names."""
+    if isinstance(policy, (list, tuple)) and all(isinstance(name, str) for name in policy):
+        return list(policy)
+    if not isinstance(policy, str) or policy not in POLICIES:
+        choices = " or ".join(map(repr, POLICIES))
+        raise ValueError(f'policy={shown(policy)} must be {choices} or a list of names, as ["attention"].')
+    return policy

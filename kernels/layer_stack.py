@@ -14,13 +14,11 @@ from keras.src.backend.common.variables import AutocastScope
 
 from fastaccum.kernels import stackable
 from fastaccum.kernels.checks import as_tensor, naming, object_name, one_of, shown, true_or_false, whole_number
+from fastaccum.kernels.layer_graph import require_policy
 from fastaccum.kernels.layer_loop import OF_LAYERS, Body, Form, looped, unrolled
 
 # Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
 _SEED_STRIDE = 1_000_003
-
-
-POLICIES = "auto", "nothing_saveable", "everything_saveable"
 
 
 @keras.saving.register_keras_serializable("fastaccum")
@@ -106,7 +104,7 @@ class LayerStack(keras.layers.Layer):
     ):
         depth = whole_number("depth", depth)
         one_of("implementation", implementation, ("auto", "reference"))
-        policy, unroll = _policy(policy), one_of("unroll", unroll, (True, False, "auto"))
+        policy, unroll = require_policy(policy), one_of("unroll", unroll, (True, False, "auto"))
         unroll = unroll if unroll == "auto" else bool(unroll)  # 1 and NumPy's bools are taken too
         if unroll and policy != "auto":
             raise ValueError(f"policy={shown(policy)} is for loops, and unroll={unroll!r} keeps everything: pass one.")
@@ -275,15 +273,6 @@ class _Seeds(keras.random.SeedGenerator):
 
         shape, dtype = (len(states), *states[0].shape), states[0].dtype
         self.state = keras.Variable(initial, shape, dtype, trainable=False, aggregation="none")
-
-
-def _policy(policy: Any) -> str | list[str]:
-    if isinstance(policy, (list, tuple)) and all(isinstance(name, str) for name in policy):
-        return list(policy)
-    if not isinstance(policy, str) or policy not in POLICIES:
-        choices = " or ".join(map(repr, POLICIES))
-        raise ValueError(f'policy={shown(policy)} must be {choices} or a list of names, as ["attention"].')
-    return policy
 
 
 def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

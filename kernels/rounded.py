@@ -57,7 +57,7 @@ def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor, scope: keras.
         scope: in which its variables are slices too.
     """
     of_stacks, stacked = _find.get(), {id(variable): whole for variable, whole in stacks}
-    same = _stateless_scope() is _scope.get()
+    same = stateless_scope() is _scope.get()
 
     def find(asked, dtype):
         if isinstance(asked, tuple):
@@ -89,7 +89,7 @@ def copies_at_hand() -> Iterator[None]:
 def _finding(find: Find) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     token = _find.set(lambda variable, dtype: find(variable, dtype) if _may_capture_from(graph) else None)
-    scope = _scope.set(_stateless_scope())
+    scope = _scope.set(stateless_scope())
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def _finding(find: Find) -> Iterator[None]:
         _scope.reset(scope)
 
 
-def _stateless_scope() -> Any:
+def stateless_scope() -> Any:
     """The scope that gives variables other values here, as a model's `stateless_call` does."""
     with keras.StatelessScope(initialize_variables=False) as inner:
         return inner.original_scope
@@ -117,7 +117,7 @@ def _may_capture_from(graph: tf.Graph) -> bool:
 
 def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
     """The copy of a variable that is at hand here, or None."""
-    return _find.get()(variable, dtype) if _stateless_scope() is _scope.get() else None
+    return _find.get()(variable, dtype) if stateless_scope() is _scope.get() else None
 
 
 def table(make: Callable[..., tf.Tensor], *arguments: Any, dtype: Any) -> tf.Tensor:

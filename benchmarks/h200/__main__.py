@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.h200 import golden, programs, report, roofline, summary
-from fastaccum.kernels.layer_stack import POLICIES
+from fastaccum.kernels.layer_graph import POLICIES
 from fastaccum.step.program import MemoryAnalysis
 
 

@@ -1,0 +1,328 @@
+"""A function of tensors whose gradient computes its values again, instead of keeping them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.python.eager import record
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+from fastaccum.kernels.checkpoint_name import collected_names
+from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.layer_graph import DRAWS, Keeping, copied, fed_by_name, needed_for, require_policy
+from fastaccum.kernels.rounded import copies_at_hand, stateless_scope
+from fastaccum.kernels.xla_ops import in_xla
+
+_ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
+# Whether the function that is being traced belongs to a `recomputed`, where no tape looks on.
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+
+
+def recomputed(
+    function: Callable[..., Any],
+    *inputs: Any,
+    policy: str | Sequence[str] = "nothing_saveable",
+    layers: Sequence[Any] = (),
+) -> Any:
+    """`function(*inputs)`, of whose values none are kept for the gradient but those that `policy` names.
+
+    The backward pass computes the others again (Chen et al., 2016, https://arxiv.org/abs/1604.06174) from the inputs
+    and the variables as they were, once the gradients of the outputs are there: an optimization barrier ties the
+    two, or XLA would take both computations for one. So the gradients are the same, to rounding, and so are random
+    numbers from a `keras.random.SeedGenerator`; a variable that the function assigns is assigned once.
+
+    That is so in a graph that XLA compiles and a tape looks on, as a train step's does. Elsewhere this is
+    `function(*inputs)`. XLA saves memory by it on a GPU, and not on a CPU.
+
+    Args:
+        function: is traced once; it may read variables and tensors from outside.
+        *inputs: nests of tensors, of any dtypes, and of other values. Keras masks on them go in and come out.
+        policy: "nothing_saveable", "everything_saveable", "auto" for all that has a name, or a list of names: by the
+            words of `LayerStack`.
+        layers: Keras or tf_keras layers that the function calls and that may add losses: those are handed on.
+
+    Returns:
+        What the function returns, a nest of tensors and other values.
+
+    Raises:
+        ValueError: raised if the policy is none or names no value; if what is to be computed again draws random numbers
+            that no variable's value determines; or if a loop, a branch or a function within assigns a variable.
+
+    >>> w = tf.Variable(3.0)
+    >>> @tf.function(jit_compile=True)
+    ... def gradient(x):
+    ...     with tf.GradientTape() as tape:
+    ...         y = recomputed(lambda x: tf.tanh(w * x), x)
+    ...     return tape.gradient(y, w)
+    >>> round(float(gradient(tf.constant(0.5))), 4)
+    0.0904
+    """
+    policy = require_policy(policy)
+    looked_on = _inside.get() or (not tf.executing_eagerly() and record.could_possibly_record())
+    if policy == "everything_saveable" or not looked_on or not in_xla():
+        return function(*inputs)
+    block = _Block(function, inputs, list(layers))
+    if policy != "nothing_saveable":
+        block.keep(policy)
+    values = block.read()
+    with record.stop_recording():
+        y, kept = block.forward(values)
+
+    @custom_gradient
+    def run(y, inputs, values):
+        def gradient(*dy):
+            with record.stop_recording():
+                found = block.backward(list(dy), values, kept)
+            _refuse_second_derivatives(found, [*inputs, *values, *dy])
+            return [None] * len(y) + found
+
+        return [tf.identity(t) for t in y], gradient
+
+    return block.packed(run(y, block.given, values))
+
+
+class _Block(Keeping):
+    """A function traced for its inputs, in the graph of the caller's.
+
+    Attributes:
+        given: the tensors that the function is given, then those that it takes from outside.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layers: list[Any]):
+        self._layers = layers
+        flat = tf.nest.flatten(inputs, expand_composites=True)
+        masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(inputs)]
+        passed = [t for t in [*flat, *masks] if _is_tensor(t)]
+
+        def traced(*tensors):
+            given = iter(tensors)
+            own, own_masks = ([next(given) if _is_tensor(t) else t for t in ts] for ts in (flat, masks))
+            arguments = tf.nest.pack_sequence_as(inputs, own, expand_composites=True)
+            _set_masks(arguments, own_masks)
+            return self._collected(function(*arguments))
+
+        with record.stop_recording(), collected_names() as names, copies_at_hand(), _within():
+            specs = [tf.TensorSpec.from_tensor(t) for t in passed]
+            self._function = tf.function(traced, autograph=False).get_concrete_function(*specs)
+        graph = self._function.graph
+        self._handles = [(outer, inner) for outer, inner in graph.captures if inner.dtype == tf.resource]
+        captured = [(outer, inner) for outer, inner in graph.captures if inner.dtype != tf.resource]
+        self.given = [*passed, *(outer for outer, _ in captured)]
+        self._inputs = [*graph.inputs[: len(passed)], *(inner for _, inner in captured)]
+        self._variables = {id(v.handle): v for v in graph.variables}
+        # By the name of a variable's handle: what is read of it first, and what is assigned to it last.
+        self._read: dict[str, tf.Tensor] = {}
+        self._assigned: dict[str, tf.Tensor] = {}
+        same: dict[str, tf.Tensor] = {}
+        self._follow_state(graph, same)
+        super().__init__(graph, self._inputs, names, same)
+
+    def _follow_state(self, graph: Any, same: dict[str, tf.Tensor]) -> None:
+        """Finds which value every variable has where it is read, so that no copy has to read or to assign one."""
+        elsewhere: dict[str, Any] = {}
+        handles = {inner.name: outer for outer, inner in self._handles}
+        for op in graph.get_operations():
+            own = [t for t in op.inputs if t.name in handles]
+            if not own:
+                continue
+            name = own[0].name
+            if op.type == "ReadVariableOp":
+                if (value := self._assigned.get(name, self._read.get(name))) is not None:
+                    same[op.outputs[0].name] = value
+                else:
+                    self._read[name] = op.outputs[0]
+            elif op.type in _ASSIGNS:
+                self._assigned[name] = self._combined(op, name)
+            else:
+                if writes := get_read_write_resource_inputs(op)[1]:
+                    raise ValueError(self._untraceable(op, handles, [t.name for t in writes]))
+                elsewhere |= {t.name: op for t in own}
+        for name in elsewhere.keys() & self._assigned.keys():
+            raise ValueError(self._untraceable(elsewhere[name], handles, [name]))
+
+    def _combined(self, op: Any, name: str) -> tf.Tensor:
+        value, combine = op.inputs[1], _ASSIGNS[op.type]
+        if combine is None:
+            return value
+        with op.graph.as_default(), tf.control_dependencies(None):
+            if name not in self._assigned and name not in self._read:
+                self._read[name] = tf.raw_ops.ReadVariableOp(resource=op.inputs[0], dtype=value.dtype)
+            return combine(self._assigned.get(name, self._read.get(name)), value)
+
+    def _untraceable(self, op: Any, handles: dict[str, Any], names: list[str]) -> str:
+        found = [self._variables.get(id(handles[name])) for name in names if name in handles]
+        variables = [v.name for v in found if v is not None] or names
+        return (
+            f"What is to be computed again assigns {variables}, which {op.name!r} ({op.type}) reads or writes in a "
+            "loop, a branch or a function of its own, so that it would not start from the same value: leave that layer "
+            "out of what is recomputed."
+        )
+
+    def _collected(self, outputs: Any) -> list[tf.Tensor]:
+        """The tensors among what the function returns, their masks, and what layers put aside while it is traced."""
+        graph = tf.compat.v1.get_default_graph()
+        self._outputs = outputs
+        self._flat = tf.nest.flatten(outputs, expand_composites=True)
+        self._masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(outputs)]
+        lists = [getattr(layer, name, None) for layer in self._layers for name in ("_losses", "_eager_losses")]
+        scope = stateless_scope()
+        places = [(each, i) for each in [*lists, getattr(scope, "losses", None)] if each for i in range(len(each))]
+        places += [(scope.state_mapping, key) for key in getattr(scope, "state_mapping", {})]
+        self._aside = [(place, key) for place, key in places if getattr(place[key], "graph", None) is graph]
+        aside = [place[key] for place, key in self._aside]
+        return [t for t in [*self._flat, *self._masks, *aside] if _is_tensor(t)]
+
+    def packed(self, y: Sequence[tf.Tensor]) -> Any:
+        """What the function returns, from its floating tensors."""
+        floating = iter(y)
+        values = iter([next(floating) if _is_floating(t) else t for t in self._found])
+        flat, masks = ([next(values) if _is_tensor(t) else t for t in ts] for ts in (self._flat, self._masks))
+        for (place, key), value in zip(self._aside, values, strict=True):
+            place[key] = value
+        outputs = tf.nest.pack_sequence_as(self._outputs, flat, expand_composites=True)
+        _set_masks(outputs, masks)
+        return outputs
+
+    def read(self) -> list[tf.Tensor]:
+        """The values of the variables, each read once."""
+        known = [
+            (outer, inner) for outer, inner in self._handles if id(outer) in self._variables or inner.name in self._read
+        ]
+        self._sources = [inner for _, inner in known]
+        return [
+            tf.convert_to_tensor(self._variables[id(outer)])
+            if id(outer) in self._variables
+            else tf.raw_ops.ReadVariableOp(resource=outer, dtype=self._read[inner.name].dtype)
+            for outer, inner in known
+        ]
+
+    def _fed(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        reads = [
+            (self._read[t.name], value) for t, value in zip(self._sources, values, strict=True) if t.name in self._read
+        ]
+        return {**fed_by_name(self._inputs, self.given), **{t.name: value for t, value in reads}}
+
+    def forward(self, values: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The floating tensors among the outputs, and what is kept; assigns the variables."""
+        kept = [t for t in self.kept if t.name not in self._roots]
+        after = [(outer, self._assigned[inner.name]) for outer, inner in self._handles if inner.name in self._assigned]
+        state = {"ReadVariableOp", *_ASSIGNS}
+        effects = [op for op in self._graph.control_outputs if op.type not in state]
+        fetches = [self._graph.outputs, kept, [value for _, value in after]]
+        fed = self._fed(values)
+        self._found, kept, after_values = copied("forward", self._function, fetches, fed, effects, self._same)
+        for (handle, _), value in zip(after, after_values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        return [t for t in self._found if _is_floating(t)], kept
+
+    def backward(self, dy: list[tf.Tensor], values: list[tf.Tensor], kept: list[tf.Tensor]) -> list[Any]:
+        """The gradients of what is given, then of the variables."""
+        of_y, gradients = self._gradients
+        of_kept = [t for t in self.kept if t.name not in self._roots]
+        state = {self._read[t.name].name for t in self._sources if t.name in self._read}
+        fed = {**self._fed(values), **fed_by_name([of_y, of_kept], [dy, kept])}
+        found = [g for g in gradients if g is not None]
+        parts = tf.nest.flatten(found, expand_composites=True)
+        needed = needed_for(parts, dict(fed), self._same)
+        if drawn := [op.name for op in needed.values() if op.type in DRAWS]:
+            raise ValueError(
+                f"What is to be computed again draws random numbers, in {drawn}, that would be others then: draw them "
+                "by keras.random with a SeedGenerator of the layer, or leave that layer out of what is recomputed."
+            )
+
+        def tied(given):
+            # Sizes among the integers have to stay known; seeds are tied too, or the numbers drawn would be kept.
+            names = [name for name, t in given.items() if _is_floating(t) or name in state or _is_data(t)]
+            each = list({id(given[name]): given[name] for name in names}.values())
+            if not each:
+                return {}
+            after = dict(zip(map(id, each), xla.optimization_barrier(*each), strict=True))
+            return {name: after[id(given[name])] for name in names}
+
+        parts = copied("recomputed", self._function, parts, fed, (), self._same, tied)
+        found = iter(tf.nest.pack_sequence_as(found, parts, expand_composites=True))
+        return [g if g is None else _as_gradient(next(found)) for g in gradients]
+
+    @functools.cached_property
+    def _gradients(self) -> tuple[list[tf.Tensor], list[Any]]:
+        """The gradients of the outputs, to be given, and those that follow, in the function's graph."""
+        floating = [t for t in self._graph.outputs if _is_floating(t)]
+        values = [self._read.get(t.name) for t in self._sources]
+        with self._graph.as_default(), record.stop_recording(), _within():
+            self._forward_operations = {op.name for op in self._graph.get_operations()}
+            of_y = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in floating]
+            inputs = [t if _is_floating(t) else None for t in self._inputs]
+            sources = [t if v is None or _is_floating(v) else None for t, v in zip(self._sources, values, strict=True)]
+            wanted = [t for t in [*inputs, *sources] if t is not None]
+            with tf.name_scope("gradient_tape"):
+                found = iter(tf.gradients(floating, wanted, of_y))
+        return of_y, [t if t is None else next(found) for t in [*inputs, *sources]]
+
+    @property
+    def _own_residuals(self) -> list[tf.Tensor]:
+        of_y, gradients = self._gradients
+        parts = tf.nest.flatten([g for g in gradients if g is not None], expand_composites=True)
+        needed = needed_for(parts, fed_by_name(of_y, of_y), self._same).values()
+        inputs = [t for op in needed if op.name not in self._forward_operations for t in op.inputs]
+        return [t for t in inputs if t.op.name in self._forward_operations]
+
+
+class _Rows(tf.IndexedSlices):
+    """A gradient of some rows that a custom gradient hands on as it is, and not its values alone."""
+
+    class _Whole:
+        def get_gradient_components(self, value: Any) -> Any:
+            return value
+
+        def replace_gradient_components(self, value: Any, components: Any) -> Any:
+            return components
+
+    __composite_gradient__ = _Whole()
+
+
+def _as_gradient(g: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | _Rows:
+    return _Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g
+
+
+def _refuse_second_derivatives(gradients: Sequence[Any], sources: Sequence[tf.Tensor]) -> None:
+    """What was copied is constant to a tape, so that second derivatives would be wrong."""
+
+    def refuse(*_):
+        raise LookupError("What is computed again has no second derivatives: compute it plainly.")
+
+    parts = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
+    record.record_operation("recomputed", parts, list(sources), refuse)
+
+
+@contextlib.contextmanager
+def _within() -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def _set_masks(nest: Any, masks: Sequence[Any]) -> None:
+    for t, mask in zip(tf.nest.flatten(nest), masks, strict=True):
+        if mask is not None:
+            set_keras_mask(t, mask)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, tf.Tensor)
+
+
+def _is_floating(t: tf.Tensor) -> bool:
+    return t.dtype.is_floating or t.dtype.is_complex
+
+
+def _is_data(t: tf.Tensor) -> bool:
+    return t.dtype not in (tf.string, tf.resource, tf.variant) and (t.shape.rank or 0) > 1
