@@ -237,6 +237,11 @@ class ReplicatedStep:
         """The step of one replica, whose pieces these are."""
         return self._step
 
+    @property
+    def sharing(self) -> int:
+        """Of this process's replicas, how many share a device's memory: all, on the host's logical devices."""
+        return len(self._replicas.devices) if "CPU" in self._replicas.devices[0] else 1
+
     def traced(self, dispatch: Dispatch) -> list[Any]:
         """The concrete functions that a replica runs, one after the other, for a dispatch of tensors or specs."""
         shards, first = len(self._replicas.devices), int(dispatch.is_multi_step)

@@ -8,13 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory, of_program
+from fastaccum.memory.device import LIMIT, DeviceMemory, available
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.program import hlo_proto, memory_of
 
-IN_FLIGHT = 2  # stacks that a fit holds: the one that is trained on, and the next
+IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
 
 
 def step_memory(step: ModelStep | ReplicatedStep, batch: Batch, accumulation: int) -> StepMemory:
@@ -41,6 +43,15 @@ def dispatch_memory(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> Ste
         found = [*held, *_arguments(concrete), *of_program(proto, layers, trained)]
         moments.append(StepMemory(memory_of(proto), tuple(buffer for buffer in found if buffer.bytes)))
     return max(moments, key=lambda moment: moment.peak_bytes)
+
+
+def limit_of(step: ModelStep | ReplicatedStep, memory: DeviceMemory | None = None) -> int:
+    """What `peak_bytes` of a built step may reach: what is `available`, and what its variables have taken of it."""
+    memory = memory or available()
+    if memory.source == LIMIT:
+        return memory.total
+    inner, sharing = (step, 1) if isinstance(step, ModelStep) else (step.on_one, step.sharing)
+    return memory.free // sharing + sum(buffer.bytes for buffer in resident(inner))
 
 
 def _stacked(batch: Batch, accumulation: int) -> Batch:

@@ -1,0 +1,134 @@
+"""What memory a device has, and how much of it is free."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from fastaccum.kernels.devices import compute_capability, device_memory, has_gpu
+
+LIMIT = "FASTACCUM_MEMORY_LIMIT"
+_UNITS = {unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
+_UNITS |= {unit: 1024**i for i, unit in enumerate(("", "KIB", "MIB", "GIB", "TIB"))}
+_PROCESS, _MACHINE, _CGROUPS = Path("/proc/self"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# What a GPU's driver and libraries take, and TensorFlow's pool leaves free for them, by CUDA's compute capability.
+_GPU_RESERVE = {6: 500, 7: 1050, 8: 1536}
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device.
+
+    Attributes:
+        total: what the device, or whatever limits this process, has.
+        in_use: what is taken of it, by this process and others.
+        free: what this process may still take.
+        source: what says so.
+    """
+
+    total: int
+    in_use: int
+    free: int
+    source: str
+
+
+def available(device: str | None = None) -> DeviceMemory:
+    """The memory of a device: the first GPU's if TensorFlow sees one, else the host's, whose tightest limit counts
+    (a control group's, the process's, the machine's).
+
+    The environment variable FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all: so much may this
+    process take, whatever else is in use.
+
+    Args:
+        device: "CPU:0", "GPU:1", or None for where programs run.
+
+    Raises:
+        ValueError: raised if FASTACCUM_MEMORY_LIMIT is not a size.
+
+    >>> memory = available("CPU:0")
+    >>> 0 < memory.free <= memory.total
+    True
+    """
+    if text := os.environ.get(LIMIT):
+        total = size(text, LIMIT)
+        return DeviceMemory(total, 0, total, LIMIT)
+    if device is None:
+        device = "GPU:0" if has_gpu() else "CPU:0"
+    return _gpu(device) if "GPU" in device else min(_host(), key=lambda each: each.free)
+
+
+def size(text: str | int, name: str = "memory_limit") -> int:
+    """Bytes, from a number of them or a text like "16GiB" or "500 MB"; ValueError if it is neither.
+
+    >>> size("16GiB"), size("1.5 GB"), size(4096)
+    (17179869184, 1500000000, 4096)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(text), re.IGNORECASE)
+    unit = found[2].upper() if found else ""
+    unit = unit if unit in _UNITS else unit + "B" if unit.endswith("I") else unit + "IB"
+    if not found or unit not in _UNITS or not (number := int(float(found[1]) * _UNITS[unit])):
+        raise ValueError(f'{name}={text!r} is no size: pass bytes, or a text like "16GiB".')
+    return number
+
+
+def _gpu(device: str) -> DeviceMemory:
+    in_use = tf.config.experimental.get_memory_info(device)["current"]
+    physical = tf.config.list_physical_devices("GPU")
+    index = int(device.rpartition(":")[2])
+    configured = tf.config.get_logical_device_configuration(physical[min(index, len(physical) - 1)]) or []
+    limits = [each.memory_limit for each in configured if each.memory_limit]
+    reserve = _GPU_RESERVE.get(compute_capability()[0], 1800) * 2**20
+    total = limits[0] * 2**20 if limits else device_memory() - reserve
+    return DeviceMemory(total, in_use, max(0, total - in_use), "TensorFlow's pool on the GPU")
+
+
+def _host() -> Iterator[DeviceMemory]:
+    """What each of the host's limits says."""
+    machine = _kilobytes(_MACHINE.read_text())
+    total, free = machine["MemTotal"], machine["MemAvailable"] + machine["SwapFree"]
+    yield DeviceMemory(total, max(0, total - free), free, "the machine's memory")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        in_use = _kilobytes((_PROCESS / "status").read_text())["VmSize"]
+        yield DeviceMemory(limit, in_use, max(0, limit - in_use), "the process's limit on its address space")
+    for name, folder in _cgroups():
+        yield from _of_cgroup(name, folder, total)
+    pool = tf.config.experimental.get_memory_info("CPU:0")
+    if os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true"):
+        total = int(os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB") or 2**16) * 2**20
+        yield DeviceMemory(total, pool["current"], max(0, total - pool["current"]), "TensorFlow's pool on the CPU")
+
+
+def _kilobytes(text: str) -> dict[str, int]:
+    return {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+
+
+def _cgroups() -> Iterator[tuple[str, Path]]:
+    """The process's control groups for memory, and all above them: limits of each count."""
+    for line in (_PROCESS / "cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUPS if number == "0" else _CGROUPS / "memory"
+        for part in (Path(path), *Path(path).parents):
+            yield line, root / part.relative_to("/")
+
+
+def _of_cgroup(name: str, folder: Path, machine: int) -> Iterator[DeviceMemory]:
+    second = name.startswith("0:")
+    files = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        limit, used = ((folder / file).read_text().strip() for file in files)
+        counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return
+    if limit == "max" or int(limit) >= machine:
+        return
+    # Pages of files that nobody uses are given back before anything is refused.
+    in_use = max(0, int(used) - int(counted.get("inactive_file" if second else "total_inactive_file", 0)))
+    yield DeviceMemory(int(limit), in_use, max(0, int(limit) - in_use), "the limit of a control group")
