@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,8 +19,6 @@ from fastaccum.kernels.rounded import copies_at_hand, stateless_scope
 from fastaccum.kernels.xla_ops import in_xla
 
 _ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
-# Whether the function that is being traced belongs to a `recomputed`, where no tape looks on.
-_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 
 
 def recomputed(
@@ -65,8 +61,8 @@ def recomputed(
     0.0904
     """
     policy = require_policy(policy)
-    looked_on = _inside.get() or (not tf.executing_eagerly() and record.could_possibly_record())
-    if policy == "everything_saveable" or not looked_on or not in_xla():
+    differentiated = not tf.executing_eagerly() and record.could_possibly_record()
+    if policy == "everything_saveable" or not differentiated or not in_xla():
         return function(*inputs)
     block = _Block(function, inputs, list(layers))
     if policy != "nothing_saveable":
@@ -78,8 +74,7 @@ def recomputed(
     @custom_gradient
     def run(y, inputs, values):
         def gradient(*dy):
-            with record.stop_recording():
-                found = block.backward(list(dy), values, kept)
+            found = block.backward(list(dy), values, kept)
             _refuse_second_derivatives(found, [*inputs, *values, *dy])
             return [None] * len(y) + found
 
@@ -108,7 +103,7 @@ class _Block(Keeping):
             _set_masks(arguments, own_masks)
             return self._collected(function(*arguments))
 
-        with record.stop_recording(), collected_names() as names, copies_at_hand(), _within():
+        with collected_names() as names, copies_at_hand():
             specs = [tf.TensorSpec.from_tensor(t) for t in passed]
             self._function = tf.function(traced, autograph=False).get_concrete_function(*specs)
         graph = self._function.graph
@@ -122,6 +117,8 @@ class _Block(Keeping):
         self._assigned: dict[str, tf.Tensor] = {}
         same: dict[str, tf.Tensor] = {}
         self._follow_state(graph, same)
+        known = [id(outer) in self._variables or inner.name in self._read for outer, inner in self._handles]
+        self._sources = [each for each, is_known in zip(self._handles, known, strict=True) if is_known]
         super().__init__(graph, self._inputs, names, same)
 
     def _follow_state(self, graph: Any, same: dict[str, tf.Tensor]) -> None:
@@ -192,22 +189,18 @@ class _Block(Keeping):
 
     def read(self) -> list[tf.Tensor]:
         """The values of the variables, each read once."""
-        known = [
-            (outer, inner) for outer, inner in self._handles if id(outer) in self._variables or inner.name in self._read
-        ]
-        self._sources = [inner for _, inner in known]
         return [
             tf.convert_to_tensor(self._variables[id(outer)])
             if id(outer) in self._variables
+            # One that is only added to is known by its handle alone.
             else tf.raw_ops.ReadVariableOp(resource=outer, dtype=self._read[inner.name].dtype)
-            for outer, inner in known
+            for outer, inner in self._sources
         ]
 
     def _fed(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
-        reads = [
-            (self._read[t.name], value) for t, value in zip(self._sources, values, strict=True) if t.name in self._read
-        ]
-        return {**fed_by_name(self._inputs, self.given), **{t.name: value for t, value in reads}}
+        reads = zip(self._sources, values, strict=True)
+        read = {self._read[t.name].name: value for (_, t), value in reads if t.name in self._read}
+        return {**fed_by_name(self._inputs, self.given), **read}
 
     def forward(self, values: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The floating tensors among the outputs, and what is kept; assigns the variables."""
@@ -226,7 +219,7 @@ class _Block(Keeping):
         """The gradients of what is given, then of the variables."""
         of_y, gradients = self._gradients
         of_kept = [t for t in self.kept if t.name not in self._roots]
-        state = {self._read[t.name].name for t in self._sources if t.name in self._read}
+        state = {self._read[t.name].name for _, t in self._sources if t.name in self._read}
         fed = {**self._fed(values), **fed_by_name([of_y, of_kept], [dy, kept])}
         found = [g for g in gradients if g is not None]
         parts = tf.nest.flatten(found, expand_composites=True)
@@ -254,12 +247,12 @@ class _Block(Keeping):
     def _gradients(self) -> tuple[list[tf.Tensor], list[Any]]:
         """The gradients of the outputs, to be given, and those that follow, in the function's graph."""
         floating = [t for t in self._graph.outputs if _is_floating(t)]
-        values = [self._read.get(t.name) for t in self._sources]
-        with self._graph.as_default(), record.stop_recording(), _within():
+        handles = [(t, self._read.get(t.name)) for _, t in self._sources]
+        with self._graph.as_default():
             self._forward_operations = {op.name for op in self._graph.get_operations()}
             of_y = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in floating]
             inputs = [t if _is_floating(t) else None for t in self._inputs]
-            sources = [t if v is None or _is_floating(v) else None for t, v in zip(self._sources, values, strict=True)]
+            sources = [t if value is None or _is_floating(value) else None for t, value in handles]
             wanted = [t for t in [*inputs, *sources] if t is not None]
             with tf.name_scope("gradient_tape"):
                 found = iter(tf.gradients(floating, wanted, of_y))
@@ -299,15 +292,6 @@ def _refuse_second_derivatives(gradients: Sequence[Any], sources: Sequence[tf.Te
 
     parts = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
     record.record_operation("recomputed", parts, list(sources), refuse)
-
-
-@contextlib.contextmanager
-def _within() -> Iterator[None]:
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
 
 
 def _set_masks(nest: Any, masks: Sequence[Any]) -> None:
