@@ -151,9 +151,12 @@ def main(argv=None):
     parser.add_argument("folder", type=Path, help="from benchmarks.gpu.export")
     parser.add_argument("--results", type=Path, help="where results.json and results.md go (the same folder)")
     arguments = parser.parse_args(argv)
-    programs, deadline = manifest.load(arguments.folder), time.monotonic() + 60 * MINUTES
-    target = arguments.results or arguments.folder
-    target.mkdir(parents=True, exist_ok=True)
+    deadline, target = time.monotonic() + 60 * MINUTES, arguments.results or arguments.folder
+    try:
+        programs = manifest.load(arguments.folder)
+        target.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     results = []
     for contestant, name, module, options in runs(programs):
         program = programs[name]

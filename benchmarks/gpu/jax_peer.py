@@ -51,7 +51,7 @@ def main(argv=None):
     parser.add_argument("folder", type=Path, help="from benchmarks.gpu.export")
     parser.add_argument("program", help="the stacked bfloat16 program whose model this trains")
     arguments = parser.parse_args(argv)
-    program = manifest.find(arguments.folder, arguments.program)
+    program = manifest.chosen(parser, arguments)
     if program["dtype"] != "bfloat16" or not program["stacked"]:
         parser.error(f"{program['name']}: JAX trains in bfloat16, from the weights of a stacked program.")
     losses, seconds = measure.timed(make_step(program), jax.block_until_ready)

@@ -52,6 +52,14 @@ def find(folder, name):
     return programs[name]
 
 
+def chosen(parser, arguments):
+    """The program that a command line names by `folder` and `program`; its error where there is none."""
+    try:
+        return find(arguments.folder, arguments.program)
+    except (OSError, KeyError, ValueError) as error:
+        parser.error(str(error.args[0]))
+
+
 def initial_values(program):
     """The arguments' first values, by name: NumPy arrays, the same on every machine."""
     return {argument["name"]: _initial(argument) for argument in program["arguments"]}

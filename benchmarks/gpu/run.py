@@ -101,7 +101,7 @@ def main(argv=None):
     parser.add_argument("program", help="a program's name")
     arguments = parser.parse_args(argv)
     jax.config.update("jax_enable_x64", True)  # some counters are int64
-    program = manifest.find(arguments.folder, arguments.program)
+    program = manifest.chosen(parser, arguments)
     require_gpu(program, jax.devices()[0].platform)
     if program["purpose"] == "memory":
         # Nothing is run, so nothing need be tuned.

@@ -109,7 +109,7 @@ def main(argv=None):
     parser.add_argument("program", help="the stacked program whose model this trains")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     arguments = parser.parse_args(argv)
-    program = manifest.find(arguments.folder, arguments.program)
+    program = manifest.chosen(parser, arguments)
     if not program["stacked"]:
         parser.error(f"{program['name']}: PyTorch starts from the weights of a stacked program.")
     torch.set_float32_matmul_precision("high")

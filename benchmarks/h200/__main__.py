@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -31,26 +33,26 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         options.run(options)
-    except pytest.skip.Exception as missing:  # as it is for a test
+    except (pytest.skip.Exception, ModuleNotFoundError) as missing:  # as it is for a test
         parser.exit(1, f"{missing.msg}\n")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, help="an optimized HLO module, instead of one of ours")
+    parser.add_argument("--file", type=_module, help="an optimized HLO module, instead of one of ours")
     parser.add_argument("--json", action="store_true", help="the totals alone, as JSON")
     parser.add_argument("--by", choices=("scope", "kernel"), default="scope", help="what a row of the table is")
-    parser.add_argument("--rows", type=int, default=40, help="how many (%(default)s)")
-    parser.add_argument("--save", type=Path, help="where to write the optimized HLO")
+    parser.add_argument("--rows", type=_whole, default=40, help="how many (%(default)s)")
+    parser.add_argument("--save", type=_new_file, help="where to write the optimized HLO")
     add_gpt_options(parser)
     parser.add_argument("--jax", choices=("scan", "remat", "unrolled"), help="JAX's program of this form instead")
     parser.add_argument("--logits", choices=("bfloat16", "float32"), default="bfloat16", help="JAX's (%(default)s)")
     _add_rates(parser)
-    parser.set_defaults(run=show)
+    parser.set_defaults(run=show, parser=parser)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, help="where it goes (benchmarks/results/, by date)")
-    parser.add_argument("--processes", type=int, default=2, help="that compile side by side (%(default)s)")
+    parser.add_argument("--processes", type=_whole, default=2, help="that compile side by side (%(default)s)")
     _add_rates(parser)
     parser.set_defaults(
         run=lambda options: print(report.write(_rates(options), options.folder, options.processes)),
@@ -59,7 +61,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:
     for rate in dataclasses.fields(roofline.Rates):
-        parser.add_argument(f"--{rate.name}-rate", type=float, default=rate.default, help="(%(default)s)")
+        parser.add_argument(f"--{rate.name}-rate", type=_positive, default=rate.default, help="(%(default)s)")
 
 
 def _rates(options: argparse.Namespace) -> roofline.Rates:
@@ -72,12 +74,14 @@ def add_gpt_options(parser: argparse.ArgumentParser) -> None:
     """The options of `programs.Gpt`."""
     for field in dataclasses.fields(programs.Gpt):
         if isinstance(field.default, int) and not isinstance(field.default, bool):
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+            kind = _width if field.name == "width" else _whole
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--unrolled", dest="stacked", action="store_false", help="without a LayerStack")
     parser.add_argument("--policy", type=_policy, default="auto", help='as LayerStack takes it; names as "a,b,c"')
-    parser.add_argument("--attention", default="auto", help="its implementation: auto, cudnn, blockwise, reference")
-    parser.add_argument("--chunk-size", type=int, help="of the cross-entropy")
+    kinds = ("auto", "cudnn", "blockwise", "reference", "xla")
+    parser.add_argument("--attention", choices=kinds, default="auto", help="its implementation (xla: JAX's)")
+    parser.add_argument("--chunk-size", type=_whole, help="of the cross-entropy")
 
 
 def gpt_options(options: argparse.Namespace) -> programs.Gpt:
@@ -86,12 +90,14 @@ def gpt_options(options: argparse.Namespace) -> programs.Gpt:
 
 def show(options: argparse.Namespace) -> None:
     if options.file:
-        micro_batches = options.micro_batches
-        program = programs.Compiled(options.file.read_text(), MemoryAnalysis(0, 0, 0, 0), micro_batches)
+        program = programs.Compiled(options.file, MemoryAnalysis(0, 0, 0, 0), options.micro_batches)
     elif options.jax:
         program = _jax_program(options)
     else:
-        program = programs.gpt(gpt_options(options))
+        try:
+            program = programs.gpt(gpt_options(options))
+        except ValueError as refused:  # sizes that go into no GPT together, a policy that names nothing
+            options.parser.error(str(refused).partition("Arguments received")[0].strip())
     if options.save:
         options.save.write_text(program.text)
     rates = _rates(options)
@@ -105,11 +111,51 @@ def _jax_program(options: argparse.Namespace) -> programs.Compiled:
     from benchmarks.h200 import jax_programs  # needs JAX and optax
 
     attention = "cudnn" if options.attention == "auto" else options.attention
+    if attention not in ("cudnn", "xla"):
+        options.parser.error(f"argument --attention: JAX has cudnn and xla, not {attention}")
     return jax_programs.gpt(programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options)))
 
 
 def _policy(text: str) -> str | tuple[str, ...]:
     return text if text in POLICIES else tuple(text.split(","))
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def _width(text: str) -> int:
+    if _whole(text) % 128:
+        raise argparse.ArgumentTypeError(f"{text!r} is no multiple of 128, the width of a head")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
+
+
+def _module(path: str) -> str:
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
+    if not re.search(r"^ENTRY ", text, re.M):
+        raise argparse.ArgumentTypeError(f"{path!r} is no HLO module")
+    return text
+
+
+def _new_file(path: str) -> Path:
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path!r} is a folder, or in none that there is")
+    return Path(path)
 
 
 def _program(name: str) -> str:

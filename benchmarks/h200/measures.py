@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.h200 import kernels, parts, roofline, summary
+from benchmarks.h200 import parts, roofline, summary
 from benchmarks.h200.programs import Compiled, Gpt
 
 
@@ -16,7 +16,7 @@ def of(program: Compiled, sizes: Gpt, rates: roofline.Rates) -> dict[str, Any]:
         sizes: of the GPT.
         rates: of the device.
     """
-    prediction = roofline.predict(kernels.read(program.text), rates)
+    prediction = roofline.predict(program.kernels, rates)
     whole = summary.of(program, rates)
     attention = [timed for timed in prediction.kernels if parts.is_attention(timed.kernel)]
     loss = [timed for timed in prediction.kernels if parts.part(timed.kernel, sizes) == parts.LOSS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -19,7 +20,8 @@ import numpy as np
 
 import fastaccum as fa
 from benchmarks.gpu import export, manifest
-from benchmarks.stablehlo import h200
+from benchmarks.h200 import kernels
+from benchmarks.stablehlo import h200, hlo
 from fastaccum.step.program import MemoryAnalysis
 
 CACHE = Path(tempfile.gettempdir(), f"fastaccum-h200-{os.getuid()}")
@@ -95,6 +97,16 @@ class Compiled:
     micro_batches: int
     flops: float | None = None
     matrices: tuple[tuple[int, int], ...] = ()
+
+    @functools.cached_property
+    def kernels(self) -> list[kernels.Kernel]:
+        """What it launches."""
+        return kernels.read(self.text)
+
+    @functools.cached_property
+    def values(self) -> hlo.Program:
+        """What it computes."""
+        return hlo.Program(self.text)
 
 
 def gpt(options: Gpt) -> Compiled:

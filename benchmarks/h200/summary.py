@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks.h200 import kernels, roofline
 from benchmarks.h200.programs import Compiled
-from benchmarks.stablehlo import hlo
 
 _ADDED = "weight gradients added"
 
@@ -55,7 +54,7 @@ def place(kernel: kernels.Kernel) -> str:
 def added(program: Compiled) -> dict[str, int]:
     """Where the weight gradients of `program.matrices` are added, and how often a micro-batch."""
     found = collections.Counter()
-    for each in hlo.Program(program.text).weight_gradients(program.matrices):
+    for each in program.values.weight_gradients(program.matrices):
         found[str(each.added)] += each.times // program.micro_batches
     return dict(sorted(found.items()))
 
@@ -72,10 +71,10 @@ def accumulation(program: Compiled) -> float | None:
     whole = 4.0 * sum(math.prod(shape) for shape in program.matrices)
     moved = 4.0 * sum(
         math.prod(each.shape) * each.times / program.micro_batches  # the accumulator is read there too
-        for each in hlo.Program(program.text).weight_gradients(program.matrices)
+        for each in program.values.weight_gradients(program.matrices)
         if each.added == "epilogue"
     )
-    for kernel in kernels.read(program.text):
+    for kernel in program.kernels:
         written = [result for result in kernel.results if result[0] == "f32" and _size_ordered(result[1]) in shapes]
         if written and kernel.loops[:1] == (program.micro_batches,):
             times = kernel.times / program.micro_batches
@@ -89,7 +88,7 @@ def _size_ordered(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]:
     """The totals of a program, ready for JSON."""
-    found = roofline.predict(kernels.read(program.text), rates)
+    found = roofline.predict(program.kernels, rates)
     by_kind = grouped(found, lambda kernel: kernel.kind)
     gemms: dict[str, int] = collections.Counter()
     for timed in found.kernels:
@@ -122,7 +121,7 @@ def text(program: Compiled, rows: int, rates: roofline.Rates | None = None, by: 
         rates: of the device.
         by: "scope", kernels of one place and kind in one row; "kernel", each in its own.
     """
-    found, totals = roofline.predict(kernels.read(program.text), rates), of(program, rates)
+    found, totals = roofline.predict(program.kernels, rates), of(program, rates)
     lines = [f"{name:30}{_number(value)}" for name, value in totals.items() if not isinstance(value, dict)]
     if totals["MFU"] is not None:
         lines += [f"MFU is of {found.rates.half / 1e12:,.0f} TFLOP/s, which matmuls sustain, not of the peak."]

@@ -138,6 +138,13 @@ def test_pytorch_trains_the_same_model(folder, program):
 
 
 @needs_jax
-def test_an_unknown_program_or_folder_is_named(folder, tmp_path):
-    assert f"no program 'nano' in {folder}: choose one of {PROGRAM}" in command(".run", folder, "nano").stderr
-    assert "manifest.json is missing: write it with" in command(".run", tmp_path, PROGRAM).stderr
+def test_an_unknown_program_is_named(folder):
+    process = command(".run", folder, "nano")
+    assert process.returncode == 2
+    assert f"error: no program 'nano' in {folder}: choose one of {PROGRAM}" in process.stderr
+
+
+def test_a_folder_that_holds_no_programs_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        runner.main([str(tmp_path)])
+    assert f"error: {tmp_path / 'manifest.json'} is missing: write it with" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from benchmarks.h200 import __main__ as command
 from benchmarks.h200 import parts, report, roofline
 from benchmarks.h200.kernels import Kernel
 from benchmarks.h200.programs import Gpt
@@ -110,3 +111,21 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(report, "NEEDED", {"no_such_module": "no-such-package", **report.NEEDED})
     with pytest.raises(SystemExit, match=r"needs no-such-package[,.].*\[test,bench,h200\]"):
         report.write(roofline.Rates())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layers", "0"], "--layers: '0' is no whole number from 1"),
+        (["--width", "100"], "--width: '100' is no multiple of 128"),
+        (["--file", "no_such_file"], "--file: 'no_such_file' cannot be read"),
+        (["--file", __file__], "is no HLO module"),
+        (["--save", "no_such_folder/module"], "--save: 'no_such_folder/module' is a folder, or in none that there is"),
+        (["--half-rate", "-1"], "--half-rate: '-1' is no positive number"),
+        (["--jax", "scan", "--attention", "blockwise"], "--attention: JAX has cudnn and xla, not blockwise"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, said):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["show", *arguments])
+    assert said in capsys.readouterr().err
