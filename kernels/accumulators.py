@@ -54,11 +54,16 @@ class Accumulators:
         """The accumulator with a gradient added by its kernel, or with one term of a sum, and the terms left to add."""
         if not isinstance(gradient, tf.Tensor):
             return None
-        terms = list(gradient.op.inputs) if gradient.op.type == "AddN" else [gradient]
+        terms = summands(gradient)
         for k, term in enumerate(terms):
             if term.ref() in self._noted:
                 return self._noted[term.ref()], terms[:k] + terms[k + 1 :]
         return None
+
+
+def summands(gradient: tf.Tensor) -> list[tf.Tensor]:
+    """What a gradient is the sum of: of a variable that is used twice, those of both uses."""
+    return list(gradient.op.inputs) if gradient.op.type == "AddN" else [gradient]
 
 
 def accumulator_of(variable: Any) -> Accumulator | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from fastaccum.kernels.accumulators import summands
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice
 
@@ -20,7 +23,8 @@ class SumAccumulator:
     """An accumulator that starts from `total`, to which the gradient of each micro-batch is added."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices):
-        self.terms = _terms(gradient)  # what a micro-batch hands to the loop
+        terms = [gradient] if isinstance(gradient, tf.IndexedSlices) else summands(gradient)
+        self.terms = [*map(_by_rows, terms)] if len(terms) > 1 else terms  # what a micro-batch hands to the loop
         self._total = total
 
     def start(self) -> list[tf.Tensor]:
@@ -47,10 +51,12 @@ class AddedAccumulator(SumAccumulator):
         return [_added(terms[0], terms[1:])]
 
 
-def _terms(gradient: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | tf.IndexedSlices]:
-    if isinstance(gradient, tf.IndexedSlices) or gradient.op.type != "AddN":
-        return [gradient]
-    return [_by_rows(term) for term in gradient.op.inputs]
+@contextlib.contextmanager
+def rows_stay_rows() -> Iterator[None]:
+    """Around a backward pass whose gradients go to accumulators: no warning of tables that these take apart again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
+        yield
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
