@@ -4,6 +4,7 @@ from . import checkpoint as checkpoint
 from . import kernels as kernels
 from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
 from .checkpoint.signals import Preempted as Preempted
+from .memory.plan import Plan as Plan
 from .step.guards import NonFiniteError as NonFiniteError
 from .step.loss_scale import DynamicLossScale as DynamicLossScale
 from .step.loss_scale import NoLossScale as NoLossScale
@@ -11,6 +12,7 @@ from .step.loss_scale import StaticLossScale as StaticLossScale
 from .step.train_step import StepResult as StepResult
 from .step.train_step import TrainStep as TrainStep
 from .trainer import Trainer as Trainer
+from .trainer import plan as plan
 from .transformer import gpt as gpt  # a module called gpt would take the function's place
 
 __version__: str

@@ -27,6 +27,8 @@ from fastaccum.distribute.evaluation import Evaluation
 from fastaccum.distribute.identity import Identity
 from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.custom_gradients import owned_by_graphs
+from fastaccum.memory import planner
+from fastaccum.memory.plan import Plan
 from fastaccum.step import compilable, diagnosis, program
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.by_hand import StacksByHand
@@ -173,7 +175,7 @@ class Trainer:
         self,
         x: Any = None,
         y: Any = None,
-        batch_size: int | None = None,
+        batch_size: int | Literal["auto"] | None = None,
         epochs: int = 1,
         verbose: Verbose = "auto",
         callbacks: Any = None,
@@ -190,6 +192,7 @@ class Trainer:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         keep: int = 3,
+        global_batch_size: int | None = None,
     ) -> keras.callbacks.History:
         """Trains for `epochs` passes, with the arguments and callbacks of Keras's `fit`.
 
@@ -218,6 +221,9 @@ class Trainer:
             checkpoint_every: train steps from one to the next, at the end of a dispatch; None for the end of every
                 epoch.
             keep: how many of the newest are kept.
+            global_batch_size: rows of an update, with `batch_size="auto"`: the micro-batch is then the largest that
+                fits the device, as `fastaccum.plan` finds it, and `gradient_accumulation_steps` is set to make up the
+                rest. It equals a fit with that `batch_size`, bit for bit. Batches of a tf.data.Dataset are cut anew.
 
         Returns:
             The `History`, also found as `model.history`.
@@ -244,21 +250,20 @@ class Trainer:
         whole = {"validation_data": validated, "checkpoint_dir": saved, "checkpoint_every": checkpoint_every}
         self._identity.require_alike("fit", **dataclasses.asdict(schedule), class_weight=class_weight, **whole)
         seed = self._identity.agreed_seed(checks.true_or_false("shuffle", shuffle))
-        data = self._source(
-            x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed, class_weight=class_weight
-        )
+        options = {"shuffle": shuffle, "seed": seed, "class_weight": class_weight}
+        data, batch_size = self._data((x, y, sample_weight), batch_size, global_batch_size, verbose, options)
         step = self._built(data.sample)
         self._losses.require_classes(class_weight)
         epochs_left = schedule.epochs - schedule.initial_epoch
-        options = self._present_options
-        stacks = data.stacks(self._builder.training_layout(options), schedule.steps_per_epoch, epochs_left)
+        built_with = self._present_options
+        stacks = data.stacks(self._builder.training_layout(built_with), schedule.steps_per_epoch, epochs_left)
         validate = self._validation(validation_data, schedule, batch_size, like=data.sample)
         hooks = Callbacks(
             callbacks, self.model, verbose=verbose, epochs=schedule.epochs, steps=stacks.steps_per_epoch, history=True
         )
         plan = {**stacks.plan, "class_weight": class_weight}
         training = functools.partial(
-            self._identity.training, options, step, stacks, hooks, data.sample, plan, self._builder.felt_by
+            self._identity.training, built_with, step, stacks, hooks, data.sample, plan, self._builder.felt_by
         )
         self._identity.require_one_fit(training)
         self.model.stop_training = False
@@ -286,6 +291,38 @@ class Trainer:
             self._optimizer.finalize(self._model.trainable_variables)
             hooks.list.on_train_end(logs)
         return self.model.history
+
+    def _data(
+        self,
+        given: Any,
+        batch_size: int | Literal["auto"] | None,
+        global_batch_size: int | None,
+        verbose: Verbose,
+        options: dict[str, Any],
+    ) -> tuple[Any, int | None]:
+        """The source of `fit`'s data, and the rows of a micro-batch: with "auto" the most that fit, of which so many
+        are accumulated that they make the global batch.
+        """
+        auto = isinstance(batch_size, str) and batch_size == "auto"
+        if auto is (global_batch_size is None):
+            raise ValueError(
+                f"batch_size={batch_size!r} with global_batch_size={global_batch_size}: the rows of an update go with "
+                'batch_size="auto", which divides them into micro-batches that fit; a number needs none.'
+            )
+        if not auto:
+            return self._source(*given, batch_size=batch_size, **options), batch_size
+        data = self._source(*given, batch_size=None, **options)
+        at_most = data.most_rows(1 if self._replicas is None else self._replicas.workers)
+        plan = self._plan(data.sample, global_batch_size=global_batch_size, at_most=at_most, verbose=verbose)
+        if verbose:
+            print(plan.summary)
+        self.gradient_accumulation_steps = plan.accumulation_steps
+        data.cut_anew(plan.batch_size)
+        return data, plan.batch_size
+
+    def _plan(self, sample: Batch, **asked: Any) -> Plan:
+        self._identity.require_alike("plan", **asked)
+        return planner.plan(self._builder, self._present_options, sample, replicas=self._replicas, **asked)
 
     def _backed_up(self, position: Position) -> Position:
         """Where Keras's BackupAndRestore goes on, which it leaves for this fit only; else `position`."""
@@ -465,6 +502,66 @@ class Trainer:
     def _explained(self) -> AbstractContextManager[None]:
         """Around what traces, compiles or runs a program: an error of TensorFlow's is told in the caller's terms."""
         return compilable.explained(self._model)
+
+
+@workers.connected
+def plan(
+    trainer: Trainer,
+    sample: Any,
+    *,
+    global_batch_size: int,
+    memory_limit: int | str | None = None,
+    recompute: Literal["auto"] | None = None,
+    verbose: Verbose = "auto",
+) -> Plan:
+    """The micro-batch with which an update of `global_batch_size` rows fits the device and is fastest.
+
+    Programs are compiled for at most about five micro-batches, and XLA's plans of their memory read; nothing is run
+    to find out, and no data is made. Trainer and model stay as they are, and no program is kept. `fit(...,
+    batch_size="auto", global_batch_size=N)` does the same with its own data.
+
+    The micro-batch is a divisor of the global batch, and a multiple of the replicas: the largest that fits, unless a
+    smaller one is faster, which only a GPU is asked (for a few steps on rows that only pad, which move no weight;
+    not where such rows would be felt, as by batch statistics). Worker processes agree on what all can hold.
+
+    Args:
+        trainer: a `Trainer`, trained or not.
+        sample: data as `fit` takes it: `(x, y)`, `(x, y, sample_weight)`, or a tf.data.Dataset of batches. Only the
+            shapes of its rows are read.
+        global_batch_size: rows of an update.
+        memory_limit: bytes of each device, or a text such as "16GiB"; by default what the device has, less what others
+            use of it and a twentieth for gaps, or FASTACCUM_MEMORY_LIMIT of the environment.
+        recompute: "auto" to look, where no micro-batch fits, for a policy of `fastaccum.remat` with which one does,
+            the one that recomputes least first. The model stays as it is: pass it to `fastaccum.remat` then.
+        verbose: 0 for no line that says what is being compiled, on a terminal.
+
+    Returns:
+        A `Plan`; to train by it, set `trainer.gradient_accumulation_steps = plan.accumulation_steps` and pass
+        `batch_size=plan.batch_size`.
+
+    Raises:
+        OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.
+        TypeError, ValueError: raised if the sample does not fit the model, if the replicas do not divide the global
+            batch, or without XLA.
+
+    >>> import numpy as np
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+    >>> trainer = Trainer(model, "sgd", "mse")
+    >>> found = plan(trainer, (np.zeros((1, 8)), np.zeros((1, 1))), global_batch_size=4, memory_limit="1GiB")
+    >>> found.batch_size, found.accumulation_steps
+    (4, 1)
+    """
+    if hasattr(sample, "__next__") or isinstance(sample, keras.utils.PyDataset):
+        raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
+    x, y, weight = (sample, None, None) if isinstance(sample, tf.data.Dataset) else _unpacked(sample)
+    asked = {"memory_limit": memory_limit, "recompute": recompute, "verbose": verbose}
+    data = trainer._source(x, y, weight, batch_size=None, what="sample")
+    return trainer._plan(data.sample, global_batch_size=global_batch_size, **asked)
+
+
+def _unpacked(sample: Any) -> Any:
+    with checks.naming("sample"):
+        return keras.utils.unpack_x_y_sample_weight(sample)
 
 
 def _same(logs: LateLogs) -> LateLogs:

@@ -35,7 +35,7 @@ class ArraySource:
         self.rows = rows.count(self.what, arrays)
         if not self.rows:
             raise ValueError("x is empty: it has 0 rows.")
-        self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
+        self.cut_anew(batch_size)
 
     @property
     def sample(self) -> Batch:
@@ -43,6 +43,14 @@ class ArraySource:
         return tf.nest.map_structure(
             lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], rows.model_dtype(a)), self.arrays
         )
+
+    def most_rows(self, workers: int) -> int | None:
+        """Of a micro-batch that `cut_anew` can make; None for any number."""
+        return self.rows
+
+    def cut_anew(self, batch_size: int) -> None:
+        """Takes micro-batches of so many rows."""
+        self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> ArrayStacks:
         """The stacks that the rows become: an epoch is a pass, or a part of it after the last epoch's."""

@@ -57,6 +57,7 @@ class DatasetSource:
 
         self.dataset = x.map(batch)
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
+        self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(x.cardinality())
         if self.batches == 0:
             raise ValueError(f"{self.what} is empty: it has no batch to work on.")
@@ -66,6 +67,22 @@ class DatasetSource:
         """Specs of one micro-batch, its rows unknown."""
         spec = self.dataset.element_spec
         return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec)
+
+    def most_rows(self, workers: int) -> int | None:
+        """As `ArraySource.most_rows`; ValueError where Python cuts the batches, or each of several workers its own."""
+        if self.origin.python or workers > 1:
+            among = f"which {workers} workers share" if workers > 1 else "of its own"
+            raise ValueError(
+                f"{self.what} yields batches {among}, and batch_size='auto' cannot cut them anew: pass one to "
+                "fastaccum.plan(trainer, (x, y), global_batch_size=...), yield plan.batch_size rows at a time, and set "
+                "trainer.gradient_accumulation_steps = plan.accumulation_steps."
+            )
+        return None
+
+    def cut_anew(self, batch_size: int) -> None:
+        """Has batches of so many rows, the same ones in the same order."""
+        self.dataset, self.batch_size = self.dataset.rebatch(batch_size), batch_size
+        self.batches = int(self.dataset.cardinality())
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
         """The stacks that the batches become: an epoch is a pass, or part of one, which goes on where the last one
@@ -102,8 +119,7 @@ class DatasetStacks:
             "steps_per_pass": steps_per_pass,
             "rows": batches * size if known else None,
         }
-        rows = None if source.origin.python else batch_size(source.dataset)
-        self.cut = {"batch_size": rows, "batches": batches}
+        self.cut = {"batch_size": source.batch_size, "batches": batches}
         self._batch_size = self._checksum = 0
         self._alike, self._read_once = not layout.all_here, source.read_once
         self._rest: Iterator[Dispatch] = iter(())

@@ -20,7 +20,7 @@ from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_compon
 from fastaccum.distribute.workers import WorkersDifferError
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
-from fastaccum.step.program import programs
+from fastaccum.step.program import aside, programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Accumulated
 
@@ -220,6 +220,10 @@ class ReplicatedStep:
         on_one = self._accumulate, self._finish, self._sum, self._total, self._count
         for program in (*on_one, self._counter, self._executor, self._evaluator):
             program.retrace()
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """As `ModelStep.aside`."""
+        return aside(self._accumulate, self._finish, self._count)
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch."""

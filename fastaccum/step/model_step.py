@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, programs
+from fastaccum.step.program import Program, aside, programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import StepResult, TrainStep
 
@@ -69,6 +70,10 @@ class ModelStep:
         """Traces its programs anew when they are called next, for a model that computes otherwise since."""
         for each in (self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate):
             each.retrace()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around steps of other shapes that are only looked at: of their programs nothing stays."""
+        return aside(self.compiled_execute, self.compiled_execute_many)
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch."""

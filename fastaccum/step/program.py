@@ -130,12 +130,25 @@ class Program:
     def retrace(self) -> None:
         """Lets go of what was traced: each kind of call traces and compiles the function anew."""
         self.function = self._compiled()
-        self._calls.clear()
+        self._calls = {}
 
     @property
     def traces(self) -> int:
         """How often the function was traced, since `retrace` if that was called."""
         return self.function.experimental_get_tracing_count()
+
+
+@contextlib.contextmanager
+def aside(*owners: Any) -> Iterator[None]:
+    """Within it these programs are traced anew; after it they have what they had before, and nothing of that."""
+    before = [dict(vars(each)) for each in owners]
+    for each in owners:
+        each.retrace()
+    try:
+        yield
+    finally:
+        for each, had in zip(owners, before, strict=True):
+            vars(each).update(had)
 
 
 def programs(functions: Iterable[Callable[..., Any]], jit_compile: bool) -> list[Program]:

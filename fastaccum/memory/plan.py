@@ -1,0 +1,124 @@
+"""What was planned: the micro-batch, and what was considered, as a table and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+Policy = str | Sequence[str] | None  # of `fastaccum.remat`
+
+
+class Considered(NamedTuple):
+    """A micro-batch that was compiled for a plan.
+
+    Attributes:
+        batch_size: its rows, on all replicas together.
+        accumulation_steps: how many of them make the global batch.
+        recompute: the policy of `fastaccum.remat`; None for the model as it is.
+        peak_bytes: what each device would hold, the most.
+        fits: whether that is within the limit.
+        seconds: of a train step, where it was timed.
+    """
+
+    batch_size: int
+    accumulation_steps: int
+    recompute: Policy
+    peak_bytes: int
+    fits: bool
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `fastaccum.plan` chose. `print(plan)` is a table of what was considered.
+
+    Attributes:
+        batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
+        accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
+        recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
+        peak_bytes: what each device will hold, the most, as XLA planned it.
+        memory_limit: bytes that each device was allowed.
+        compilations: how many programs were compiled for the plan.
+        seconds: how long it took.
+        considered: what was compiled, in this order.
+    """
+
+    batch_size: int
+    accumulation_steps: int
+    recompute: Policy
+    peak_bytes: int
+    memory_limit: int
+    compilations: int
+    seconds: float
+    considered: tuple[Considered, ...]
+
+    @property
+    def summary(self) -> str:
+        """The choice, in one line."""
+        global_batch = self.batch_size * self.accumulation_steps
+        programs = f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, {self.seconds:.0f} s"
+        recompute = f", recompute={self.recompute!r}" if self.recompute else ""
+        return (
+            f"batch_size={self.batch_size} x {self.accumulation_steps} micro-batches = {global_batch:,} rows"
+            f"{recompute}: {in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
+        )
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        terminal = sys.stdout.isatty()
+        console = Console(file=out, force_terminal=terminal, width=None if terminal else 100, emoji=False)
+        console.print(self, end="")
+        return out.getvalue() + self.summary
+
+    def __rich__(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        timed, recomputed = (any(getattr(c, name) for c in self.considered) for name in ("seconds", "recompute"))
+        columns = ["batch_size", "micro-batches", "peak", "of the limit", *["s a step"] * timed]
+        for column in columns:
+            table.add_column(column, justify="right")
+        table.add_column("")
+        for each in sorted(self.considered, key=lambda c: (bool(c.recompute), str(c.recompute), c.batch_size)):
+            chosen = (each.batch_size, each.recompute) == (self.batch_size, self.recompute)
+            seconds = "" if each.seconds is None else f"{each.seconds:.3g}"
+            said = "chosen" if chosen else "" if each.fits else "does not fit"
+            said += f"  {each.recompute or 'as it is'}" * recomputed
+            row = [f"{each.batch_size:,}", f"{each.accumulation_steps:,}", in_units(each.peak_bytes)]
+            row += [f"{each.peak_bytes / self.memory_limit:.0%}", *[seconds] * timed, said]
+            table.add_row(*row, style="bold green" if chosen else None if each.fits else "dim")
+        return table
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws peak memory over rows of a micro-batch, with the limit, to a file; needs the extra `plot`.
+
+        Raises:
+            ImportError: raised if matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes: Any = figure.subplots()
+        for policy in dict.fromkeys(str(c.recompute) for c in self.considered):
+            points = sorted((c.batch_size, c.peak_bytes / 2**30) for c in self.considered if str(c.recompute) == policy)
+            axes.plot(*zip(*points, strict=True), "o-", label="peak" if policy == "None" else f"peak, {policy}")
+        axes.plot([self.batch_size], [self.peak_bytes / 2**30], "*", color="black", markersize=14, label="chosen")
+        axes.axhline(self.memory_limit / 2**30, color="tab:red", linestyle="--", label="limit")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="rows of a micro-batch", ylabel="GiB of a device", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def in_units(size: float) -> str:
+    """A number of bytes for people: "3.2 GiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 2**10:,.1f} KiB"

@@ -1,0 +1,267 @@
+"""The micro-batch that fits a device and is fastest, by compiling few of them; nothing is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+from rich.console import Console
+
+from fastaccum import checks
+from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.distribute.replicas import Replicas
+from fastaccum.distribute.step_builder import Step, StepBuilder
+from fastaccum.kernels.devices import has_gpu
+from fastaccum.memory import device
+from fastaccum.memory.analysis import resident, step_memory
+from fastaccum.memory.buffers import StepMemory
+from fastaccum.memory.plan import Considered, Plan, Policy, in_units
+from fastaccum.memory.search import divisors, largest_that_fits
+from fastaccum.step.model_step import ModelStep
+from fastaccum.step.options import Options
+
+TIMED = 3  # of the micro-batches that fit, the largest, where there is a GPU to time them on
+FASTER = 0.97  # of a larger one's time, what a smaller one must stay below: the rest is noise
+# What a device's memory is planned to be filled to, where no limit is given: allocators leave gaps.
+SHARE = 0.95
+
+
+def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
+    """The micro-batches that make a global batch: its divisors, and multiples of the replicas.
+
+    Raises:
+        ValueError: raised if the replicas do not divide the global batch.
+    """
+    global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
+    if global_batch_size % replicas:
+        down = global_batch_size // replicas * replicas
+        raise ValueError(
+            f"global_batch_size={global_batch_size} cannot be shared equally by {replicas} replicas: pass a multiple "
+            f"of {replicas}, such as {down + replicas}."
+        )
+    found = divisors(global_batch_size, replicas)
+    return [rows for rows in found if at_most is None or rows <= at_most] or found[:1]
+
+
+def specs(sample: Batch, rows: int) -> Batch:
+    """Specs of a micro-batch like `sample`, of so many rows; raises ValueError where another axis is not known."""
+    for leaf in tf.nest.flatten(sample):
+        if not leaf.shape[1:].is_fully_defined():
+            raise ValueError(
+                f"The data's rows are of shape {tuple(leaf.shape[1:])}: what memory they need is not known. Pad all to "
+                "one length (.padded_batch with padded_shapes), or plan with arrays of the longest rows there are."
+            )
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
+
+
+def plan(
+    builder: StepBuilder,
+    options: Options,
+    sample: Batch,
+    *,
+    global_batch_size: int,
+    replicas: Replicas | None = None,
+    at_most: int | None = None,
+    memory_limit: int | str | None = None,
+    recompute: Literal["auto"] | None = None,
+    verbose: Literal["auto", 0, 1, 2] = "auto",
+) -> Plan:
+    """What `fastaccum.plan` says, of the step that a builder makes for data like `sample`.
+
+    Args:
+        at_most: rows of a micro-batch.
+    """
+    checks.one_of("recompute", recompute, ("auto",)) if recompute is not None else None
+    if not options.jit_compile:
+        raise ValueError(
+            "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
+            "Trainer with jit_compile=True, or pass a batch_size."
+        )
+    rows = candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)
+    step = builder.of(specs(sample, rows[-1]), options)
+    exact_rows = builder.training_layout(options).exact_rows
+    planner = Planner(
+        step,
+        sample,
+        global_batch_size,
+        replicas=replicas,
+        dispatched=options.steps_per_execution,
+        timed=has_gpu() and replicas is None and not exact_rows,
+        verbose=verbose,
+    )
+    return planner.plan(rows, memory_limit)
+
+
+class Planner:
+    """Plans the micro-batches of one step, and keeps what it compiled.
+
+    Args:
+        step: of the model, built.
+        sample: specs of a micro-batch, of any number of rows.
+        global_batch_size: rows of an update.
+        replicas: those of the model's strategy; workers agree on what the one with the least room can hold.
+        dispatched: train steps whose data a dispatch holds.
+        timed: whether steps whose rows all only pad may be timed.
+        verbose: 0 for no line that says what is being compiled, on a terminal.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        sample: Batch,
+        global_batch_size: int,
+        *,
+        replicas: Replicas | None = None,
+        dispatched: int = 1,
+        timed: bool = False,
+        verbose: Literal["auto", 0, 1, 2] = "auto",
+    ):
+        self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
+        self._dispatched, self._timed = dispatched, timed
+        self._console = Console(stderr=True, highlight=False, quiet=not (verbose and sys.stderr.isatty()))
+        self._started = time.monotonic()
+        self._memory: dict[tuple[str, int], StepMemory] = {}
+        self._considered: list[Considered] = []
+        self._limit, self._status = 0, self._console.status("plan: tracing")
+
+    def plan(
+        self,
+        rows: Sequence[int],
+        memory_limit: int | str | None = None,
+        policies: Sequence[Policy] = (None,),
+        recomputing: Callable[[Policy], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> Plan:
+        """The plan among these micro-batches, with the first policy of recomputation with which one of them fits.
+
+        Args:
+            rows: of the micro-batches, rising.
+            memory_limit: bytes of each device, or a text such as "16GiB"; None for the device's own.
+            policies: of recomputation, the cheapest first.
+            recomputing: a scope in which the step is traced with a policy.
+
+        Raises:
+            OutOfMemoryError: raised if none fits.
+        """
+        self._limit = self._agreed(min, self._limit_of(memory_limit))
+        with self._status:
+            for policy in policies:
+                with recomputing(policy), self._step.aside():
+                    # Where even the smallest may be too large, it comes first: the others are larger still.
+                    if policy is not policies[0] and self._peak(policy, rows[0]) > self._limit:
+                        continue
+                    chosen = self._largest(policy, rows)
+                    if chosen is not None:
+                        return self._planned(policy, self._fastest(policy, chosen))
+        raise self._nothing_fits(rows[0], policies)
+
+    def _limit_of(self, given: int | str | None) -> int:
+        if given is not None:
+            return device.size(given)
+        devices = [None] if self._replicas is None else self._replicas.devices
+        found = [device.available(each and each.rpartition("device:")[2]) for each in devices]
+        # What the variables take is in use already.
+        limit = min(memory.free + min(memory.in_use, self._held) for memory in found)
+        if not has_gpu():
+            limit //= len(devices)  # logical devices of one memory
+        return limit if found[0].source == device.LIMIT else int(SHARE * limit)
+
+    @property
+    def _held(self) -> int:
+        """Bytes of the variables."""
+        step = self._step if isinstance(self._step, ModelStep) else self._step.on_one
+        return sum(buffer.bytes for buffer in resident(step))
+
+    def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
+        """The least or the most that any worker says."""
+        return value if self._replicas is None else which(int(said) for (said,) in self._replicas.gather([value]))
+
+    def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
+        known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
+        chosen = largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit, self._held)[0]
+        return rows[-1] if chosen != rows[-1] and self._fits_whole(policy, rows[-1]) else chosen
+
+    def _fits_whole(self, policy: Policy, rows: int) -> bool:
+        """Whether one micro-batch of all rows fits, where smaller ones do not: it needs no accumulators.
+
+        Compiled only if that could be, were the peak to grow with the rows as it did between the largest known.
+        """
+        points = sorted((c.batch_size, c.peak_bytes) for c in self._considered if c.recompute == policy)
+        (before, below), (last, top) = points[-2:] if len(points) > 1 else [(0, self._held), *points]
+        if last == rows:
+            return top <= self._limit
+        accumulators = self._memory[repr(policy), last].by_kind["accumulators"]
+        at_least = top - accumulators + (top - below) / (last - before) * (rows - last)
+        return at_least <= self._limit and self._peak(policy, rows) <= self._limit
+
+    def _peak(self, policy: Policy, rows: int) -> int:
+        """Compiles the step for micro-batches of so many rows."""
+        steps, number = self._global_batch // rows, len(self._considered) + 1
+        self._status.update(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
+        memory = step_memory(self._step, self._specs(rows), steps)
+        # A dispatch of several train steps holds the data of all of them.
+        more = (self._dispatched - 1) * memory.by_kind["data"]
+        peak = self._agreed(max, memory.peak_bytes + more)
+        self._considered.append(Considered(rows, steps, policy, peak, peak <= self._limit))
+        self._memory[repr(policy), rows] = memory
+        return peak
+
+    def _specs(self, rows: int) -> Batch:
+        return specs(self._sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool))
+
+    def _fastest(self, policy: Policy, chosen: int) -> int:
+        """Of the largest that fit, by the time of a train step on no valid row, where that can be had; else the
+        largest.
+        """
+        fit = [c for c in self._considered if c.recompute == policy and c.fits and self._timed]
+        shortest: float | None = None
+        for each in sorted(fit, key=lambda c: -c.batch_size)[:TIMED]:
+            self._status.update(f"plan: timing micro-batches of {each.batch_size:,} rows")
+            try:
+                seconds = self._seconds(each)
+            except tf.errors.ResourceExhaustedError:  # what others hold is not seen by XLA
+                continue
+            self._considered[self._considered.index(each)] = each._replace(seconds=seconds)
+            if shortest is None or seconds < FASTER * shortest:
+                chosen, shortest = each.batch_size, seconds
+        return chosen
+
+    def _seconds(self, each: Considered) -> float:
+        """Of a train step whose rows all only pad: it moves no weight and no state, and what it reports is put back."""
+        of_rows = self._specs(each.batch_size)
+        stack = tf.nest.map_structure(lambda s: tf.zeros([each.accumulation_steps, *s.shape], s.dtype), of_rows)
+        reported = [*self._step.running.variables, *self._step.objective.model.metric_variables]
+        before = [variable.read_value() for variable in reported]
+        times = []
+        try:
+            for _ in range(3):  # of which the first compiles
+                start = time.perf_counter()
+                bool(self._step.dispatch(Dispatch((stack,))).fine)  # waits
+                times.append(time.perf_counter() - start)
+        finally:
+            for variable, value in zip(reported, before, strict=True):
+                variable.assign(value)
+        return min(times[1:])
+
+    def _planned(self, policy: Policy, chosen: int) -> Plan:
+        (found,) = (c for c in self._considered if (c.batch_size, c.recompute) == (chosen, policy))
+        considered, seconds = tuple(self._considered), time.monotonic() - self._started
+        return Plan(*found[:4], self._limit, len(considered), seconds, considered)
+
+    def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> MemoryError:
+        smallest = self._memory[repr(policies[-1]), rows]
+        kinds = ", ".join(f"{kind} {in_units(size)}" for kind, size in smallest.by_kind.items() if size)
+        largest = "; ".join(
+            f"{in_units(each.bytes)} of {each.kind}, {each.layer or each.operation}" for each in smallest.largest[:5]
+        )
+        tried = ", also with " + ", ".join(map(repr, policies[1:])) if len(policies) > 1 else ""
+        remat = "" if tried else "compute activations again (fastaccum.remat; recompute='auto' tries it), "
+        return MemoryError(
+            f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it needs "
+            f"{in_units(smallest.peak_bytes)} of a device, and the limit is {in_units(self._limit)}. It is {kinds}. "
+            f"The largest: {largest}. What helps: {remat}fastaccum.LinearCrossEntropy for a large vocabulary, mixed "
+            "precision, shorter rows, an optimizer with fewer slots, a smaller model."
+        )

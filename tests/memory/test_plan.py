@@ -1,0 +1,184 @@
+"""`fa.plan` and `fit(batch_size="auto")`: the choice, what it leaves as it was, and what it refuses."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.data.datasets import DatasetSource
+from fastaccum.memory import planner
+from fastaccum.memory.analysis import step_memory
+
+ROWS = 40
+X = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
+Y = np.arange(ROWS) % 10
+SAMPLE = X[:1], Y[:1]
+
+
+def dense(**options):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    return fa.Trainer(model, "sgd", loss, metrics=["accuracy"], **options)
+
+
+def state(trainer):
+    variables = [*trainer.model.variables, *trainer.optimizer.variables, *trainer._step.running.variables]
+    return [v.numpy() for v in variables]
+
+
+def peak(trainer, rows, global_batch):
+    sample = planner.specs(trainer._source(*SAMPLE, None, batch_size=None).sample, rows)
+    sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))
+    return step_memory(trainer._step, sample, global_batch // rows).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A trainer that has trained, what it held before a plan, the plan, and what it holds since."""
+    trainer = dense()
+    trainer.fit(X, Y, batch_size=8, verbose=0)
+    too_large = peak(trainer, 8, 16)
+    trainer._step.retrace()
+    before, drawn = state(trainer), np.random.get_state()[1]
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(planner, "candidates", lambda *_: [4, 8])
+        plan = fa.plan(trainer, SAMPLE, global_batch_size=16, memory_limit=too_large - 1)
+    np.testing.assert_array_equal(np.random.get_state()[1], drawn)
+    return trainer, before, plan, state(trainer), too_large
+
+
+def test_the_choice_is_the_largest_that_fits(planned):
+    _, _, plan, _, too_large = planned
+    assert (plan.batch_size, plan.accumulation_steps, plan.memory_limit) == (4, 4, too_large - 1)
+    assert plan.recompute is None and plan.compilations == len(plan.considered) == 2
+    (larger,) = [c for c in plan.considered if c.batch_size == 8]
+    assert (larger.peak_bytes, larger.fits) == (too_large, False) and plan.peak_bytes < too_large
+
+
+def test_a_plan_leaves_trainer_and_model_as_they_were(planned):
+    trainer, before, _, after, _ = planned
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert trainer.gradient_accumulation_steps == 1
+    assert trainer._step.compiled_execute.traces == 0
+    gc.collect()
+    assert not [o for o in gc.get_objects() if isinstance(o, tf.Graph) and "while" in str(o.get_operations()[-1:])]
+
+
+def test_a_plan_is_a_table_and_a_picture(planned, tmp_path):
+    _, _, plan, _, _ = planned
+    lines = str(plan).splitlines()
+    rows = sorted(each.batch_size for each in plan.considered)
+    assert [line.split()[0] for line in lines[1:-1]] == [str(each) for each in rows]
+    assert [line.split()[0] for line in lines if "chosen" in line] == ["4"]
+    assert lines[-1].startswith("batch_size=4 x 4 micro-batches = 16 rows: ") and plan.summary == lines[-1]
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_fits(planned):
+    trainer = planned[0]
+    with pytest.raises(MemoryError, match=r"micro-batch of 1 row fits: .*limit is 97\.7 KiB.*weights.*remat"):
+        fa.plan(trainer, SAMPLE, global_batch_size=1, memory_limit="100 KB")
+
+
+@pytest.mark.parametrize("data", ["arrays", pytest.param("dataset", marks=pytest.mark.golden)])
+def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
+    monkeypatch.setenv("FASTACCUM_MEMORY_LIMIT", "1GiB")
+    monkeypatch.setattr(planner, "candidates", lambda *_: [4, 8])
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+    same, auto = dense(gradient_accumulation_steps=2), dense()
+    auto.fit(*((X, Y) if data == "arrays" else (dataset,)), batch_size="auto", global_batch_size=16, epochs=2)
+    assert auto.gradient_accumulation_steps == 2
+    assert "batch_size=8 x 2 micro-batches = 16 rows" in capsys.readouterr().out
+    keras.utils.set_random_seed(0)
+    same.fit(*((X, Y, 8) if data == "arrays" else (dataset.rebatch(8),)), epochs=2)
+    for a, b in zip(state(auto), state(same), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_timing_moves_nothing(planned, monkeypatch):
+    trainer, before, _, _, _ = planned
+    seconds = {}
+
+    def timed(self, each, measure=planner.Planner._seconds):
+        assert measure(self, each) > 0
+        return seconds.setdefault(each.batch_size, 1.0 if each.batch_size == 4 else 0.5)
+
+    monkeypatch.setattr(planner, "has_gpu", lambda: True)
+    monkeypatch.setattr(planner, "candidates", lambda *_: [2, 4])
+    monkeypatch.setattr(planner.Planner, "_seconds", timed)
+    plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
+    assert plan.batch_size == 2 and {c.batch_size: c.seconds for c in plan.considered} == seconds
+    for a, b in zip(before, state(trainer), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert trainer._step.compiled_execute.traces == 0
+
+
+def test_of_those_timed_what_runs_out_of_memory_is_not_chosen(planned, monkeypatch):
+    def seconds(self, each):
+        if each.batch_size == 8:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+        return {4: 1.0, 2: 0.99, 1: 0.1}[each.batch_size]
+
+    monkeypatch.setattr(planner.Planner, "_seconds", seconds)
+    found = planner.Planner(planned[0]._step, None, 8, timed=True)
+    found._considered = [planner.Considered(rows, 8 // rows, None, rows, rows < 16) for rows in (4, 16, 1, 8, 2)]
+    assert found._fastest(None, 8) == 4  # of the three largest; less than 3% is noise
+
+
+def test_a_dataset_is_cut_anew():
+    data = DatasetSource(tf.data.Dataset.from_tensor_slices((X, Y)).batch(10), "x")
+    data.cut_anew(16)
+    assert data.batch_size == 16 and [len(b.x) for b in data.dataset] == [16, 16, 8]
+    np.testing.assert_array_equal(np.concatenate([b.x for b in data.dataset]), X)
+    with pytest.raises(ValueError, match="which 2 workers share"):
+        data.most_rows(workers=2)
+
+
+def batches():
+    yield X[:4], Y[:4]
+
+
+REFUSED = [
+    (lambda t: t.fit(X, Y, batch_size="auto"), "batch_size='auto' with global_batch_size=None"),
+    (lambda t: t.fit(X, Y, batch_size=8, global_batch_size=16), "batch_size=8 with global_batch_size=16"),
+    (lambda t: t.fit(batches(), batch_size="auto", global_batch_size=16), "yields batches of its own"),
+    (lambda t: fa.plan(t, batches(), global_batch_size=16), "sample is a generator: pass one of its batches"),
+    (lambda t: fa.plan(t, SAMPLE, global_batch_size=0), "global_batch_size=0 must be a whole number of at least 1"),
+    (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit="much"), "memory_limit='much' is no size"),
+    (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, recompute="all"), "recompute='all' must be 'auto'"),
+    (lambda t: fa.plan(t, (X[:1], None), global_batch_size=16), "y=None"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_is_refused(call, message, planned):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(planned[0])
+
+
+def test_without_xla_there_is_nothing_to_read():
+    with pytest.raises(ValueError, match="jit_compile=False"):
+        fa.plan(dense(jit_compile=False), SAMPLE, global_batch_size=16)
+
+
+def test_rows_of_unknown_length():
+    model = keras.Sequential([keras.Input((None,)), keras.layers.Embedding(5, 4), keras.layers.Dense(1)])
+    signature = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None, 1], tf.float32)
+    data = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=signature)
+    with pytest.raises(ValueError, match=r"rows are of shape \(None,\)"):
+        fa.plan(fa.Trainer(model, "sgd", "mse"), data, global_batch_size=16)
+
+
+def test_replicas_must_divide_the_global_batch():
+    assert planner.candidates(24, replicas=2) == [2, 4, 6, 8, 12, 24]
+    assert planner.candidates(24, at_most=7) == [1, 2, 3, 4, 6]
+    with pytest.raises(ValueError, match="global_batch_size=25 cannot be shared equally by 2 replicas"):
+        planner.candidates(25, replicas=2)
