@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import keras
 import tensorflow as tf
@@ -309,8 +309,8 @@ class Trainer:
                 f"batch_size={batch_size!r} with global_batch_size={global_batch_size}: the rows of an update go with "
                 'batch_size="auto", which divides them into micro-batches that fit; a number needs none.'
             )
-        if not auto:
-            return self._source(*given, batch_size=batch_size, **options), batch_size
+        if global_batch_size is None:
+            return self._source(*given, batch_size=batch_size, **options), cast("int | None", batch_size)
         data = self._source(*given, batch_size=None, **options)
         at_most = data.most_rows(1 if self._replicas is None else self._replicas.workers)
         plan = self._plan(data.sample, global_batch_size=global_batch_size, at_most=at_most, verbose=verbose)
