@@ -30,6 +30,7 @@ from fastaccum.kernels.custom_gradients import owned_by_graphs
 from fastaccum.memory import planner
 from fastaccum.memory.plan import Plan
 from fastaccum.step import compilable, diagnosis, program
+from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.by_hand import StacksByHand
 from fastaccum.step.model_step import Unread
@@ -80,6 +81,8 @@ class Trainer:
             `super().compute_loss(...)` is exact either way. A penalty on weights within a sum counts for each
             micro-batch: make it a regulariser. A loss that is neither sum nor mean (a masked mean, a comparison of
             rows) is that of each micro-batch, with a warning where it is seen.
+        compile_cache: a folder in which compiled programs are kept: the next process loads them instead of compiling
+            them. It is the whole process's, from here on, and read only for the same versions, device and flags.
 
     Raises:
         TypeError: raised if the model, optimizer, loss or a metric is not one.
@@ -122,7 +125,10 @@ class Trainer:
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
         own_loss_reduction: Reduction = "mean",
+        compile_cache: str | os.PathLike[str] | None = None,
     ):
+        if compile_cache is not None:
+            compile_caches.use(compile_cache)
         self._model = models.get(model)
         self.model = model
         own_loss.require_plain_steps(self._model)

@@ -17,6 +17,7 @@ from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.packages import of_keras, package
 from fastaccum.kernels import fp32_layers
+from fastaccum.kernels.layer_stack import LayerStack
 
 
 class Model:
@@ -371,9 +372,9 @@ def never_draws(layer: Any) -> bool:
 
 
 def _may_do_more(layer: Any) -> bool:
-    """Whether a call may add losses, assign variables of others or mix rows: of Keras's own layers few do."""
-    few = keras.layers.SpectralNormalization, keras.layers.Lambda
-    own = package(type(layer)) == "keras" and not isinstance(layer, few)
+    """Whether a call may add losses, assign variables of others or mix rows: of Keras's layers and ours few do."""
+    few = keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack  # of others' layers
+    own = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, few)
     across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
     of_ops = any(not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ()))
     regularised = layer.activity_regularizer is not None

@@ -24,6 +24,7 @@ from fastaccum.step import compilable
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
+from fastaccum.step.program import without_collection
 
 Step = ModelStep | ReplicatedStep
 
@@ -56,6 +57,7 @@ class StepBuilder:
         self.step: Step | None = None
 
     @owned_by_graphs()
+    @without_collection()
     def of(self, sample: Batch, options: Options) -> Step:
         """The step; built, with the model, from the specs of the first micro-batch.
 

@@ -280,7 +280,9 @@ class TrainStep:
 
         def body(i, loss_sum, weight_sum, carried):
             by_kernels = {j for j, each in summed.items() if isinstance(each, AddedAccumulator)}
-            totals = [carried[j][0] if j in by_kernels else total for j, total in enumerate(given)]
+            # Those that no kernel adds to are not read: zeros from outside would be copied into the loop in an order
+            # that differs from process to process, and with it the name by which a compiled program is found again.
+            totals = [carried[j][0] if j in by_kernels else tf.zeros(s.shape, s.dtype) for j, s in enumerate(specs)]
             loss_i, weight_i, terms = micro_step(i, totals)
             with tf.name_scope("accumulate"):
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the

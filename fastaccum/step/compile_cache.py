@@ -1,0 +1,347 @@
+"""Compiled programs kept in a folder, where the next process finds them: XLA's persistent cache, with seals.
+
+XLA reads and writes a folder of this process alone. What it is to find there is linked in from the store when its
+checksum was verified; what it writes is moved to the store when it is whole, and sealed there: the name of the program,
+how long it took to compile, and the checksum, in a file of its own that is written last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+
+from fastaccum.kernels.xla_ops import has_gpu
+
+T = TypeVar("T")
+LIMIT = 2 * 2**30  # bytes, over all versions and devices; the entries used longest ago are removed
+_SEAL, _DAMAGED = ".seal", ".damaged"
+# What decides on the code that XLA makes of a program, beside the program.
+_VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
+# Makes TensorFlow read its flags again, which it reads before the first variable is made.
+_FORGET_FLAGS = (
+    "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
+)
+
+
+class CompileCache:
+    """The entries of one folder that are of these versions, this device and these flags.
+
+    ValueError is raised if the folder belongs to someone else or others may write to it, OSError if it cannot be
+    written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = _own(Path(folder).absolute())
+        self.key = hashlib.sha256(json.dumps(_origin()).encode()).hexdigest()[:16]
+        device = "gpu" if has_gpu() else "cpu"
+        self.store = _own(self.folder / f"tensorflow-{tf.__version__}-{device}-{self.key}")
+
+    def seals(self, function: str) -> dict[str, dict[str, Any]]:
+        """The seals of a program's entries by the entries' names, and of what is for any program."""
+        found = {}
+        for path in self.store.glob(f"*{_SEAL}"):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                seal = json.loads(_read(path))
+                if seal["key"] == self.key and seal["function"] in (function, ""):
+                    found[path.name.removesuffix(_SEAL)] = {"sha256": str(seal["sha256"]), "s": float(seal["seconds"])}
+        return found
+
+    def offer(self, function: str, staging: Path) -> list[str]:
+        """Links a program's verified entries into `staging`; returns their names. Others are moved aside."""
+        offered = []
+        for name, seal in self.seals(function).items():
+            entry = self.store / name
+            try:
+                whole = hashlib.sha256(_read(entry)).hexdigest() == seal["sha256"]
+            except FileNotFoundError:  # removed by another process since
+                continue
+            except OSError:
+                whole = False
+            with contextlib.suppress(OSError):
+                if whole:
+                    os.link(entry, staging / name)
+                    os.utime(entry)
+                    offered.append(name)
+                else:
+                    self.reject(name)
+        return offered
+
+    def reject(self, name: str) -> None:
+        """Moves an entry aside and says so."""
+        warnings.warn(
+            f"{self.store / name} is damaged or was changed: moved aside, to {name}{_DAMAGED}, and compiled anew.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        (self.store / f"{name}{_SEAL}").unlink(missing_ok=True)
+        os.replace(self.store / name, self.store / f"{name}{_DAMAGED}")
+
+    def keep(self, function: str, seconds: float, written: list[Path]) -> None:
+        """Moves whole files that XLA wrote to the store, and seals them."""
+        for path in written:
+            of = function if path.suffix == ".pb" else ""  # how fast kernels ran, which any program may ask for
+            seal = {"key": self.key, "function": of, "seconds": seconds}
+            seal["sha256"] = hashlib.sha256(_read(path)).hexdigest()
+            half = path.with_suffix(".half")
+            half.write_text(json.dumps(seal))
+            os.replace(path, self.store / path.name)
+            os.replace(half, self.store / f"{path.name}{_SEAL}")
+        if written:
+            self._prune()
+
+    def _prune(self) -> None:
+        sized = []
+        for path in self.folder.glob("tensorflow-*/*"):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if path.suffix != _SEAL and not stat.S_ISDIR(status.st_mode):
+                    sized.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in sized)
+        for _, size, path in sorted(sized):
+            if total <= LIMIT:
+                break
+            for each in (path.with_name(path.name + _SEAL), path):
+                with contextlib.suppress(OSError):
+                    each.unlink()
+            total -= size
+
+
+class _Process:
+    """What XLA of this process was told, once: the folder that it reads and writes. `cache` is where that comes from
+    and goes to, None where none is in use.
+    """
+
+    def __init__(self) -> None:
+        self.cache: CompileCache | None = None
+        self.staging: Path | None = None
+        self._lock = threading.Lock()
+
+    def use(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            cache = CompileCache(folder)
+            if self.staging is None:
+                _remove_left(cache.store)
+                self.staging = Path(tempfile.mkdtemp(prefix=_mine(), dir=cache.store))
+                atexit.register(self._leave, os.getpid(), self.staging)
+                if not _told(self.staging):
+                    return
+            self.cache = cache
+        except OSError as error:
+            self._give_up(error)
+
+    def call(self, function: str, call: Callable[[], T]) -> tuple[T, bool]:
+        """What a program's first call returns, which compiles it, and whether it was loaded instead."""
+        if self.staging is None:
+            return call(), False
+        with self._lock:  # of replicas, which compile the same program, all but the first load it
+            return self._called(function, call, self.staging)
+
+    def _called(self, function: str, call: Callable[[], T], staging: Path) -> tuple[T, bool]:
+        self._clear()
+        cache, start = self.cache, time.perf_counter()
+        offered = cache.offer(function, staging) if cache is not None else []
+        try:
+            outputs = call()
+        except tf.errors.OpError as error:
+            if not self._can_do_without(error, offered):
+                raise
+            offered, start = [], time.perf_counter()
+            outputs = call()
+        seconds, cache = time.perf_counter() - start, self.cache
+        written = [p for p in staging.iterdir() if p.name not in offered and p.is_file() and not p.is_symlink()]
+        if cache is not None:
+            try:
+                cache.keep(function, seconds, written)
+            except OSError as error:
+                self._give_up(error)
+        self._clear()
+        loaded = any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
+        return outputs, loaded
+
+    def last(self, function: str) -> float | None:
+        """Seconds that a program took to compile, where that is known."""
+        seals = self.cache.seals(function).values() if self.cache is not None else ()
+        return max((seal["s"] for seal in seals), default=None)
+
+    def _can_do_without(self, error: tf.errors.OpError, offered: list[str]) -> bool:
+        """Whether a program may compile after all: its entry could not be loaded, or none could be written."""
+        if str(self.staging) in str(error):
+            self._give_up(error)
+            return self._elsewhere()
+        if self.cache is None or not offered or isinstance(error, tf.errors.ResourceExhaustedError):
+            return False
+        for name in offered:
+            with contextlib.suppress(OSError):
+                self.cache.reject(name)
+        self._clear()
+        return True
+
+    def _elsewhere(self) -> bool:
+        """Lets XLA, which stops where it cannot write, write to memory or another disk: what is removed again."""
+        assert self.staging is not None
+        with contextlib.suppress(OSError):
+            place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            other = tempfile.mkdtemp(prefix="fastaccum-", dir=place)
+            atexit.register(shutil.rmtree, other, ignore_errors=True)
+            shutil.rmtree(self.staging)
+            self.staging.symlink_to(other)
+            return True
+        return False
+
+    def _give_up(self, error: Exception) -> None:
+        self.cache = None
+        warnings.warn(f"compile_cache is not used from here on: {error}", RuntimeWarning, stacklevel=2)
+
+    def _clear(self) -> None:
+        assert self.staging is not None
+        with contextlib.suppress(OSError):
+            for path in self.staging.iterdir():
+                path.unlink()
+
+    def _leave(self, process: int, staging: Path) -> None:
+        if os.getpid() == process:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+_process = _Process()
+use, called, seconds_last_time = _process.use, _process.call, _process.last
+
+
+def user_folder() -> Path:
+    """Where the user's programs keep what can be made again: `$XDG_CACHE_HOME/fastaccum`, ~/.cache/fastaccum."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastaccum"
+
+
+def _origin() -> dict[str, Any]:
+    """What decides, beside the program, on the code that XLA makes of it, and who can run that."""
+    cpu = {}
+    with contextlib.suppress(OSError):
+        lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        wanted = ("model name", "flags", "Features", "CPU part")
+        cpu = {name.strip(): value.strip() for name, _, value in lines if name.strip() in wanted}
+    gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+    return {
+        "versions": [
+            importlib.metadata.version("fastaccum"),
+            tf.version.VERSION,
+            tf.version.GIT_VERSION,
+            keras.__version__,
+        ],
+        "build": str(sorted(tf.sysconfig.get_build_info().items())),
+        "cpu": [platform.machine(), cpu, os.cpu_count(), tf.config.threading.get_intra_op_parallelism_threads()],
+        "gpus": [str(sorted(gpu.items())) for gpu in gpus],
+        "precision": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "variables": [os.environ.get(name, "") for name in _VARIABLES],
+    }
+
+
+def _own(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        raise ValueError(f"compile_cache={str(folder)!r} belongs to user {status.st_uid}: pass a folder of your own.")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(
+            f"compile_cache={str(folder)!r} may be written to by others, and what it holds is run: chmod go-w it, if "
+            "nobody did, or pass another folder."
+        )
+    return folder
+
+
+def _read(path: Path) -> bytes:
+    """What a file of ours holds; OSError if it is a link or of someone else."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise PermissionError(f"{path} is no file of this user's")
+        return stream.read()
+
+
+def _mine() -> str:
+    return f"staging-{socket.gethostname()}-{os.getpid()}-"
+
+
+def _remove_left(store: Path) -> None:
+    """Removes what processes of this machine left that were killed."""
+    for path in store.glob(f"staging-{socket.gethostname()}-*"):
+        process = path.name.removeprefix(f"staging-{socket.gethostname()}-").partition("-")[0]
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (ValueError, OSError):
+            continue
+
+
+class _StringView(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("text", ctypes.c_char_p))
+
+
+def _told(folder: Path) -> bool:
+    """Tells TensorFlow of the folder; False, with a warning, where it is too late for that."""
+    quoted = '"' + str(folder).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    given = os.environ.get("TF_XLA_FLAGS", "").strip()
+    if not f"{given}-".startswith("-") or "tf_xla_persistent_cache_directory" in given:
+        warnings.warn(f"compile_cache is not used, since TF_XLA_FLAGS={given!r} is.", RuntimeWarning, stacklevel=2)
+        return False
+    flags = {"TF_XLA_FLAGS": f"--tf_xla_persistent_cache_directory={quoted}"}
+    if has_gpu():
+        flags["XLA_FLAGS"] = f"--xla_gpu_per_fusion_autotune_cache_dir={quoted}"
+    try:
+        forget = ctypes.CDLL(str(Path(tf.sysconfig.get_lib()) / "libtensorflow_framework.so.2"))[_FORGET_FLAGS]
+    except (OSError, AttributeError):
+        warnings.warn("compile_cache is not used: it needs another build of TensorFlow.", RuntimeWarning, stacklevel=2)
+        return False
+    forget.argtypes, forget.restype = [_StringView, ctypes.c_void_p, ctypes.c_void_p], None
+    with _environment(flags):
+        forget(_StringView(12, b"TF_XLA_FLAGS"), *(ctypes.byref(ctypes.c_void_p()) for _ in range(2)))
+        pywrap_tfe.TF_ResetJitCompilerFlags()
+        # Reads the other flags, and shows whether XLA writes where it was told to.
+        with tf.init_scope():
+            tf.function(lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False)()
+    if not any(folder.iterdir()):
+        warnings.warn(
+            "compile_cache is not used: XLA had compiled a program in this process before, and reads once where to "
+            "keep them. Make the Trainer with compile_cache before anything is compiled.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _environment(flags: dict[str, str]) -> Iterator[None]:
+    """Within the scope the variables have these flags too: a process started later is not to inherit them."""
+    before = {name: os.environ.get(name) for name in flags}
+    try:
+        for name, flag in flags.items():
+            os.environ[name] = f"{before[name] or ''} {flag}".strip()
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
