@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ _PRODUCTS |= {"Conv2D", "Conv3D", "DepthwiseConv2dNative", "XlaConv", "XlaConvV2
 # From TensorFlow's own generators: another number each time.
 DRAWS = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomShuffle"}
 DRAWS |= {"RandomGamma", "RandomPoissonV2", "Multinomial", "ParameterizedTruncatedNormal", "RngReadAndSkip"}
+_CALLS = {"While", "If", "Case", "StatefulPartitionedCall"}  # those that may do more than compute
 _UNKEPT = (tf.variant, tf.resource, tf.string)
 
 POLICIES = "auto", "nothing_saveable", "everything_saveable"
@@ -167,8 +168,7 @@ class LayerGraph(Keeping):
         """
         number, _, *others = self._inputs
         fed = fed_by_name([number, *others, self.kept], [*arguments, kept])
-        drawn = [op.name for op in needed_for(self._own_residuals, dict(fed)).values() if op.type in DRAWS]
-        if drawn:
+        if drawn := drawing(self._graph, needed_for(self._own_residuals, dict(fed)).values()):
             raise ValueError(
                 f"A layer of a LayerStack draws random numbers, in {drawn}, that would be others when it is computed "
                 "again: draw them by keras.random with a SeedGenerator of the layer, or outside of the stack."
@@ -262,6 +262,20 @@ def needed_for(
             needed[each.name] = each
             pending.extend(_source(t, same) for t in each.inputs)
     return needed
+
+
+def drawing(graph: Any, operations: Iterable[Any]) -> list[str]:
+    """The names of the operations of a graph that draw from TensorFlow's own generators, or call what does."""
+    operations = [op for op in operations if op.type in DRAWS | _CALLS]
+    calls = any(op.type in _CALLS for op in operations)
+    library = graph.as_graph_def().library.function if calls else ()
+    bodies = {each.signature.name: each.node_def for each in library}
+
+    def draws(kind, attributes, seen):
+        called = {f.name for each in attributes.values() for f in (each.func, *each.list.func)} & bodies.keys() - seen
+        return kind in DRAWS or any(draws(n.op, n.attr, seen | called) for name in called for n in bodies[name])
+
+    return [op.name for op in operations if draws(op.type, op.node_def.attr, set())]
 
 
 def fed_by_name(tensors: Any, values: Any, same: dict[str, tf.Tensor] | None = None) -> dict[str, tf.Tensor]:

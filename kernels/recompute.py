@@ -14,13 +14,14 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.layer_graph import DRAWS, Keeping, copied, fed_by_name, needed_for, require_policy
+from fastaccum.kernels.layer_graph import DRAWS, Keeping, copied, drawing, fed_by_name, needed_for, require_policy
 from fastaccum.kernels.rounded import copies_at_hand, stateless_scope
 from fastaccum.kernels.xla_ops import in_xla
 
 _ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
 
 
+@tf.autograph.experimental.do_not_convert
 def recomputed(
     function: Callable[..., Any],
     *inputs: Any,
@@ -31,8 +32,9 @@ def recomputed(
 
     The backward pass computes the others again (Chen et al., 2016, https://arxiv.org/abs/1604.06174) from the inputs
     and the variables as they were, once the gradients of the outputs are there: an optimization barrier ties the
-    two, or XLA would take both computations for one. So the gradients are the same, to rounding, and so are random
-    numbers from a `keras.random.SeedGenerator`; a variable that the function assigns is assigned once.
+    two, or XLA would take both computations for one. So the gradients are the same, to rounding, and random numbers
+    are: of those from TensorFlow's own generators, what is made of them is kept. A variable that the function assigns
+    is assigned once.
 
     That is so in a graph that XLA compiles and a tape looks on, as a train step's does. Elsewhere this is
     `function(*inputs)`. XLA saves memory by it on a GPU, and not on a CPU.
@@ -48,8 +50,8 @@ def recomputed(
         What the function returns, a nest of tensors and other values.
 
     Raises:
-        ValueError: raised if the policy is none or names no value; if what is to be computed again draws random numbers
-            that no variable's value determines; or if a loop, a branch or a function within assigns a variable.
+        ValueError: raised if the policy is none or names no value; or if a loop, a branch or a function within assigns
+            a variable, or draws random numbers that no variable's value determines.
 
     >>> w = tf.Variable(3.0)
     >>> @tf.function(jit_compile=True)
@@ -120,6 +122,26 @@ class _Block(Keeping):
         known = [id(outer) in self._variables or inner.name in self._read for outer, inner in self._handles]
         self._sources = [each for each, is_known in zip(self._handles, known, strict=True) if is_known]
         super().__init__(graph, self._inputs, names, same)
+        self.kept = self._with_draws()
+
+    def keep(self, policy: str | Sequence[str]) -> None:
+        super().keep(policy)
+        self.kept = self._with_draws()
+
+    def _with_draws(self) -> list[tf.Tensor]:
+        """What is kept, and what is made of numbers from TensorFlow's own generators, which would be others again."""
+        kept = {t.name: t for t in self.kept}
+        for op in self._graph.get_operations():
+            for t in op.outputs if op.type in DRAWS else ():
+                smallest = t
+                # Of a dropout's, whether they are above the rate: a quarter of the bytes.
+                while len(after := t.consumers()) == 1 and len(after[0].outputs) == 1:
+                    if {each.name for each in after[0].inputs} & self._varying:
+                        break
+                    (t,) = after[0].outputs
+                    smallest = t if t.dtype.size <= smallest.dtype.size and t.shape == smallest.shape else smallest
+                kept[smallest.name] = smallest
+        return list(kept.values())
 
     def _follow_state(self, graph: Any, same: dict[str, tf.Tensor]) -> None:
         """Finds which value every variable has where it is read, so that no copy has to read or to assign one."""
@@ -224,10 +246,11 @@ class _Block(Keeping):
         found = [g for g in gradients if g is not None]
         parts = tf.nest.flatten(found, expand_composites=True)
         needed = needed_for(parts, dict(fed), self._same)
-        if drawn := [op.name for op in needed.values() if op.type in DRAWS]:
+        if drawn := drawing(self._graph, needed.values()):
             raise ValueError(
-                f"What is to be computed again draws random numbers, in {drawn}, that would be others then: draw them "
-                "by keras.random with a SeedGenerator of the layer, or leave that layer out of what is recomputed."
+                f"What is to be computed again draws random numbers in {drawn}, a loop, a branch or a function of its "
+                "own, that would be others then: draw them by keras.random with a SeedGenerator of the layer, or leave "
+                "that layer out of what is recomputed."
             )
 
         def tied(given):
@@ -254,8 +277,7 @@ class _Block(Keeping):
             inputs = [t if _is_floating(t) else None for t in self._inputs]
             sources = [t if value is None or _is_floating(value) else None for t, value in handles]
             wanted = [t for t in [*inputs, *sources] if t is not None]
-            with tf.name_scope("gradient_tape"):
-                found = iter(tf.gradients(floating, wanted, of_y))
+            found = iter(tf.gradients(floating, wanted, of_y))
         return of_y, [t if t is None else next(found) for t in [*inputs, *sources]]
 
     @property
