@@ -1,4 +1,4 @@
-"""The `fastaccum` command: `fastaccum train | bench | devices`.
+"""The `fastaccum` command: `fastaccum train | plan | bench | devices`.
 
 TensorFlow is imported by the subcommand that needs it, so that `fastaccum --help` answers at once.
 """
@@ -39,6 +39,10 @@ def _main(argv: Sequence[str]) -> int:
         for kind, name in options.device_names():
             print(f"{kind:5}{name}")
         return 0
+    if parsed.command == "plan":
+        from fastaccum.app import plan
+
+        return plan.plan(parsed)
     from fastaccum.app import train
 
     return train.train(parsed)

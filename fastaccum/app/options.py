@@ -58,15 +58,7 @@ def make_parser() -> Parser:
     add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help="optimizer updates (%(default)s)")
     add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help="windows in a micro-batch (%(default)s)")
     add("--accum", type=_whole(1, MOST), default=4, metavar="N", help="micro-batches in an update (%(default)s)")
-    precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
-    precision = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
-    add("--precision", choices=precisions, default="auto", help=precision)
-    add("--preset", default="nano", metavar="NAME", help="model size: nano (default), micro, 124m, 350m, 1.3b")
-    optimizer = (
-        "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
-        "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
-    )
-    add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
+    _add_model(add)
     rate = "highest learning rate, after a warm-up; it falls along a cosine to a 50th (%(default)s)"
     add("--lr", type=_positive, default=0.004, metavar="RATE", help=rate)
     add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of weights and data (%(default)s)")
@@ -77,10 +69,37 @@ def make_parser() -> Parser:
     resume = "continue the run in FOLDER, from its last checkpoint and with its own options: give no others"
     add("--resume", type=_path, metavar="FOLDER", help=resume)
     train.set_defaults(command="train", parser=train)
+    plan = commands.add_parser(
+        "plan",
+        help="find the micro-batch that fits the device",
+        description="Finds the largest micro-batch with which `fastaccum train` fits the device, by compiling its\n"
+        "train step for a few of them. Nothing is trained.",
+    )
+    add = plan.add_argument
+    _add_model(add)
+    add("--global-batch", type=_whole(1, MOST), default=32, metavar="N", help="windows in an update (%(default)s)")
+    limit = "what the device may hold, in bytes or as 16GiB (by default what is free of it)"
+    add("--memory-limit", type=_path, metavar="SIZE", help=limit)
+    add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
+    add("--plot", type=_path, metavar="FILE", help="draw memory over micro-batches to FILE")
+    plan.set_defaults(command="plan", parser=plan)
     commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
     devices = commands.add_parser("devices", help="list what TensorFlow can train on")
     devices.set_defaults(command="devices", parser=devices)
     return parser
+
+
+def _add_model(add: Callable[..., Any]) -> None:
+    """The options of a model, and of what trains it."""
+    precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
+    precision = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
+    add("--precision", choices=precisions, default="auto", help=precision)
+    add("--preset", default="nano", metavar="NAME", help="model size: nano (default), micro, 124m, 350m, 1.3b")
+    optimizer = (
+        "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
+        "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
+    )
+    add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
 
 
 def _whole(minimum: int, maximum: int) -> Callable[[str], int]:

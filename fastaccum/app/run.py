@@ -40,14 +40,11 @@ class Run:
     def __init__(self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None):
         self.options, self.rows = options, rows
         keras.utils.set_random_seed(options.seed)
-        if options.preset not in PRESETS:
-            raise ValueError(f"--preset {options.preset!r} is unknown: choose {', '.join(PRESETS)}")
+        require_preset(options.preset)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
         kind, device = device_names()[0]
         self.device = f"{kind} {device}"
-        self.precision = options.precision
-        if self.precision == "auto":
-            self.precision = "mixed_float16" if kind == "GPU" else "float32"
+        self.precision = chosen_precision(options.precision)
         # What the preset says about the model, but for the vocabulary, which is that of bytes.
         self.sizes = {**PRESETS[options.preset], "vocabulary_size": BYTES}
         self.context: int = self.sizes["context"]
@@ -58,10 +55,8 @@ class Run:
         )
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
         optimizer = make_optimizer(options.optimizer, learning_rate(options.lr, options.steps))
-        self.model = gpt(BYTES, preset=options.preset, dtype=self.precision)
-        self.trainer = Trainer(
-            self.model, optimizer, LinearCrossEntropy(), gradient_accumulation_steps=options.accum, clip_norm=1.0
-        )
+        self.trainer = make_trainer(options.preset, self.precision, optimizer, options.accum)
+        self.model = self.trainer.model
 
     @property
     def config(self) -> dict[str, Any]:
@@ -156,6 +151,23 @@ def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.Lear
     return keras.optimizers.schedules.CosineDecay(
         0.0, max(1, steps - warmup), alpha=0.02, warmup_target=highest, warmup_steps=warmup
     )
+
+
+def require_preset(name: str) -> None:
+    """Raises ValueError if no preset has this name."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name!r} is unknown: choose {', '.join(PRESETS)}")
+
+
+def chosen_precision(name: str) -> str:
+    """The policy of a precision, of which "auto" is the device's."""
+    return name if name != "auto" else "mixed_float16" if device_names()[0][0] == "GPU" else "float32"
+
+
+def make_trainer(preset: str, precision: str, optimizer: Any, accumulation: int = 1) -> Trainer:
+    """What trains a new model of a preset, on bytes."""
+    model = gpt(BYTES, preset=preset, dtype=precision)
+    return Trainer(model, optimizer, LinearCrossEntropy(), gradient_accumulation_steps=accumulation, clip_norm=1.0)
 
 
 def make_optimizer(name: str, rate: Any) -> Any:

@@ -1,0 +1,14 @@
+"""The planner's choices for a KerasHub model."""
+
+import pytest
+
+from benchmarks.memory.models import CASES
+from benchmarks.memory.plan import COMPILATIONS, planned
+
+
+@pytest.mark.zoo
+@pytest.mark.quick
+def test_the_choice_is_the_largest_that_fits():
+    pytest.importorskip("keras_hub")
+    for row in planned(CASES["KerasHub GPT-2"]):
+        assert row["largest"] and row["compiled"] <= COMPILATIONS, row
