@@ -7,9 +7,11 @@ import sys
 
 import numpy as np
 
-from fastaccum import trainer
+from fastaccum import lines, trainer
 from fastaccum.app.options import BadArgument
 from fastaccum.app.run import chosen_precision, learning_rate, make_optimizer, make_trainer, require_preset, say
+from fastaccum.memory import device
+from fastaccum.memory.plan import Plan
 from fastaccum.transformer import PRESETS
 
 PROG = "fastaccum plan"
@@ -18,29 +20,20 @@ PROG = "fastaccum plan"
 def plan(options: argparse.Namespace) -> int:
     """Plans as the parsed `options` say, and returns the exit code: 1 where nothing fits."""
     try:
-        require_preset(options.preset)
-        precision = chosen_precision(options.precision)
-        optimizer = make_optimizer(options.optimizer, learning_rate(1.0, 1))
-        made = make_trainer(options.preset, precision, optimizer)
-        window = np.zeros((1, PRESETS[options.preset]["context"]), np.int32)
-        found = trainer.plan(
-            made,
-            (window, window),
-            global_batch_size=options.global_batch,
-            memory_limit=options.memory_limit,
-            recompute=options.recompute,
-        )
+        found = _found(options)
     except MemoryError as error:
-        print(f"{options.preset}: {error}" if str(error) else f"{options.preset}: out of memory", file=sys.stderr)
+        print(f"--preset {options.preset}: {lines.one_line(str(error)) or 'out of memory'}", file=sys.stderr)
         return 1
     except (ValueError, TypeError, ImportError) as error:
         raise BadArgument(str(error), PROG) from error
     print(found)
     if found.recompute is None:
-        say(
-            "train",
-            f"fastaccum train {_named(options)} --batch-size {found.batch_size} --accum {found.accumulation_steps}",
-        )
+        names = [
+            n for n in ("preset", "precision", "optimizer") if getattr(options, n) != options.parser.get_default(n)
+        ]
+        given = "".join(f" --{name} {getattr(options, name)}" for name in names)
+        cut = f"--batch-size {found.batch_size} --accum {found.accumulation_steps}"
+        say("to train", f"fastaccum train{given} {cut}")
     if options.plot is not None:
         try:
             found.plot(options.plot)
@@ -50,11 +43,16 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _named(options: argparse.Namespace) -> str:
-    """The options of the model that are not the defaults of `fastaccum train`."""
-    names = [
-        name
-        for name in ("preset", "precision", "optimizer")
-        if getattr(options, name) != options.parser.get_default(name)
-    ]
-    return " ".join(f"--{name} {getattr(options, name)}" for name in names)
+def _found(options: argparse.Namespace) -> Plan:
+    require_preset(options.preset)
+    limit = None if options.memory_limit is None else device.size(options.memory_limit, "--memory-limit")
+    optimizer = make_optimizer(options.optimizer, learning_rate(1.0, 1))
+    made = make_trainer(options.preset, chosen_precision(options.precision), optimizer)
+    window = np.zeros((1, PRESETS[options.preset]["context"]), np.int32)
+    return trainer.plan(
+        made,
+        (window, window),
+        global_batch_size=options.global_batch,
+        memory_limit=limit,
+        recompute=options.recompute,
+    )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from unittest import mock
 
 import keras
 import pytest
@@ -16,6 +17,7 @@ import tiny_command
 
 from fastaccum import cli
 from fastaccum.app import options, progress, text, train
+from fastaccum.app import plan as app_plan
 from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
@@ -285,6 +287,25 @@ def test_help_answers_without_tensorflow():
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed.splitlines()[-1] == "False"
     assert all(preset in printed for preset in PRESETS)
+
+
+def test_plan_says_what_train_takes(monkeypatch, capsys, tmp_path):
+    sizes = {"width": 16, "layers": 1, "heads": 2, "context": 8}
+    monkeypatch.setitem(PRESETS, "nano", sizes)
+    picture = tmp_path / "plan.png"
+    arguments = ["plan", "--global-batch", "2", "--optimizer", "sgd", "--memory-limit"]
+    assert cli.main([*arguments, "1GiB", "--plot", str(picture)]) == 0
+    *_, chosen, train, drawn = capsys.readouterr().out.splitlines()
+    assert chosen.startswith("batch_size=2 x 1 micro-batches = 2 rows: ") and "of 1.0 GiB" in chosen
+    assert train == "to train  fastaccum train --optimizer sgd --batch-size 2 --accum 1"
+    assert drawn.endswith("plan.png") and picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(app_plan.trainer, "plan", mock.Mock(side_effect=MemoryError("Not even 1 row fits")))
+    assert cli.main([*arguments, "4 KiB"]) == 1
+    assert capsys.readouterr().err == "--preset nano: Not even 1 row fits\n"
+    for wrong in (["--preset", "no"], ["--memory-limit", "much"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["plan", *wrong])
+        assert capsys.readouterr().err.startswith(f"fastaccum plan: error: {wrong[0]}")
 
 
 def test_devices_lists_the_cpu(capsys):

@@ -93,6 +93,29 @@ def compare(make, fit, trainer_options, predict_on):
     return trainer
 
 
+def check_a_plan_is_for_the_rows_of_one_replica():
+    model = replicated(dense)
+    trainer = replicated(lambda: fa.Trainer(model, "adamw", "mse", gradient_accumulation_steps=2))
+    before, sample = trainer.model.get_weights(), (X[:1], Y[:1])
+    plan = fa.plan(trainer, sample, global_batch_size=4 * COUNT, memory_limit="1GiB")
+    assert (plan.batch_size, plan.accumulation_steps) == (4 * COUNT, 1)
+    assert {c.batch_size for c in plan.considered} <= {COUNT, 2 * COUNT, 4 * COUNT}
+    assert_close(trainer.model.get_weights(), before, 0)
+    weights = []
+    for size, options in (("auto", {"global_batch_size": 4 * COUNT}), (4 * COUNT, {})):
+        model = replicated(dense)
+        trainer = fa.Trainer(model, "adamw", "mse")
+        keras.utils.set_random_seed(3)
+        trainer.fit(X, Y, batch_size=size, verbose=0, **options)
+        weights.append(model.get_weights())
+    assert_close(*weights, 0)
+    try:
+        fa.plan(trainer, sample, global_batch_size=COUNT + 1)
+        raise AssertionError("rows that the replicas cannot share were not refused")
+    except ValueError as error:
+        assert f"shared equally by {COUNT} replicas" in str(error), error
+
+
 def check_a_trainer_is_let_go():
     def train():
         model = replicated(dense)
