@@ -3,6 +3,7 @@ from . import addons as addons
 from . import checkpoint as checkpoint
 from . import kernels as kernels
 from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
+from .adapters.remat import remat as remat
 from .checkpoint.signals import Preempted as Preempted
 from .memory.plan import Plan as Plan
 from .step.guards import NonFiniteError as NonFiniteError

@@ -310,7 +310,8 @@ class Model:
     @property
     def recomputed_layers(self) -> list[Any]:
         """The layers that a `keras.RematScope` recomputes whole."""
-        modes = [(layer, getattr(layer, "_remat_mode", None)) for layer in self.layers]
+        own = [layer for layer in self.layers if "rematerialized_call" not in vars(layer)]  # which `fa.remat` sets
+        modes = [(layer, getattr(layer, "_remat_mode", None)) for layer in own]
         chosen = [(layer, mode) for layer, mode in modes if mode and mode.mode not in (None, "activations")]
         return [each for each, mode in chosen if mode.mode != "list_of_layers" or each.name in mode.layer_names]
 

@@ -42,7 +42,15 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
                 found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
         elif fast_gradients and type(layer) is keras.layers.MaxPooling2D and _is_small(layer):
             found.append((layer, "call", functools.partial(_pooled, layer)))
-    return [each for each in found if each[1] not in vars(each[0])]
+    return [(layer, name, made) for layer, name, f in found if (made := _unless_set(layer, name, f))]
+
+
+def _unless_set(layer: Any, name: str, function: Callable) -> Callable | None:
+    """A function for a method, unless that was set on the layer; what `remat` has set computes it again."""
+    if name not in vars(layer):
+        return function
+    own = vars(layer)[name]
+    return own.around(function) if hasattr(own, "around") else None
 
 
 # The arguments of what takes a layer's `call` are named as there: Keras passes on what it is called with.

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import own_loss
+from fastaccum.adapters import own_loss, remat
 from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
@@ -72,6 +72,10 @@ class StepBuilder:
             self._moving = self._model.moving_layers
             with replicas.first_of(self._replicas):
                 self.felt_by = probe(self.step.objective, sample)
+            self._recomputed = remat.installed(self._model.model)
+        if self._recomputed != (now := remat.installed(self._model.model)):
+            self._recomputed = now
+            self.step.retrace()
         self._require_same_weights(self.step)
         if not self._model.takes_targets_apart:
             # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.

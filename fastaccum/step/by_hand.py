@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from fastaccum.adapters import remat
 from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.devices import has_gpu
@@ -44,7 +45,7 @@ class StacksByHand:
         return self._step, batch
 
     def _signature(self, batch: Batch) -> tuple:
-        return flat(batch)[1], *[layer.trainable for layer in self._layers]
+        return flat(batch)[1], remat.changes(), *[layer.trainable for layer in self._layers]
 
     def run(self, step: Any, batch: Batch) -> StepResult:
         """One train step; what it has to say is raised here, or with a GPU, which this does not wait for, next time."""

@@ -28,7 +28,8 @@ def require_recomputable(model: Model) -> None:
     if layers:
         raise ValueError(
             f"{', '.join(layers)} were made under keras.RematScope, and draw random numbers or keep statistics: "
-            "computed once more in the backward pass, they would draw others and move twice. Make them outside of it."
+            "computed once more in the backward pass, they would draw others and move twice. Call fa.remat(model), "
+            "which recomputes them exactly, or make them outside of it."
         )
 
 
@@ -44,8 +45,9 @@ def explained(model: Model) -> Iterator[None]:
             raise
         raise ValueError(
             f"{', '.join(layers)} were made under keras.RematScope. In a graph, Keras recomputes none called "
-            "with keyword arguments, as most are with `training`, nor any of mixed precision. Make them outside of it, "
-            "or under RematScope('activations'); fastaccum.kernels.LayerStack recomputes layers of one kind."
+            "with keyword arguments, as most are with `training`, nor any of mixed precision. Call fa.remat(model), "
+            "which recomputes them here, or make them outside of it; fastaccum.kernels.LayerStack recomputes layers of "
+            "one kind in a loop."
         ) from error
     except tf.errors.InvalidArgumentError as error:
         refused = refusal("this model", error, _layers_in(str(error), model))

@@ -1,0 +1,266 @@
+"""Parts of a model to be computed again in the backward pass: layers that repeat, and segments of flat graphs."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import keras
+
+from fastaccum.adapters import embeddings
+from fastaccum.adapters.keras_models import never_draws
+from fastaccum.adapters.packages import kinds, of_keras, package
+from fastaccum.kernels.layer_stack import LayerStack
+
+# Of a layer's weights, what the blocks within it are to have for it to be left to them.
+_MOST = 0.75
+# What stands for a length that is not known, of an axis other than the rows'.
+_LENGTH = 128
+# What cutting a graph is to leave of its memory at most, for it to be worth the arithmetic.
+_WORTH = 0.8
+
+
+class Segment(NamedTuple):
+    """Nodes of a functional graph that are called one after the other.
+
+    Attributes:
+        nodes: Keras's, in the order in which they are called.
+        inputs: KerasTensors that others give and these nodes take; `outputs`, that these give and others take.
+        recomputed: whether it is to be computed again.
+    """
+
+    nodes: list[Any]
+    inputs: list[Any]
+    outputs: list[Any]
+    recomputed: bool
+
+    @property
+    def layers(self) -> list[Any]:
+        """Those among the operations, with the layers within them."""
+        layers = [node.operation for node in self.nodes if isinstance(node.operation, keras.layers.Layer)]
+        return [part for layer in layers for part in layer._flatten_layers()]
+
+
+class Block(NamedTuple):
+    """A layer whose whole `call` is computed again; or, with `segments`, a functional model that is cut."""
+
+    layer: Any
+    segments: list[Segment] | None = None
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers that are computed again."""
+        if self.segments is None:
+            return [self.layer]
+        return [layer for segment in self.segments if segment.recomputed for layer in segment.layers]
+
+
+def find(model: Any) -> list[Block]:
+    """The blocks of a model, from the outermost layers inwards; none where nothing repeats and no graph is worth a cut.
+
+    Layers of one class side by side are blocks, unless most of each is in blocks of its own. A functional or Sequential
+    model whose blocks hold less than that is cut into segments itself.
+    """
+    found = _found(model, {}, root=model)
+    graph = graph_of(model)
+    segments = None if found or graph is None else _cut(graph, is_last=True, worth=1.0)
+    return found if segments is None else [Block(graph, segments)]
+
+
+def refusal(layer: Any) -> str | None:
+    """Why a layer cannot be computed again, as what it is or holds; None where it can."""
+    parts = list(layer._flatten_layers())
+    if hasattr(layer, "update_state"):
+        return "is a metric"
+    if found := embeddings.lookups(parts):
+        return f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
+    if any(isinstance(part, LayerStack) for part in parts):
+        return "holds a LayerStack, which recomputes by a policy of its own"
+    if drawing := [part.name for part in parts if "tf_keras.BaseRandomLayer" in kinds(part) and not never_draws(part)]:
+        return f"holds {drawing[0]!r} of tf_keras, which draws what no seed of the model's determines"
+    return "is an input" if type(layer).__name__ == "InputLayer" else None
+
+
+def _found(layer: Any, known: dict[int, list[Block]], root: Any) -> list[Block]:
+    if id(layer) not in known:
+        known[id(layer)] = []  # for a layer that holds itself
+        known[id(layer)] = _search(layer, known, root)
+    return known[id(layer)]
+
+
+def _search(layer: Any, known: dict[int, list[Block]], root: Any) -> list[Block]:
+    children = list({id(c): c for c in layer._flatten_layers(include_self=False, recursive=False)}.values())
+    children = [child for child in children if _is_composite(child)]
+    number = collections.Counter(map(type, children))
+    found: list[Block] = []
+    for child in children:
+        within = _found(child, known, root)
+        repeats = number[type(child)] > 1 and refusal(child) is None
+        # Models of a few layers each that repeat are blocks; a few models of many layers are cut.
+        small = number[type(child)] > 2 and all(block.segments is not None for block in within)
+        found += [Block(child)] if repeats and (small or not _holds_most(within, child)) else within
+    graph = graph_of(layer)
+    if graph is None or _holds_most(found, layer):
+        return found
+    segments = _cut(graph, is_last=layer is root)
+    return found if segments is None else [Block(graph, segments)]
+
+
+def _is_composite(layer: Any) -> bool:
+    """Whether it is made of layers, and not one of Keras's own that happens to be."""
+    if of_keras(type(layer)) and not _is_model(layer):
+        return False
+    return bool(layer.weights) and any(part.weights for part in layer._flatten_layers(include_self=False))
+
+
+def _is_model(layer: Any) -> bool:
+    return any(kind in kinds(layer) for kind in ("keras.Model", "tf_keras.Model"))
+
+
+def _holds_most(blocks: list[Block], layer: Any) -> bool:
+    within = {id(w) for block in blocks for part in block.layers for w in part.weights}
+    others = {id(w) for embedding, _ in embeddings.lookups(layer._flatten_layers()) for w in embedding.weights}
+    own = {id(w) for w in layer.weights} - others
+    return bool(within) and len(within & own) >= _MOST * len(own)
+
+
+def graph_of(layer: Any) -> Any:
+    """What calls the layers of a functional or Sequential model, node by node; None for a call of a class's own."""
+    if isinstance(layer, keras.Sequential):
+        layer = layer._functional
+    return layer if isinstance(layer, keras.Function) and package(type(layer).call) == "keras" else None
+
+
+def _cut(graph: Any, is_last: bool, worth: float = _WORTH) -> list[Segment] | None:
+    """The segments of a graph whose kept boundaries and largest inside take the least memory, both by its shapes.
+
+    Args:
+        is_last: whether nothing but a loss comes after it: its last segment is then kept, as the way back begins there.
+        worth: what is to be left of the memory at most, for it to be cut.
+    """
+    nodes, apart = _ordered(graph)
+    last_use = {id(t): len(nodes) for t in graph.outputs}
+    for k, node in reversed(list(enumerate(nodes))):
+        for t in node.input_tensors:
+            last_use.setdefault(id(t), k)
+    costs = [
+        _Cost(_inside(node), [(last_use.get(id(t), k), _size(t)) for t in node.outputs]) for k, node in enumerate(nodes)
+    ]
+    ends, least = _least(costs, apart)
+    whole = sum(cost.inside for k, cost in enumerate(costs) if k not in apart)
+    if least >= worth * whole:
+        return None
+    parts = [nodes[i:j] for i, j in itertools.pairwise([0, *ends])]
+    segments = [_segment(part, graph.outputs, nodes, nodes.index(part[0]) not in apart) for part in parts]
+    if is_last:
+        last = max(k for k, segment in enumerate(segments) if segment.recomputed)
+        segments[last] = segments[last]._replace(recomputed=False)
+    return segments
+
+
+def _ordered(graph: Any) -> tuple[list[Any], set[int]]:
+    """The nodes that a call runs, in Keras's order, and the places of those that no block may hold.
+
+    These come first where they can, as what they do to ids and masks would part what others compute.
+    """
+    by_depth = graph._nodes_by_depth
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation]
+    nodes = [node for node in nodes if not node.is_input]
+    # As in Keras: what hangs on inputs of other graphs is not called.
+    ready = {id(t) for t in graph.inputs}
+    nodes = [node for node in nodes if _enter(node, ready)]
+    outputs = {id(t) for t in graph.outputs}
+    apart = [node for node in nodes if _is_apart(node, outputs)]
+    ready = {id(t) for t in graph.inputs}
+    first = [node for node in apart if _enter(node, ready)]
+    nodes = [*first, *(node for node in nodes if node not in first)]
+    return nodes, {k for k, node in enumerate(nodes) if node in apart}
+
+
+def _enter(node: Any, ready: set[int]) -> bool:
+    """Whether a node's inputs are ready; its outputs then are too."""
+    if not all(id(t) in ready for t in node.input_tensors):
+        return False
+    ready.update(id(t) for t in node.outputs)
+    return True
+
+
+def _is_apart(node: Any, outputs: set[int]) -> bool:
+    layer = node.operation
+    if not any("float" in str(t.dtype) for t in node.outputs):
+        return True
+    if not isinstance(layer, keras.layers.Layer):
+        return False
+    # A LinearCrossEntropy takes over such a layer.
+    is_head = hasattr(layer, "kernel") and any(id(t) in outputs for t in node.outputs)
+    return is_head or refusal(layer) is not None
+
+
+class _Cost(NamedTuple):
+    inside: float  # what a node's gradient reads
+    outputs: list[tuple[int, float]]  # of each the place of the last node that takes it, and its size
+
+
+def _least(costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
+    """Where segments end, and their kept boundaries and largest inside; what is apart is a segment by itself."""
+    total = sum(cost.inside for cost in costs)
+    bound = max((cost.inside for k, cost in enumerate(costs) if k not in apart), default=0.0)
+    best: tuple[list[int], float] = [len(costs)], math.inf
+    while bound and bound < 2 * total:
+        best = min(best, _within(bound, costs, apart), key=lambda found: found[1])
+        bound *= 1.3
+    return best
+
+
+def _within(bound: float, costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
+    """As `_least`, with the least boundaries where no inside is larger than `bound`."""
+    # Of the first j nodes: what is kept at least, where the last segment of them begins, and the largest inside.
+    best: list[tuple[float, int, float]] = [(0.0, 0, 0.0)]
+    for j in range(1, len(costs) + 1):
+        found = (math.inf, 0, 0.0)
+        inside = out = 0.0
+        for i in range(j - 1, -1, -1):
+            inside += costs[i].inside
+            if i < j - 1 and (inside > bound or i in apart or j - 1 in apart):
+                break
+            out += sum(size for use, size in costs[i].outputs if use >= j)
+            kept, _, largest = best[i]
+            found = min(found, (kept + out, i, largest if i in apart else max(largest, inside)))
+        best.append(found)
+    ends = [len(costs)]
+    while begins := best[ends[0]][1]:
+        ends.insert(0, begins)
+    kept, _, largest = best[-1]
+    return ends, kept + largest
+
+
+def _segment(part: list[Any], outputs: list[Any], nodes: list[Any], recomputed: bool) -> Segment:
+    made = {id(t): t for node in part for t in node.outputs}
+    taken = {id(t): t for node in part for t in node.input_tensors if id(t) not in made}
+    inside = {id(node) for node in part}
+    elsewhere = {id(t) for node in nodes if id(node) not in inside for t in node.input_tensors}
+    given = [t for key, t in made.items() if key in elsewhere or any(t is output for output in outputs)]
+    return Segment(part, list(taken.values()), given, recomputed)
+
+
+def _size(t: Any) -> float:
+    """Bytes of a KerasTensor for one row."""
+    rows, *sizes = t.shape or (1,)
+    width = 2 if "16" in str(t.dtype) else 4
+    return float(width * (rows or 1) * math.prod(size or _LENGTH for size in sizes))
+
+
+def _inside(node: Any) -> float:
+    """Bytes that a node's gradient reads, about: an output for each layer within, and attention's scores."""
+    layer, out = node.operation, sum(map(_size, node.outputs))
+    graph = graph_of(layer) if isinstance(layer, keras.layers.Layer) else None
+    if graph is not None:
+        return sum(map(_inside, _ordered(graph)[0]))
+    parts = layer._flatten_layers() if isinstance(layer, keras.layers.Layer) else [layer]
+    scores = 0.0
+    heads = getattr(layer, "num_heads", getattr(layer, "num_query_heads", None))
+    if heads and isinstance(layer, keras.layers.Layer) and len(node.outputs[0].shape) == 3:
+        scores = 3.0 * heads * (node.outputs[0].shape[1] or _LENGTH) ** 2 * 4
+    return out * len(list(parts)) + scores

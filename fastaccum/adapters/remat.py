@@ -1,0 +1,211 @@
+"""`remat`: a model whose blocks are computed again in the backward pass, instead of being kept for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from fastaccum.adapters import blocks
+from fastaccum.adapters.blocks import Block, Segment
+from fastaccum.adapters.packages import kinds
+from fastaccum.kernels.layer_graph import require_policy
+from fastaccum.kernels.recompute import recomputed
+
+AnyModel = TypeVar("AnyModel", bound=Any)
+_changes = 0  # of any model, in this process
+
+
+def remat(
+    model: AnyModel,
+    policy: str | Sequence[str] | None = "nothing_saveable",
+    layer_names: Sequence[str] | None = None,
+) -> AnyModel:
+    """Lets a training step compute a model's blocks again in the backward pass (Chen et al., 2016, arXiv:1604.06174).
+
+    Of a block only its inputs are kept; its other values exist while its own gradient is computed. The gradients are
+    the same, to rounding, at about a third more arithmetic; dropout drops the same elements, and moving statistics and
+    seeds move once. That is so in a program that XLA compiles and that takes a gradient, a `Trainer`'s or Keras's own
+    with `jit_compile=True`, and saves memory on a GPU; elsewhere the model computes as ever.
+
+    Blocks are found from the outermost layers inwards: layers of one class side by side (a model's Transformer layers,
+    those of a class of your own, nested models), and else a functional or Sequential graph, which is cut into segments
+    where few values cross. Embeddings, a `LayerStack` and a linear output layer stay outside. The model's
+    weights, names, `layers`, configuration and saved form stay as they are; a loaded or a cloned model keeps everything
+    until it is passed here too.
+
+    Args:
+        model: a Keras 3 model that has its weights, or a tf_keras one whose blocks draw no random numbers.
+        policy: what is kept of a block besides its inputs, by the words of `fastaccum.kernels.LayerStack`:
+            "nothing_saveable", "auto" for all that has a name, or a list of names; None or "everything_saveable" for
+            a model as it was.
+        layer_names: of the layers whose calls are the blocks, in place of what is found, as in `keras.RematScope`.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        TypeError: raised if it is no model, or names are no strings.
+        ValueError: raised if a policy or a name is unknown, if a named layer cannot be computed again, if the model has
+            no weights yet, or if there is no block in it.
+
+    >>> layers = [keras.layers.Dense(64, "tanh") for _ in range(8)]
+    >>> model = remat(keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)]))
+    >>> [layer.name for layer in model.layers] == [layer.name for layer in [*layers, model.layers[-1]]]
+    True
+    """
+    kind = kinds(model)
+    if "keras.Model" not in kind and "tf_keras.Model" not in kind:
+        raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
+    keeps_all = policy is None or policy == "everything_saveable"
+    found = [] if keeps_all else _blocks(model, require_policy(policy), layer_names)
+    for layer in _with_graphs(model):
+        _restore(layer)
+        if found and _mode(layer) not in (None, "activations"):
+            _set(layer, "rematerialized_call", _plain)  # Keras's own fails here
+    for block in found:
+        _install(block, policy)
+    global _changes
+    _changes += 1
+    return model
+
+
+def changes() -> int:
+    """How often `remat` has changed a model in this process."""
+    return _changes
+
+
+def installed(model: Any) -> list[Any]:
+    """What `remat` has put into a model: the same objects until it is called on it again."""
+    return [value for layer in _with_graphs(model) for value in vars(layer).values() if isinstance(value, _InPlace)]
+
+
+def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[Block]:
+    if layer_names is not None:
+        return [Block(layer) for layer in _named(model, layer_names)]
+    if not model.weights:
+        raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
+    named = [layer for layer in model._flatten_layers() if _mode(layer) == "list_of_layers"]
+    found = [Block(layer) for layer in named if blocks.refusal(layer) is None] or blocks.find(model)
+    if not found:
+        why = [f"{layer.name!r} {reason}" for layer in model._flatten_layers() if (reason := blocks.refusal(layer))]
+        raise ValueError(
+            f"Model {model.name!r} has no blocks: no layers of one class side by side whose call could be computed "
+            f"again, and no functional graph worth a cut ({'; '.join(why[:3]) or 'it is too small'}). Name layers: "
+            "fa.remat(model, layer_names=[...])."
+        )
+    return found
+
+
+def _named(model: Any, layer_names: Sequence[str]) -> list[Any]:
+    if isinstance(layer_names, str) or not all(isinstance(name, str) for name in layer_names):
+        raise TypeError(f"layer_names={layer_names!r} must be a list of the names of layers.")
+    by_name = {layer.name: layer for layer in reversed(list(model._flatten_layers()))}
+    for name in layer_names:
+        if name not in by_name:
+            raise ValueError(f"layer_names: the model has no layer {name!r}. It has {list(by_name)[::-1]}.")
+        if reason := blocks.refusal(by_name[name]):
+            raise ValueError(
+                f"layer_names: {name!r} ({type(by_name[name]).__name__}) cannot be computed again: it {reason}. Leave "
+                "it out, or name the layers within it."
+            )
+    return [by_name[name] for name in layer_names]
+
+
+def _mode(layer: Any) -> str | None:
+    """By what a `keras.RematScope` in which it was made has it computed again."""
+    scope: Any = getattr(layer, "_remat_mode", None)
+    listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)
+    return scope.mode if listed else None
+
+
+def _plain(call: Callable, *args: Any, **kwargs: Any) -> Callable:
+    return call
+
+
+def _with_graphs(model: Any) -> list[Any]:
+    """Every layer, and the functional models in Sequential ones."""
+    layers = list(model._flatten_layers())
+    graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]
+    return list({id(layer): layer for layer in [*layers, *graphs]}.values())
+
+
+def _restore(layer: Any) -> None:
+    for name, value in list(vars(layer).items()):
+        if isinstance(value, _InPlace):
+            del vars(layer)[name]
+            if value.before is not None:
+                vars(layer)[name] = value.before
+
+
+def _install(block: Block, policy: Any) -> None:
+    if block.segments is None:
+        _set(block.layer, "call", _call(block.layer, vars(block.layer).get("call"), policy))
+        vars(block.layer)["call"].around = functools.partial(_call, block.layer, policy=policy)
+    else:
+        _set(block.layer, "_run_through_graph", _walk(block.layer, block.segments, policy))
+
+
+def _set(layer: Any, name: str, function: Callable) -> None:
+    # Past Keras's own __setattr__, which tracks what is assigned.
+    vars(layer)[name] = _InPlace(function, vars(layer).get(name))
+
+
+class _InPlace:
+    """What stands on a layer in place of a method of its class, or of what stood there before."""
+
+    def __init__(self, function: Callable, before: Any):
+        functools.update_wrapper(self, function)
+        self._function, self.before = function, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _call(layer: Any, before: Any, policy: Any) -> Callable:
+    """A layer's call, or what stands in place of it, computed again."""
+
+    @functools.wraps(before or type(layer).call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The class may have been switched since.
+        own = before or functools.partial(type(layer).call, layer)
+
+        def plain(args, kwargs):
+            return own(*args, **kwargs)
+
+        return recomputed(plain, args, kwargs, policy=policy, layers=layer._flatten_layers())
+
+    return call
+
+
+def _walk(graph: Any, segments: list[Segment], policy: Any) -> Callable:
+    """What runs a functional model's graph, segment by segment."""
+
+    @functools.wraps(type(graph)._run_through_graph)
+    def run(inputs: Any, operation_fn: Callable = lambda operation: operation, **others: Any) -> Any:
+        flat = keras.tree.flatten(inputs)
+        if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
+            return type(graph)._run_through_graph(graph, inputs, operation_fn, **others)
+        values = dict(zip(map(id, graph.inputs), flat, strict=True))
+        for segment in segments:
+            call = functools.partial(_run, segment, operation_fn)
+            given = [values[id(t)] for t in segment.inputs]
+            results = (
+                recomputed(call, given, policy=policy, layers=segment.layers) if segment.recomputed else call(given)
+            )
+            values |= zip(map(id, segment.outputs), results, strict=True)
+        return keras.tree.pack_sequence_as(graph.output, [values[id(t)] for t in graph.outputs])
+
+    return run
+
+
+def _run(segment: Segment, operation_fn: Callable, given: list[Any]) -> list[Any]:
+    values = dict(zip(map(id, segment.inputs), given, strict=True))
+    for node in segment.nodes:
+        args, kwargs = node.arguments.fill_in(values)
+        outputs = operation_fn(node.operation)(*args, **kwargs)
+        values |= zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=False)
+    return [values[id(t)] for t in segment.outputs]

@@ -1,0 +1,322 @@
+"""`fa.remat`: what its blocks are, and that training with it is training without."""
+
+import functools
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import fastaccum as fa
+from fastaccum.adapters import blocks
+from fastaccum.adapters.remat import installed
+
+layers = keras.layers
+VOCABULARY, LENGTH, WIDTH, CLASSES = 11, 6, 8, 5
+
+
+class Mlp(layers.Layer):
+    """A block of one's own: normalised, gated by dropout, with a loss and a step that it counts."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.inner, self.drop = layers.LayerNormalization(), layers.Dense(2 * width, "gelu"), dropout()
+        self.outer, self.supports_masking = layers.Dense(width), True
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="float32")
+        self.norm.build(shape)
+        self.inner.build(shape)
+        self.outer.build((*shape[:-1], self.inner.units))
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        y = self.outer(self.drop(self.inner(self.norm(x))))
+        self.add_loss(1e-2 * tf.reduce_mean(tf.square(tf.cast(y, tf.float32))))
+        return x + y
+
+
+class Stage(layers.Layer):
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks, self.down = [Mlp() for _ in range(depth)], layers.Dense(WIDTH)
+
+    def build(self, shape):
+        for layer in (*self.blocks, self.down):
+            layer.build(shape)
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.down(x)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.stages = layers.Embedding(VOCABULARY, WIDTH), [Stage(2), Stage(2)]
+        self.head = layers.Dense(VOCABULARY)
+
+    def call(self, ids):
+        x = self.embed(ids)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def dropout():
+    return layers.Dropout(0.2, seed=3)
+
+
+def attended(depth=2):
+    """A flat graph of plain layers, with masks, and one Dense that two places share."""
+    ids, shared = keras.Input((LENGTH,), dtype="int32"), layers.Dense(WIDTH, "tanh", name="shared")
+    x = dropout()(layers.Embedding(VOCABULARY, WIDTH, mask_zero=True, name="embedding")(ids))
+    for k in range(depth):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 4, dropout=0.2, seed=k)(y, y, use_causal_mask=True)])
+        y = layers.Dense(WIDTH)(layers.Dense(2 * WIDTH, "gelu")(layers.LayerNormalization()(x)))
+        x = layers.Add()([x, shared(y)])
+    return keras.Model(ids, layers.Dense(VOCABULARY, name="head")(x))
+
+
+def convolved():
+    """Residual connections, batch statistics, a Sequential around the graph."""
+    images = keras.Input((8, 8, 3))
+    x = images
+    for filters in (4, 8):
+        y = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)))
+        y = layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(y))
+        x = layers.ReLU()(layers.Add()([y, layers.Conv2D(filters, 1)(x)]))
+    body = keras.Model(images, x)
+    top = [layers.GlobalAveragePooling2D(), dropout(), layers.Dense(CLASSES)]
+    return keras.Sequential([keras.Input((8, 8, 3)), body, *top])
+
+
+def subclassed():
+    model = Subclassed()
+    model(np.zeros((1, LENGTH), "int32"))
+    return model
+
+
+def tokens():
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (8, LENGTH))
+    return ids, np.roll(ids, -1, 1)
+
+
+def images():
+    return np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype("float32"), np.arange(8) % CLASSES
+
+
+MODELS = {"attended": (attended, tokens), "convolved": (convolved, images), "subclassed": (subclassed, tokens)}
+
+
+def made(make, dtype="float32"):
+    before = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy(dtype)
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        return make()
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def state(model):
+    generators = [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
+    return [v.numpy() for v in [*model.variables, *(generator.state for generator in generators)]]
+
+
+def trained(model, data, **options):
+    """The model's variables after two updates, their change, and the losses."""
+    before, (x, y) = state(model), data()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {"gradient_accumulation_steps": 2, "loss": loss} | options
+    history = fa.Trainer(model, keras.optimizers.SGD(0.1), **options).fit(x, y, batch_size=2, verbose=0)
+    after = state(model)
+    return after, [a - b for a, b in zip(after, before, strict=True)], history.history["loss"]
+
+
+def require_equal(plain, recomputed, tolerance):
+    (after, moved, losses), (same, _, same_losses) = plain, recomputed
+    np.testing.assert_allclose(same_losses, losses, rtol=tolerance)
+    for expected, value, change in zip(after, same, moved, strict=True):
+        if np.issubdtype(value.dtype, np.floating):
+            np.testing.assert_allclose(value, expected, atol=tolerance * max(np.abs(change).max(), 1e-3), rtol=0)
+        else:
+            np.testing.assert_array_equal(value, expected)  # of seeds
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("attended", "mixed_float16"), ("convolved", "float32"), ("subclassed", "float32")]
+)
+def test_training_is_that_of_the_plain_model(name, dtype):
+    make, data = MODELS[name]
+    plain = trained(made(make, dtype), data)
+    recomputed = trained(fa.remat(made(make, dtype)), data)
+    require_equal(plain, recomputed, 1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_a_trainer_that_has_a_program_traces_it_anew():
+    model, (x, y) = made(convolved), images()
+    trainer = fa.Trainer(model, "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def recomputes():
+        return "opt-barrier" in trainer.compiler_ir((x[None], y[None]), "hlo")
+
+    assert not recomputes()
+    fa.remat(model)
+    assert recomputes()
+    fa.remat(model, "everything_saveable")
+    assert not recomputes()
+    named = model.layers[0].layers[1:3]  # a Conv2D and a BatchNormalization, which train by other forms of their calls
+    fa.remat(model, layer_names=[layer.name for layer in named])
+    assert recomputes()
+    assert len(installed(model)) == 2
+
+
+def test_what_a_model_is_stays_as_it_was(tmp_path):
+    model = made(attended)
+    config, names, before = saved(model, tmp_path), [layer.name for layer in model.layers], set(vars(model))
+    weights = [w.path for w in model.weights]
+    assert fa.remat(fa.remat(model)) is model
+    assert len(installed(model)) == 1
+    assert (saved(model, tmp_path), [layer.name for layer in model.layers]) == (config, names)
+    assert [w.path for w in model.weights] == weights
+    assert not installed(keras.models.load_model(tmp_path / "model.keras"))
+    assert not installed(keras.models.clone_model(model))
+    x, _ = tokens()
+    np.testing.assert_array_equal(model(x), fa.remat(model, None)(x))
+    assert set(vars(model)) == before
+
+
+def saved(model, folder):
+    """A model's file, without its date."""
+    model.save(folder / "model.keras")
+    with zipfile.ZipFile(folder / "model.keras") as file:
+        return {name: file.read(name) for name in file.namelist() if name != "metadata.json"}
+
+
+def cut(model):
+    (block,) = blocks.find(model)
+    return block.segments
+
+
+def operations(segments):
+    return [[node.operation.name for node in segment.nodes] for segment in segments]
+
+
+def test_a_flat_graph_is_cut_where_one_value_crosses():
+    segments = cut(made(functools.partial(attended, 6)))
+    first, *inner, last = operations(segments)
+    assert [segment.recomputed for segment in segments] == [False, *[True] * (len(segments) - 3), False, False]
+    assert first == ["embedding"], "ids are checked outside"
+    assert last == ["head"], "a LinearCrossEntropy may take it over"
+    assert 6 <= len(inner) <= 14
+    assert all(len(segment.outputs) == 1 and len(segment.inputs) <= 2 for segment in segments)
+    nodes = [id(node) for segment in segments for node in segment.nodes]
+    assert len(nodes) == len(set(nodes)) == 6 * 8 + 3, "a shared layer's calls are nodes of their own"
+
+
+def test_boundaries_and_insides_take_the_least_memory():
+    """By trying all ways to cut a chain."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        inside, out = rng.integers(1, 50, 8), rng.integers(1, 20, 8)
+        costs = [blocks._Cost(float(a), [(k + 1, float(b))]) for k, (a, b) in enumerate(zip(inside, out, strict=True))]
+
+        def memory(ends, inside=inside, out=out):
+            starts = [0, *ends[:-1]]
+            return sum(out[e - 1] for e in ends) + max(inside[a:b].sum() for a, b in zip(starts, ends, strict=True))
+
+        ways = [[k for k in range(1, 8) if way >> k & 1] + [8] for way in range(0, 256, 2)]
+        ends, found = blocks._least(costs, set())
+        assert found == memory(ends)
+        assert found <= 1.15 * min(map(memory, ways))
+
+
+def test_blocks_are_the_outermost_layers_that_repeat():
+    model = made(subclassed)
+    assert [block.layer for block in blocks.find(model)] == [b for stage in model.stages for b in stage.blocks]
+
+    def inner():
+        return keras.Sequential([keras.Input((WIDTH,)), *(layers.Dense(WIDTH, "tanh") for _ in range(2))])
+
+    nested = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(WIDTH), *(inner() for _ in range(9))])
+    assert [block.layer for block in blocks.find(nested)] == nested.layers[1:]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["embedding"], "'embedding' .*cannot be computed again.*ids are checked"),
+        (["no_such"], "no layer 'no_such'.*'head'"),
+        (["stack"], "holds a LayerStack"),
+    ],
+)
+def test_a_layer_that_cannot_be_recomputed_is_refused(names, message):
+    ids = keras.Input((LENGTH,))
+    x = layers.Embedding(VOCABULARY, WIDTH, name="embedding")(ids)
+    x = fa.kernels.LayerStack(lambda: layers.Dense(WIDTH), 2, name="stack")(x)
+    model = keras.Model(ids, layers.Dense(2, name="head")(x))
+    with pytest.raises(ValueError, match=message):
+        fa.remat(model, layer_names=names)
+    assert not installed(model)
+
+
+def test_what_has_no_blocks_says_so():
+    with pytest.raises(ValueError, match=r"no blocks.*layer_names"):
+        fa.remat(keras.Sequential([keras.Input((4,)), layers.Dense(1)]))
+    with pytest.raises(ValueError, match="no weights yet"):
+        fa.remat(Subclassed())
+    with pytest.raises(TypeError, match="not a Keras model"):
+        fa.remat(layers.Dense(1))
+    with pytest.raises(ValueError, match="policy='some'"):
+        fa.remat(made(attended), "some")
+
+
+def test_it_takes_over_from_a_remat_scope():
+    """Which fails on TensorFlow."""
+    with keras.RematScope("list_of_layers", layer_names=["first", "second"]):
+        hidden = [layers.Dense(4, "tanh", name=name) for name in ("first", "second", "third")]
+        dropped = layers.Dropout(0.5, name="second")
+    model = keras.Sequential([keras.Input((4,)), hidden[0], hidden[2], dropped, layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse")
+    x = np.ones((4, 4), "float32")
+    with pytest.raises(ValueError, match=r"second .Dropout.*fa\.remat\(model\)"):
+        trainer.fit(x, x[:, :1], verbose=0)
+    fa.remat(model)
+    assert "opt-barrier" in trainer.compiler_ir((x[None], x[None, :, :1]), "hlo")
+    assert [layer.name for layer in model.layers if "call" in vars(layer)] == ["first", "second"]
+
+
+class LegacyBlock(tf_keras.layers.Layer):
+    def __init__(self, rate):
+        super().__init__()
+        self.inner, self.drop = tf_keras.layers.Dense(8, "tanh"), tf_keras.layers.Dropout(rate)
+        self.outer = tf_keras.layers.Dense(4)
+
+    def call(self, x, training=None):
+        return x + self.outer(self.drop(self.inner(x), training=training))
+
+
+def legacy(rate):
+    tf_keras.utils.set_random_seed(0)
+    model = tf_keras.Sequential([LegacyBlock(rate), LegacyBlock(rate), tf_keras.layers.Dense(1)])
+    model(np.zeros((1, 4), "float32"))
+    return model
+
+
+def test_blocks_of_tf_keras_are_exact_or_refused():
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    moved = []
+    for model in (legacy(0.0), fa.remat(legacy(0.0))):
+        trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), "mse")
+        trainer.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+        moved.append(np.concatenate([v.numpy().ravel() for v in model.variables]))
+    assert "opt-barrier" in trainer.compiler_ir((x[None], x[None, :, :1]), "hlo")
+    np.testing.assert_allclose(*moved, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match=r"holds .dropout.* of tf_keras"):
+        fa.remat(legacy(0.5))
