@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -71,6 +72,24 @@ def remat(
     global _changes
     _changes += 1
     return model
+
+
+@contextlib.contextmanager
+def recomputing(model: Any, policy: str | Sequence[str] | None) -> Iterator[None]:
+    """Within the scope, a model as `remat(model, policy)` leaves it, or with None as it is; then as it was before."""
+    if policy is None:
+        yield
+        return
+    before = [
+        (vars(layer), {name: value for name, value in vars(layer).items() if isinstance(value, _InPlace)})
+        for layer in _with_graphs(model)
+    ]
+    try:
+        yield remat(model, policy)
+    finally:
+        remat(model, None)
+        for own, values in before:
+            own.update(values)
 
 
 def changes() -> int:

@@ -11,7 +11,7 @@ import tf_keras
 
 import fastaccum as fa
 from fastaccum.adapters import blocks
-from fastaccum.adapters.remat import installed
+from fastaccum.adapters.remat import installed, recomputing
 
 layers = keras.layers
 VOCABULARY, LENGTH, WIDTH, CLASSES = 11, 6, 8, 5
@@ -187,6 +187,10 @@ def test_what_a_model_is_stays_as_it_was(tmp_path):
     assert [w.path for w in model.weights] == weights
     assert not installed(keras.models.load_model(tmp_path / "model.keras"))
     assert not installed(keras.models.clone_model(model))
+    before_scope = installed(model)
+    with recomputing(model, ["attention"]):
+        assert installed(model) != before_scope
+    assert installed(model) == before_scope
     x, _ = tokens()
     np.testing.assert_array_equal(model(x), fa.remat(model, None)(x))
     assert set(vars(model)) == before
