@@ -29,6 +29,7 @@ from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.custom_gradients import owned_by_graphs
 from fastaccum.memory import planner
 from fastaccum.memory.plan import Plan
+from fastaccum.memory.summary import Summary, summary
 from fastaccum.step import compilable, diagnosis, program
 from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import loss_scale as loss_scales
@@ -465,6 +466,50 @@ class Trainer:
             batch = self._builder.training_layout(self._present_options).shard(batch)
         with self._explained():
             return self._by_hand.run(step, batch)
+
+    def summary(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
+        verbose: bool = True,
+    ) -> Summary:
+        """Prints what a train step computes, moves and holds: parameters, FLOPs, bytes, memory by kind, and what was
+        compiled so far. Compiles the step where that was not done yet; runs nothing.
+
+        Args:
+            x, y, sample_weight: as `fit` takes them; only shapes and dtypes are read. None for those of the data that
+                the trainer has seen first.
+            batch_size: rows of a micro-batch, as in `fit`.
+            verbose: False prints nothing.
+
+        Returns:
+            The figures: `flops`, `bytes`, `arithmetic_intensity`, `memory` and the others of the table, which is its
+            `str`. Under tf.distribute they are those of one replica.
+
+        Raises:
+            ValueError: raised if there is no x and the trainer has seen none, or no XLA program.
+
+        >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
+        >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
+        >>> found = trainer.summary(tf.ones([64, 100]), tf.ones([64, 10]), batch_size=16, verbose=False)
+        >>> found.trainable_parameters, found.memory.by_kind["weights"]
+        (1010, 4040)
+        """
+        if x is not None:
+            sample = self._source(x, y, sample_weight, batch_size=batch_size).sample
+        elif (sample := self._builder.sample) is None:
+            raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
+        elif batch_size is not None:
+            rows = checks.whole_number("batch_size", batch_size)
+            sample = tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
+        with self._explained():
+            step = self._built(sample)
+            found = summary(step, sample, self._builder.training_layout(self._present_options))
+        if checks.true_or_false("verbose", verbose):
+            print(found)
+        return found
 
     def compiler_ir(self, stack: tuple[Any, ...], stage: program.Stage = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""

@@ -20,7 +20,7 @@ from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_compon
 from fastaccum.distribute.workers import WorkersDifferError
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
-from fastaccum.step.program import aside, programs
+from fastaccum.step.program import Program, aside, programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Accumulated
 
@@ -213,6 +213,11 @@ class ReplicatedStep:
         ]
 
     # Called by the host.
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """As `ModelStep.programs`, each with the pieces that it calls on every local replica."""
+        return {"train step": self._executor, "evaluation": self._evaluator}
 
     def retrace(self) -> None:
         """As `ModelStep.retrace`."""

@@ -55,6 +55,7 @@ class StepBuilder:
         self._given, self._replicas, self._identity = given, replicas, identity
         self.needs_targets = given["loss"] is not None and not model.overrides("compute_loss")
         self.step: Step | None = None
+        self.sample: Batch | None = None  # that it was built for
 
     @owned_by_graphs()
     @without_collection()
@@ -67,7 +68,7 @@ class StepBuilder:
         """
         self._model.require_inputs(sample.x)
         if self.step is None:
-            self.step = self._build(sample, options)
+            self.step, self.sample = self._build(sample, options), sample
             self._model.adopt(self._optimizer.optimizer, self._metrics.compiled, **self._given)
             self._moving = self._model.moving_layers
             with replicas.first_of(self._replicas):

@@ -27,20 +27,29 @@ def step_memory(step: ModelStep | ReplicatedStep, batch: Batch, accumulation: in
         batch: specs of one micro-batch, of all replicas' rows together.
         accumulation: how many of them make a step.
     """
-    return dispatch_memory(step, Dispatch((_stacked(batch, accumulation),)))
+    return dispatch_memory(step, Dispatch((stacked(batch, accumulation),)))
 
 
 def dispatch_memory(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> StepMemory:
     """What a dispatch of these shapes takes, whose tensors may be specs."""
-    inner = step if isinstance(step, ModelStep) else step.on_one
+    return held(step, compiled(step, dispatch))
+
+
+def compiled(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> list[tuple[Any, Any]]:
+    """The concrete functions that a replica runs for such a dispatch, and the `HloProto` that each compiles to."""
     specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), dispatch.stacks)
+    return [(concrete, hlo_proto(concrete)) for concrete in step.traced(dispatch._replace(stacks=specs))]
+
+
+def held(step: ModelStep | ReplicatedStep, programs: list[tuple[Any, Any]]) -> StepMemory:
+    """What these programs of a step take, one after the other."""
+    inner = step if isinstance(step, ModelStep) else step.on_one
     layers = {layer.name for layer in inner.objective.model.layers}
     trained = [tuple(v.shape) for v in inner.cycle.variables]
-    held = resident(inner)
+    stays = resident(inner)
     moments = []
-    for concrete in step.traced(dispatch._replace(stacks=specs)):
-        proto = hlo_proto(concrete)
-        found = [*held, *_arguments(concrete), *of_program(proto, layers, trained)]
+    for concrete, proto in programs:
+        found = [*stays, *_arguments(concrete), *of_program(proto, layers, trained)]
         moments.append(StepMemory(memory_of(proto), tuple(buffer for buffer in found if buffer.bytes)))
     return max(moments, key=lambda moment: moment.peak_bytes)
 
@@ -54,7 +63,8 @@ def limit_of(step: ModelStep | ReplicatedStep, memory: DeviceMemory | None = Non
     return memory.free // sharing + sum(buffer.bytes for buffer in resident(inner))
 
 
-def _stacked(batch: Batch, accumulation: int) -> Batch:
+def stacked(batch: Batch, accumulation: int) -> Batch:
+    """Specs of a step's stack, from those of one micro-batch."""
     return tf.nest.map_structure(lambda s: tf.TensorSpec([accumulation, *s.shape], s.dtype), batch)
 
 

@@ -66,9 +66,15 @@ class ModelStep:
 
     # Called by the host.
 
+    @property
+    def programs(self) -> dict[str, Program]:
+        """By what a call of it does."""
+        of_steps = {"train step": self.compiled_execute, "train steps of a dispatch": self.compiled_execute_many}
+        return {**of_steps, "evaluation": self.compiled_evaluate}
+
     def retrace(self) -> None:
         """Traces its programs anew when they are called next, for a model that computes otherwise since."""
-        for each in (self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate):
+        for each in self.programs.values():
             each.retrace()
 
     def aside(self) -> AbstractContextManager[None]:

@@ -134,7 +134,8 @@ class Program:
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
         self.function = self._compiled()
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
-        self._retraces, self._seconds = retraces or Retraces(), 0.0
+        self._retraces = retraces or Retraces()
+        self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
 
     def __call__(self, *args: Any) -> Any:
         leaves, signature = flat(args)
@@ -158,8 +159,8 @@ class Program:
         outputs, loaded = compile_cache.called(name, lambda: call(leaves))
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
-        self._seconds += end - start
-        self._retraces.note(self._calls, self._seconds)
+        self.seconds[signature] = end - start
+        self._retraces.note(self._calls, sum(self.seconds.values()))
         return outputs
 
     def traced(self, *args: Any) -> Any:

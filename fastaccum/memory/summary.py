@@ -1,0 +1,159 @@
+"""`Trainer.summary`: what a train step computes, moves and holds, and what was compiled so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from fastaccum.data.stacks import Batch, Dispatch, Layout
+from fastaccum.distribute.replicated_step import ReplicatedStep
+from fastaccum.lines import one_line
+from fastaccum.memory import analysis, cost
+from fastaccum.memory.buffers import StepMemory
+from fastaccum.step.model_step import ModelStep
+
+LARGEST = 3  # buffers that the table names
+
+
+class Compiled(NamedTuple):
+    """A program that has run.
+
+    Attributes:
+        name: what a call of it does.
+        shapes: of the tensors that it takes.
+        seconds: that its first call took: to trace, compile and run it.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A train step in figures, on each replica's device; `print` shows them as a table.
+
+    Attributes:
+        model: its name.
+        trainable_parameters: that the step trains.
+        frozen_parameters: the model's others, moving statistics among them.
+        rows: of a micro-batch on each replica.
+        accumulation_steps: micro-batches of a step.
+        replicas: over which a micro-batch is split.
+        flops: floating point operations of a step's matrix products and convolutions, as compiled for this device: two
+            for a multiplication and its addition; what is computed again counts again.
+        bytes: that its kernels read and write, as if no cache kept anything between two of them.
+        memory: what it holds when it holds the most.
+        programs: that were compiled so far.
+    """
+
+    model: str
+    trainable_parameters: int
+    frozen_parameters: int
+    rows: int
+    accumulation_steps: int
+    replicas: int
+    flops: int
+    bytes: int
+    memory: StepMemory
+    programs: tuple[Compiled, ...]
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """FLOPs for each byte moved: below a device's FLOP/s over its bytes/s, the step waits for memory."""
+        return self.flops / self.bytes
+
+    def __str__(self) -> str:
+        on = f", on each of {self.replicas} replicas" if self.replicas > 1 else ""
+        title = f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {self.rows:,} rows{on}"
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        table.columns[1].justify = "right"
+        for section in (self._sizes(), self._memory(), self._programs()):
+            for name, value in section:
+                table.add_row(name, value)
+            table.add_section()
+        file = io.StringIO()
+        Console(file=file, width=100, markup=False, highlight=False).print(table)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    def _sizes(self) -> Iterator[tuple[str, str]]:
+        yield "parameters, trainable", f"{self.trainable_parameters:,}"
+        yield "parameters, frozen", f"{self.frozen_parameters:,}"
+        yield "FLOPs of products", _scaled(self.flops, "FLOP", 1000)
+        yield "bytes moved", _scaled(self.bytes, "B")
+        yield "arithmetic intensity", f"{self.arithmetic_intensity:.3g} FLOP/byte"
+
+    def _memory(self) -> Iterator[tuple[str, str]]:
+        for kind, size in self.memory.by_kind.items():
+            yield f"memory, {kind}", _scaled(size, "B")
+        yield "memory, all of it", _scaled(self.memory.peak_bytes, "B")
+        for number, buffer in enumerate(self.memory.largest[:LARGEST], 1):
+            place = "/".join(part for part in (buffer.layer, buffer.operation) if part)
+            yield f"  largest {number}: {one_line(place)} ({buffer.kind})", _scaled(buffer.bytes, "B")
+
+    def _programs(self) -> Iterator[tuple[str, str]]:
+        for program in self.programs:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in program.shapes)
+            yield f"compiled: {program.name}, {shapes}", f"{program.seconds:.1f} s"
+        if not self.programs:
+            yield "compiled so far", "none"
+
+
+def summary(step: ModelStep | ReplicatedStep, sample: Batch, layout: Layout) -> Summary:
+    """Compiles a step for micro-batches like the sample; runs nothing.
+
+    Args:
+        step: a model's step.
+        sample: specs of one micro-batch, of all replicas' rows together.
+        layout: how stacks hold the rows.
+
+    Raises:
+        ValueError: raised if the step is not compiled with XLA, or the number of rows is not known.
+    """
+    if not step.objective.options.jit_compile:
+        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile=True.")
+    rows = tf.nest.flatten(sample.x)[0].shape[0]
+    if rows is None:
+        raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
+    rows = -(-rows // layout.replicas)  # as they are cut, on each replica
+    local = rows * len(range(layout.replicas)[layout.shards])
+    batch = tf.nest.map_structure(lambda s: tf.TensorSpec([local, *s.shape[1:]], s.dtype), sample)
+    programs = analysis.compiled(step, Dispatch((analysis.stacked(batch, layout.accumulation),)))
+    costs = [cost.of_program(proto) for _, proto in programs]
+    model, trained = step.objective.model.model, step.cycle.trained
+    training = {id(v) for v in trained}
+    return Summary(
+        model=model.name,
+        trainable_parameters=sum(map(_elements, trained)),
+        frozen_parameters=sum(_elements(v) for v in model.weights if id(v) not in training),
+        rows=rows,
+        accumulation_steps=layout.accumulation,
+        replicas=layout.replicas,
+        flops=sum(each.flops for each in costs),
+        bytes=sum(each.bytes for each in costs),
+        memory=analysis.held(step, programs),
+        programs=tuple(_compiled(step)),
+    )
+
+
+def _compiled(step: ModelStep | ReplicatedStep) -> Iterator[Compiled]:
+    for name, program in step.programs.items():
+        for (_, *leaves), seconds in program.seconds.items():
+            yield Compiled(name, tuple(tuple(shape) for _, shape, _ in leaves if shape), seconds)
+
+
+def _elements(variable: Any) -> int:
+    return math.prod(variable.shape)
+
+
+def _scaled(value: float, unit: str, step: int = 1024) -> str:
+    prefixes = ["", "k", "M", "G", "T", "P", "E"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
+    power = min(int(math.log(max(value, 1), step)), len(prefixes) - 1)
+    return f"{value / step**power:.4g} {prefixes[power]}{unit}"

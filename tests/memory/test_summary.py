@@ -1,0 +1,121 @@
+"""`Trainer.summary`: FLOPs and bytes against arithmetic by hand, the figures of the table, all kinds of models."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+
+K, ROWS = 3, 4
+
+
+def summarized(layers, x, y, loss="mse", dtype="float32", **options):
+    model = keras.Sequential([keras.Input(x, dtype=dtype), *layers])
+    trainer = fa.Trainer(model, "sgd", loss, gradient_accumulation_steps=K, **options)
+    data = np.zeros((2 * K * ROWS, *x), dtype), np.zeros((2 * K * ROWS, *y), "float32")
+    return trainer.summary(*data, batch_size=ROWS, verbose=False)
+
+
+def norm(found):
+    """The gradient's norm is a product of each matrix with itself; that of a vector is a sum."""
+    return 2 * found.trainable_parameters
+
+
+def test_flops_of_dense_layers():
+    found = summarized([keras.layers.Dense(64, use_bias=False), keras.layers.Dense(8, use_bias=False)], [32], [8])
+    # Forward, by weights, and by inputs where a layer is below.
+    products = 2 * K * ROWS * (2 * 32 * 64 + 3 * 64 * 8)
+    assert products <= found.flops <= products + norm(found)
+
+
+@pytest.mark.parametrize("padding", ["valid", "same"])
+def test_flops_of_convolutions(padding):
+    layers = [keras.layers.Conv2D(n, 3, padding=padding, use_bias=False) for n in (5, 7)]
+    sizes = (8, 6) if padding == "valid" else (10, 10)
+    found = summarized(layers, [10, 10, 3], [*2 * sizes[1:], 7])
+    # Along each axis, the pairs of an output and a weight that meet an input, not the padding.
+    pairs = [(3 * size - 2 * (padding == "same")) ** 2 for size in sizes]
+    products = 2 * K * ROWS * (2 * pairs[0] * 3 * 5 + 3 * pairs[1] * 5 * 7)
+    assert products <= found.flops <= products + norm(found)
+
+
+def test_flops_of_attention():
+    B, T, D, heads = ROWS, 6, 8, 2
+    x = keras.Input([T, D])
+    y = keras.layers.MultiHeadAttention(heads, D // heads, use_bias=False)(x, x)
+    trainer = fa.Trainer(keras.Model(x, y), "sgd", "mse", gradient_accumulation_steps=K)
+    data = np.zeros((K * B, T, D), "float32")
+    found = trainer.summary(data, data, batch_size=B, verbose=False)
+    # Of queries, keys and values: forward and by weights. Of the output by inputs too, and so of scores and values.
+    products = 2 * K * B * T * D * (2 * 3 * D + 3 * D + 3 * 2 * T)
+    assert products <= found.flops <= products + norm(found)
+
+
+def test_bytes_of_one_product_that_dwarfs_all_else():
+    width = 1024
+    found = summarized([keras.layers.Dense(width, use_bias=False)], [width], [width])
+    # Each micro-batch reads the kernel, writes its gradient, reads that and the sum and writes the sum, which begins
+    # with zeros; the norm reads it, the update reads it and the kernel and writes the kernel.
+    assert found.bytes == pytest.approx((5 * K + 1 + 1 + 3) * 4 * width**2, rel=0.05)
+    assert found.arithmetic_intensity == found.flops / found.bytes
+
+
+def test_the_table_has_the_figures(capsys):
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(8), keras.layers.Dense(4)])
+    model.layers[0].trainable = False
+    trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=K)
+    with pytest.raises(ValueError, match="has seen no data yet"):
+        trainer.summary()
+    x, y = np.zeros((K * ROWS, 32), "float32"), np.zeros((K * ROWS, 4), "float32")
+    before = [np.array(v) for v in model.weights]
+    found = trainer.summary(x, y, batch_size=ROWS)
+    assert capsys.readouterr().out == f"{found}\n" and found.programs == ()
+    assert (found.trainable_parameters, found.frozen_parameters) == (8 * 4 + 4, 32 * 8 + 8)
+    assert found.memory.by_kind["optimizer slots"] == pytest.approx(2 * 4 * found.trainable_parameters, abs=16)
+    for text in ("36", "264", "FLOP/byte", "accumulators", f"{K} x {ROWS} rows"):
+        assert text in str(found)
+    trainer.fit(x, y, batch_size=ROWS, verbose=0)
+    again = trainer.summary(verbose=False)  # of the data seen first
+    assert again.flops == found.flops and again.memory.peak_bytes == found.memory.peak_bytes
+    assert [program.name for program in again.programs] == ["train step"]
+    assert (K, ROWS, 32) in again.programs[0].shapes and again.programs[0].seconds > 0
+    assert trainer.summary(batch_size=2 * ROWS, verbose=False).flops > 1.5 * found.flops
+    assert all(np.array_equal(a, b) for a, b in zip(before[:2], model.weights[:2], strict=True))
+
+
+def test_recomputation_shows_in_flops_and_in_memory():
+    def found(policy):
+        layers = [fa.kernels.LayerStack(lambda: keras.layers.Dense(64, "gelu"), 4, policy=policy)]
+        return summarized(layers, [64], [64])
+
+    kept, again = found("everything_saveable"), found("nothing_saveable")
+    assert 1.2 < again.flops / kept.flops < 1.5
+    assert again.memory.by_kind["activations"] < kept.memory.by_kind["activations"]
+
+
+def test_of_a_tf_keras_model():
+    import tf_keras
+
+    model = tf_keras.Sequential([tf_keras.layers.Dense(8, use_bias=False), tf_keras.layers.Dense(4, use_bias=False)])
+    trainer = fa.Trainer(model, tf_keras.optimizers.SGD(), "mse", gradient_accumulation_steps=K)
+    x, y = np.zeros((K * ROWS, 32), "float32"), np.zeros((K * ROWS, 4), "float32")
+    found = trainer.summary(x, y, batch_size=ROWS, verbose=False)
+    products = 2 * K * ROWS * (2 * 32 * 8 + 3 * 8 * 4)
+    assert products <= found.flops <= products + norm(found)
+
+
+def test_of_each_replica():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(8, use_bias=False)])
+    trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=K)
+    x, y = np.zeros((K * ROWS, 32), "float32"), np.zeros((K * ROWS, 8), "float32")
+    found = trainer.summary(x, y, batch_size=ROWS, verbose=False)
+    products = 2 * K * ROWS // 2 * 2 * 32 * 8
+    assert (found.replicas, found.rows) == (2, ROWS // 2) and "each of 2 replicas" in str(found)
+    assert products <= found.flops <= products + norm(found)
+
+
+def test_without_xla_there_is_nothing_to_read():
+    with pytest.raises(ValueError, match="jit_compile=False"):
+        summarized([keras.layers.Dense(4)], [8], [4], jit_compile=False)
