@@ -6,6 +6,7 @@ from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
 from .adapters.remat import remat as remat
 from .checkpoint.signals import Preempted as Preempted
 from .memory.plan import Plan as Plan
+from .memory.summary import Summary as Summary
 from .step.guards import NonFiniteError as NonFiniteError
 from .step.loss_scale import DynamicLossScale as DynamicLossScale
 from .step.loss_scale import NoLossScale as NoLossScale
