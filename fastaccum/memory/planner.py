@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 from rich.console import Console
 
 from fastaccum import checks
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.remat import installed, remat
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import device
 from fastaccum.memory.analysis import resident, step_memory
 from fastaccum.memory.buffers import StepMemory
@@ -24,6 +28,8 @@ from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 
+# Policies of recomputation, the cheapest first: none; all but products with weights; everything.
+RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], "nothing_saveable")
 TIMED = 3  # of the micro-batches that fit, the largest, where there is a GPU to time them on
 FASTER = 0.97  # of a larger one's time, what a smaller one must stay below: the rest is noise
 # What a device's memory is planned to be filled to, where no limit is given: allocators leave gaps.
@@ -75,7 +81,8 @@ def plan(
     Args:
         at_most: rows of a micro-batch.
     """
-    checks.one_of("recompute", recompute, ("auto",)) if recompute is not None else None
+    if recompute is not None:
+        checks.one_of("recompute", recompute, ("auto",))
     if not options.jit_compile:
         raise ValueError(
             "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
@@ -93,7 +100,32 @@ def plan(
         timed=has_gpu() and replicas is None and not exact_rows,
         verbose=verbose,
     )
-    return planner.plan(rows, memory_limit)
+    model = (step if isinstance(step, ModelStep) else step.on_one).objective.model
+    # A model that computes again already does so as its user chose.
+    policies = RECOMPUTED if recompute and not installed(model.model) else (None,)
+    return planner.plan(rows, memory_limit, policies, functools.partial(_recomputing, model))
+
+
+@contextlib.contextmanager
+def _recomputing(model: Model, policy: Policy) -> Iterator[None]:
+    """Around traces of a model whose blocks, or LayerStacks where it has them, follow a policy; as they are for None.
+
+    Raises:
+        ValueError: raised if it has no blocks.
+    """
+    stacks = [layer for layer in model.layers if isinstance(layer, LayerStack)] if policy else []
+    chosen = [(stack, stack.policy, stack.unroll) for stack in stacks]
+    if policy and not stacks:
+        remat(model.model, policy)
+    for stack in stacks:
+        stack.policy, stack.unroll = policy, False
+    try:
+        yield
+    finally:
+        for stack, kept, unroll in chosen:
+            stack.policy, stack.unroll = kept, unroll
+        if policy and not stacks:
+            remat(model.model, None)
 
 
 class Planner:
@@ -148,10 +180,15 @@ class Planner:
         """
         self._limit = self._agreed(min, self._limit_of(memory_limit))
         with self._status:
-            for policy in policies:
-                with recomputing(policy), self._step.aside():
+            for number, policy in enumerate(policies):
+                with contextlib.ExitStack() as held:
+                    try:
+                        held.enter_context(recomputing(policy))
+                    except ValueError as error:  # there is nothing in the model that could be
+                        raise self._nothing_fits(rows[0], policies[:number]) from error
+                    held.enter_context(self._step.aside())
                     # Where even the smallest may be too large, it comes first: the others are larger still.
-                    if policy is not policies[0] and self._peak(policy, rows[0]) > self._limit:
+                    if number and self._peak(policy, rows[0]) > self._limit:
                         continue
                     chosen = self._largest(policy, rows)
                     if chosen is not None:

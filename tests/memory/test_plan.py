@@ -182,3 +182,28 @@ def test_replicas_must_divide_the_global_batch():
     assert planner.candidates(24, at_most=7) == [1, 2, 3, 4, 6]
     with pytest.raises(ValueError, match="global_batch_size=25 cannot be shared equally by 2 replicas"):
         planner.candidates(25, replicas=2)
+
+
+@pytest.mark.golden
+def test_recomputation_is_turned_on_where_nothing_fits_without():
+    stacked = {"layers": 8, "stacked": True, "policy": "everything_saveable"}
+    model = fa.gpt(vocabulary_size=16, width=8, heads=2, context=128, **stacked)
+    trainer = fa.Trainer(model, "sgd", fa.LinearCrossEntropy())
+    ids = np.zeros((1, 128), "int32")
+    as_it_is = fa.plan(trainer, (ids, ids), global_batch_size=1, memory_limit="1GiB")
+    asked = {"global_batch_size": 1, "memory_limit": as_it_is.peak_bytes - 1, "recompute": "auto"}
+    plan = fa.plan(trainer, (ids, ids), **asked)
+    assert plan.recompute == ["projection", "attention"] and plan.peak_bytes < as_it_is.peak_bytes
+    assert [each.recompute for each in plan.considered] == [None, plan.recompute]
+    least = fa.plan(trainer, (ids, ids), **asked | {"memory_limit": plan.peak_bytes - 1})
+    assert least.recompute == "nothing_saveable" and "nothing_saveable" in str(least)
+    (stack,) = [layer for layer in model.layers if layer.name == "blocks"]
+    assert (stack.policy, stack.unroll) == ("everything_saveable", False)
+    with pytest.raises(MemoryError, match="also with .*nothing_saveable"):
+        fa.plan(trainer, (ids, ids), **asked | {"memory_limit": "10KiB"})
+
+
+def test_a_model_without_blocks_is_told_that_nothing_fits(planned):
+    with pytest.raises(MemoryError, match="1 row fits: ") as raised:
+        fa.plan(planned[0], SAMPLE, global_batch_size=1, memory_limit="100 KB", recompute="auto")
+    assert "no blocks" in str(raised.value.__cause__)
