@@ -467,6 +467,7 @@ class Trainer:
         with self._explained():
             return self._by_hand.run(step, batch)
 
+    @workers.connected
     def summary(
         self,
         x: Any = None,
@@ -481,7 +482,7 @@ class Trainer:
         Args:
             x, y, sample_weight: as `fit` takes them; only shapes and dtypes are read. None for those of the data that
                 the trainer has seen first.
-            batch_size: rows of a micro-batch, as in `fit`.
+            batch_size: rows of a micro-batch; by default those of a dataset's batches, and 32 of arrays, as in `fit`.
             verbose: False prints nothing.
 
         Returns:
@@ -489,7 +490,9 @@ class Trainer:
             `str`. Under tf.distribute they are those of one replica.
 
         Raises:
-            ValueError: raised if there is no x and the trainer has seen none, or no XLA program.
+            TypeError: raised if x is an iterator, which could not be read again.
+            ValueError: raised if there is no x and the trainer has seen none, if a dataset does not say how many rows
+                its batches have and batch_size does not either, or if there is no XLA program.
 
         >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
@@ -497,11 +500,12 @@ class Trainer:
         >>> found.trainable_parameters, found.memory.by_kind["weights"]
         (1010, 4040)
         """
-        if x is not None:
-            sample = self._source(x, y, sample_weight, batch_size=batch_size).sample
-        elif (sample := self._builder.sample) is None:
+        if hasattr(x, "__next__"):
+            raise TypeError(f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its batches.")
+        sample = self._builder.sample if x is None else self._source(x, y, sample_weight, batch_size=None).sample
+        if sample is None:
             raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
-        elif batch_size is not None:
+        if batch_size is not None:
             rows = checks.whole_number("batch_size", batch_size)
             sample = tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
         with self._explained():

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum.memory import cost
 
 K, ROWS = 3, 4
 
@@ -76,11 +77,16 @@ def test_the_table_has_the_figures(capsys):
     for text in ("36", "264", "FLOP/byte", "accumulators", f"{K} x {ROWS} rows"):
         assert text in str(found)
     trainer.fit(x, y, batch_size=ROWS, verbose=0)
+    with pytest.raises(TypeError, match="one of its batches"):
+        trainer.summary(iter([(x, y)]))
     again = trainer.summary(verbose=False)  # of the data seen first
     assert again.flops == found.flops and again.memory.peak_bytes == found.memory.peak_bytes
     assert [program.name for program in again.programs] == ["train step"]
     assert (K, ROWS, 32) in again.programs[0].shapes and again.programs[0].seconds > 0
-    assert trainer.summary(batch_size=2 * ROWS, verbose=False).flops > 1.5 * found.flops
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)  # of which the last could be short
+    with pytest.raises(ValueError, match="pass batch_size"):
+        trainer.summary(batches)
+    assert trainer.summary(batches, batch_size=2 * ROWS, verbose=False).flops > 1.5 * found.flops
     assert all(np.array_equal(a, b) for a, b in zip(before[:2], model.weights[:2], strict=True))
 
 
@@ -103,6 +109,7 @@ def test_of_a_tf_keras_model():
     found = trainer.summary(x, y, batch_size=ROWS, verbose=False)
     products = 2 * K * ROWS * (2 * 32 * 8 + 3 * 8 * 4)
     assert products <= found.flops <= products + norm(found)
+    assert found.frozen_parameters == 0
 
 
 def test_of_each_replica():
@@ -113,9 +120,31 @@ def test_of_each_replica():
     found = trainer.summary(x, y, batch_size=ROWS, verbose=False)
     products = 2 * K * ROWS // 2 * 2 * 32 * 8
     assert (found.replicas, found.rows) == (2, ROWS // 2) and "each of 2 replicas" in str(found)
+    assert found.frozen_parameters == 0 and found.memory.by_kind["weights"] == 4 * 32 * 8
     assert products <= found.flops <= products + norm(found)
 
 
 def test_without_xla_there_is_nothing_to_read():
     with pytest.raises(ValueError, match="jit_compile=False"):
         summarized([keras.layers.Dense(4)], [8], [4], jit_compile=False)
+
+
+@pytest.mark.golden
+def test_of_a_gpts_program_for_an_h200():
+    """Library calls count: cuBLAS's products and cuDNN's attention."""
+    from jaxlib import xla_client
+    from tensorflow.compiler.xla.service import hlo_pb2
+
+    from benchmarks.h200 import kernels, programs
+
+    gpt = programs.Gpt(layers=2)
+    compiled = programs.gpt(gpt)
+    proto = hlo_pb2.HloProto()
+    proto.hlo_module.ParseFromString(
+        xla_client.hlo.hlo_module_from_text(compiled.text).as_serialized_hlo_module_proto()
+    )
+    found, launched = cost.of_program(proto), kernels.read(compiled.text)
+    assert found.flops == sum(kernel.flops * kernel.times for kernel in launched)
+    assert found.bytes == pytest.approx(sum(kernel.bytes * kernel.times for kernel in launched), rel=0.05)
+    # What the norm of the gradient and the rotary tables multiply is no part of the model's own arithmetic.
+    assert found.flops == pytest.approx(gpt.flops, rel=0.02)
