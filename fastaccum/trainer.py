@@ -344,7 +344,7 @@ class Trainer:
         for dispatch in dispatches:
             begin(first)
             try:
-                with self._explained():
+                with self._explained(), program.announced(hooks.say if waiting is None else None):
                     executed = step.dispatch(dispatch)
             except tf.errors.OpError:
                 if waiting is not None:

@@ -1,10 +1,13 @@
 """The order of the files, and what one test must not leave behind for the next."""
 
 import importlib
+import os
 import signal
 
 import keras
 import pytest
+
+os.environ["FASTACCUM_COMPILE_CACHE"] = ""  # nothing is read that another run left behind
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -77,6 +78,9 @@ class Callbacks:
             params = {"verbose": verbose, "epochs": epochs, "steps": steps}
             callbacks = keras.callbacks.CallbackList(callbacks, history, verbose != 0, model, **params)
         self.list = callbacks
+        # Prints to a terminal, where there is one to print to.
+        heard = verbose != 0 and sys.stdout.isatty() and keras.config.is_interactive_logging_enabled()
+        self.say: Callable[[str], None] | None = functools.partial(print, end="", flush=True) if heard else None
         self._last_draw = 0.0
         self._previous: Logs = dict
 

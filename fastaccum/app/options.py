@@ -68,6 +68,8 @@ def make_parser() -> Parser:
     add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
     resume = "continue the run in FOLDER, from its last checkpoint and with its own options: give no others"
     add("--resume", type=_path, metavar="FOLDER", help=resume)
+    cache = "compile anew, and keep nothing in $FASTACCUM_COMPILE_CACHE (~/.cache/fastaccum)"
+    add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
     train.set_defaults(command="train", parser=train)
     plan = commands.add_parser(
         "plan",

@@ -21,6 +21,7 @@ from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import run_folder, text
 from fastaccum.app.options import BadArgument, device_names, physical_memory
 from fastaccum.checkpoint import store
+from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
 from fastaccum.transformer import PRESETS, gpt
 
@@ -54,6 +55,11 @@ class Run:
             self.text.train, self.context, options.batch_size, options.steps * options.accum, options.seed
         )
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
+        if options.compile_cache and (cache := compile_cache.user_folder()) is not None:
+            try:
+                compile_cache.use(cache)
+            except ValueError as error:
+                say("note", str(error))
         optimizer = make_optimizer(options.optimizer, learning_rate(options.lr, options.steps))
         self.trainer = make_trainer(options.preset, self.precision, optimizer, options.accum)
         self.model = self.trainer.model
@@ -102,7 +108,7 @@ class Run:
 def folder_to_resume(options: argparse.Namespace) -> Path:
     """The folder `options.resume`; raises ValueError if it is no run's, or if there are other options."""
     given = {name for name, value in vars(options).items() if value != options.parser.get_default(name)}
-    named = [f"--{name.replace('_', '-')}" for name in sorted(given - {"resume", "paths"})]
+    named = [f"--{name.replace('_', '-')}" for name in sorted(given - {"resume", "paths", "compile_cache"})]
     if extra := named + ["FILE or FOLDER"] * bool(options.paths):
         raise ValueError(f"--resume {options.resume}: the run has its options; leave out {', '.join(extra)}")
     path = Path(options.resume)

@@ -149,14 +149,16 @@ class _Process:
         except OSError as error:
             self._give_up(error)
 
-    def call(self, function: str, call: Callable[[], T]) -> tuple[T, bool]:
-        """What a program's first call returns, which compiles it, and whether it was loaded instead."""
+    def call(self, function: str, call: Callable[[], T], again: Callable[[], T] | None = None) -> tuple[T, bool]:
+        """What a program's first call returns, which compiles it, and whether it was loaded instead. `again` calls it
+        traced anew: TensorFlow tries no program twice of which an entry could not be loaded.
+        """
         if self.staging is None:
             return call(), False
         with self._lock:  # of replicas, which compile the same program, all but the first load it
-            return self._called(function, call, self.staging)
+            return self._called(function, call, again or call, self.staging)
 
-    def _called(self, function: str, call: Callable[[], T], staging: Path) -> tuple[T, bool]:
+    def _called(self, function: str, call: Callable[[], T], again: Callable[[], T], staging: Path) -> tuple[T, bool]:
         self._clear()
         cache, start = self.cache, time.perf_counter()
         offered = cache.offer(function, staging) if cache is not None else []
@@ -166,7 +168,7 @@ class _Process:
             if not self._can_do_without(error, offered):
                 raise
             offered, start = [], time.perf_counter()
-            outputs = call()
+            outputs = again()
         seconds, cache = time.perf_counter() - start, self.cache
         written = [p for p in staging.iterdir() if p.name not in offered and p.is_file() and not p.is_symlink()]
         if cache is not None:
@@ -203,14 +205,16 @@ class _Process:
             place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             other = tempfile.mkdtemp(prefix="fastaccum-", dir=place)
             atexit.register(shutil.rmtree, other, ignore_errors=True)
-            shutil.rmtree(self.staging)
+            full = self.staging.rename(self.staging.with_suffix(".full"))
             self.staging.symlink_to(other)
+            shutil.rmtree(full, ignore_errors=True)
             return True
         return False
 
     def _give_up(self, error: Exception) -> None:
         self.cache = None
-        warnings.warn(f"compile_cache is not used from here on: {error}", RuntimeWarning, stacklevel=2)
+        reason = getattr(error, "message", error)  # without TensorFlow's name of the program
+        warnings.warn(f"compile_cache is not used from here on: {reason}", RuntimeWarning, stacklevel=2)
 
     def _clear(self) -> None:
         assert self.staging is not None
@@ -220,15 +224,20 @@ class _Process:
 
     def _leave(self, process: int, staging: Path) -> None:
         if os.getpid() == process:
-            shutil.rmtree(staging, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                staging.unlink() if staging.is_symlink() else shutil.rmtree(staging)
 
 
 _process = _Process()
 use, called, seconds_last_time = _process.use, _process.call, _process.last
 
 
-def user_folder() -> Path:
-    """Where the user's programs keep what can be made again: `$XDG_CACHE_HOME/fastaccum`, ~/.cache/fastaccum."""
+def user_folder() -> Path | None:
+    """What `fastaccum train` uses: $FASTACCUM_COMPILE_CACHE, none if that is empty, or else fastaccum in
+    $XDG_CACHE_HOME or ~/.cache.
+    """
+    if (named := os.environ.get("FASTACCUM_COMPILE_CACHE")) is not None:
+        return Path(named) if named else None
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastaccum"
 

@@ -86,7 +86,11 @@ class Retraces:
         )
 
 
-_announcer = contextvars.ContextVar[Callable[[str], Any]]("announcer", default=lambda part: None)
+def _unheard(part: str) -> None:
+    """Says nothing."""
+
+
+_announcer = contextvars.ContextVar[Callable[[str], Any]]("announcer", default=_unheard)
 
 
 @contextlib.contextmanager
@@ -95,11 +99,20 @@ def announced(say: Callable[[str], Any] | None) -> Iterator[None]:
     if say is None:
         yield
         return
-    token = _announcer.set(say)
+    begun = False
+
+    def note(part: str) -> None:
+        nonlocal begun
+        begun = not part.endswith("\n")
+        say(part)
+
+    token = _announcer.set(note)
     try:
         yield
     finally:
         _announcer.reset(token)
+        if begun:  # an error ended the line
+            say("\n")
 
 
 @contextlib.contextmanager
@@ -149,14 +162,25 @@ class Program:
                     f"A program takes tensors in plain dicts, lists and tuples, and there is a "
                     f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
                 )
-        start, say = time.perf_counter(), _announcer.get()
+        start, jit_compile = time.perf_counter(), self._compiled.keywords["jit_compile"]
+        say = _announcer.get() if jit_compile else _unheard
         say("Tracing the train step: ")
         concrete = self.traced(*args)
         call = self._calls[signature] = _call_of(concrete, args)
-        name, traced = tf.compat.as_str(concrete.name), time.perf_counter()
-        last = compile_cache.seconds_last_time(name)
-        say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
-        outputs, loaded = compile_cache.called(name, lambda: call(leaves))
+
+        def again() -> Any:
+            self.function = self._compiled()
+            self._calls[signature] = _call_of(self.traced(*args), args)
+            return self._calls[signature](leaves)
+
+        traced, loaded = time.perf_counter(), False
+        if jit_compile:
+            name = tf.compat.as_str(concrete.name)
+            last = compile_cache.seconds_last_time(name)
+            say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
+            outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
+        else:
+            outputs = call(leaves)
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
         self.seconds[signature] = end - start

@@ -1,0 +1,224 @@
+"""What another process compiled is loaded if it is whole and ours, and else never seen by TensorFlow."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from fastaccum.step import compile_cache
+from fastaccum.step.compile_cache import CompileCache
+
+HELPER = Path(__file__).parents[1] / "helpers" / "warm_start.py"
+ENTRY = "xla_compile_cache__1__2__XLA_CPU_JIT.pb"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache with one sealed entry."""
+    cache = CompileCache(tmp_path / "cache")
+    written = tmp_path / ENTRY
+    written.write_bytes(b"machine code" * 100)
+    cache.keep("__inference_step", 41.0, [written])
+    return cache
+
+
+def offered(cache, folder, function="__inference_step"):
+    staging = folder / "staging"
+    staging.mkdir(exist_ok=True)
+    for path in staging.iterdir():
+        path.unlink()
+    names = sorted(cache.offer(function, staging))
+    assert sorted(path.name for path in staging.iterdir()) == names
+    return names
+
+
+def test_a_sealed_entry_is_offered_to_its_program_alone(cache, tmp_path):
+    assert cache.folder.stat().st_mode & 0o777 == cache.store.stat().st_mode & 0o777 == 0o700
+    assert offered(cache, tmp_path) == [ENTRY]
+    assert offered(cache, tmp_path, "__inference_other") == []
+    assert cache.seals("__inference_step")[ENTRY]["s"] == 41.0
+
+
+def flip(entry):
+    content = bytearray(entry.read_bytes())
+    content[500] ^= 1
+    entry.write_bytes(content)
+
+
+def truncate(entry):
+    entry.write_bytes(entry.read_bytes()[:-1])
+
+
+def link(entry):
+    twin = entry.with_name("twin")
+    entry.rename(twin)
+    entry.symlink_to(twin)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, link])
+def test_a_damaged_entry_is_moved_aside(cache, tmp_path, damage):
+    damage(cache.store / ENTRY)
+    with pytest.warns(RuntimeWarning, match="damaged or was changed: moved aside"):
+        assert offered(cache, tmp_path) == []
+    assert os.path.lexists(cache.store / f"{ENTRY}.damaged") and not os.path.lexists(cache.store / ENTRY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert offered(cache, tmp_path) == []  # once
+
+
+@pytest.mark.parametrize("seal", [None, "", "{}", "[]", '{"key": "another", "function": "__inference_step"}', "\0"])
+def test_what_was_planted_or_left_unsealed_is_not_offered(cache, tmp_path, seal):
+    """As a process leaves it that is killed before it sealed, or another version's folder by this one's name."""
+    planted = ENTRY.replace("1", "3")
+    (cache.store / planted).write_bytes(b"planted")
+    if seal is not None:
+        (cache.store / f"{planted}.seal").write_text(seal)
+    assert offered(cache, tmp_path) == [ENTRY]
+
+
+def test_other_versions_devices_and_flags_have_folders_of_their_own(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    other = CompileCache(cache.folder)
+    assert other.store != cache.store
+    cache.store.rename(other.store)
+    assert offered(other, tmp_path) == [], "another's seal"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(ValueError, match="may be written to by others"):
+        CompileCache(tmp_path)
+
+
+def test_a_folder_of_someone_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="belongs to user"):
+        CompileCache(tmp_path)
+
+
+def test_the_oldest_entries_go_first(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "LIMIT", 2500)
+    os.utime(cache.store / ENTRY, (0, 0))
+    for number in "56":
+        written = tmp_path / ENTRY.replace("1", number)
+        written.write_bytes(b"x" * 1200)
+        cache.keep("__inference_step", 1.0, [written])
+    assert {int(name.split("__")[1]) for name in offered(cache, tmp_path)} == {5, 6}
+    assert not (cache.store / f"{ENTRY}.seal").exists()
+
+
+def test_the_users_folder(monkeypatch):
+    monkeypatch.delenv("FASTACCUM_COMPILE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert compile_cache.user_folder() == Path("/somewhere/fastaccum")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compile_cache.user_folder() == Path.home() / ".cache/fastaccum"
+    monkeypatch.setenv("FASTACCUM_COMPILE_CACHE", "")
+    assert compile_cache.user_folder() is None
+
+
+# In processes of their own: XLA reads once where it is to keep what it compiles.
+
+
+def start(folder, *changes, **options):
+    command = [sys.executable, str(HELPER), str(folder), *changes]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def ended(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def entries(folder):
+    return sorted(Path(folder).glob("*/*.pb"))
+
+
+@pytest.mark.faults
+def test_a_second_process_loads_what_the_first_compiled(tmp_path):
+    plain, first = ended(start("")), ended(start(tmp_path / "cache"))
+    second = ended(start(tmp_path / "cache"))
+    assert first["weights"] == second["weights"] == plain["weights"]
+    assert "loaded" not in first["said"] and "last time): " in second["said"] and "loaded from" in second["said"]
+    assert first["warned"] == second["warned"] == plain["warned"] == []
+    assert len(entries(tmp_path / "cache")) == 1
+    assert not list(tmp_path.glob("cache/*/staging-*"))
+
+
+@pytest.mark.faults
+def test_a_damaged_entry_is_compiled_anew(tmp_path):
+    first = ended(start(tmp_path / "cache"))
+    flip(entries(tmp_path / "cache")[0])
+    second = ended(start(tmp_path / "cache"))
+    assert second["weights"] == first["weights"] and "loaded" not in second["said"]
+    assert len(second["warned"]) == 1 and "moved aside" in second["warned"][0]
+    assert "loaded from" in ended(start(tmp_path / "cache"))["said"]
+
+
+@pytest.mark.faults
+def test_an_entry_that_does_not_load_is_compiled_anew(tmp_path):
+    """Whole and sealed, but no program: as another build of the same version might leave it."""
+    first = ended(start(tmp_path / "cache"))
+    (entry,) = entries(tmp_path / "cache")
+    (seal,) = tmp_path.glob("cache/*/*.seal")
+    flip(entry)
+    seal.write_text(
+        json.dumps(json.loads(seal.read_text()) | {"sha256": hashlib.sha256(entry.read_bytes()).hexdigest()})
+    )
+    second = ended(start(tmp_path / "cache"))
+    assert second["weights"] == first["weights"] and "moved aside" in second["warned"][0]
+
+
+@pytest.mark.faults
+def test_two_processes_at_once_and_one_that_is_killed(tmp_path):
+    pair = [start(tmp_path / "cache") for _ in range(2)]
+    first, second = map(ended, pair)
+    assert first["weights"] == second["weights"] and len(entries(tmp_path / "cache")) == 1
+    kill = "import os, signal; os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)"
+    killed = start(tmp_path / "other", kill)
+    assert killed.wait(300) == -signal.SIGKILL
+    assert list(tmp_path.glob("other/*/staging-*")) and not entries(tmp_path / "other")
+    after = ended(start(tmp_path / "other"))
+    assert after["weights"] == first["weights"] and len(entries(tmp_path / "other")) == 1
+    assert not list(tmp_path.glob("other/*/staging-*"))
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A file system with room for less than a program."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(path)], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs to be permitted")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], capture_output=True)
+
+
+@pytest.mark.faults
+def test_training_goes_on_without_a_disk(full):
+    first = ended(start(""))
+    for folder in (full / "cache", "/proc/1/cache"):
+        went_on = ended(start(folder))
+        assert went_on["weights"] == first["weights"]
+        assert len(went_on["warned"]) == 1 and "compile_cache is not used from here on" in went_on["warned"][0]
+    assert not list(full.glob("cache/*/*"))
+
+
+@pytest.mark.faults
+def test_too_late_is_said(tmp_path):
+    late = (
+        "import tensorflow as tf\n"
+        "tf.function(tf.exp, jit_compile=True)(1.0)\n"
+        "from fastaccum.step import compile_cache\n"
+        f"compile_cache.use({str(tmp_path)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, timeout=300, check=True)
+    assert "Make the Trainer with compile_cache before anything is compiled" in done.stderr
