@@ -24,6 +24,7 @@ class Considered(NamedTuple):
         recompute: the policy of `fastaccum.remat`; None for the model as it is.
         peak_bytes: what each device would hold, the most.
         fits: whether that is within the limit.
+        flops: floating point operations of a train step's matrix products and convolutions.
         seconds: of a train step, where it was timed.
     """
 
@@ -32,6 +33,7 @@ class Considered(NamedTuple):
     recompute: Policy
     peak_bytes: int
     fits: bool
+    flops: int = 0
     seconds: float | None = None
 
 
@@ -44,6 +46,7 @@ class Plan:
         accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
         recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
         peak_bytes: what each device will hold, the most, as XLA planned it.
+        extra_flops: the share of arithmetic that `recompute` adds to a train step: 0.3 for 30% more.
         memory_limit: bytes that each device was allowed.
         compilations: how many programs were compiled for the plan.
         seconds: how long it took.
@@ -54,6 +57,7 @@ class Plan:
     accumulation_steps: int
     recompute: Policy
     peak_bytes: int
+    extra_flops: float
     memory_limit: int
     compilations: int
     seconds: float
@@ -64,7 +68,7 @@ class Plan:
         """The choice, in one line."""
         global_batch = self.batch_size * self.accumulation_steps
         programs = f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, {self.seconds:.0f} s"
-        recompute = f", recompute={self.recompute!r}" if self.recompute else ""
+        recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)" if self.recompute else ""
         return (
             f"batch_size={self.batch_size} x {self.accumulation_steps} micro-batches = {global_batch:,} rows"
             f"{recompute}: {in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"

@@ -13,15 +13,16 @@ import tensorflow as tf
 from rich.console import Console
 
 from fastaccum import checks
+from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.remat import installed, remat
+from fastaccum.adapters.remat import installed, recomputing
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.memory import device
-from fastaccum.memory.analysis import resident, step_memory
+from fastaccum.memory import cost, device
+from fastaccum.memory.analysis import compiled, held, limit_of, resident, stacked
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.plan import Considered, Plan, Policy, in_units
 from fastaccum.memory.search import divisors, largest_that_fits
@@ -100,7 +101,7 @@ def plan(
         timed=has_gpu() and replicas is None and not exact_rows,
         verbose=verbose,
     )
-    model = (step if isinstance(step, ModelStep) else step.on_one).objective.model
+    model = planner.on_one.objective.model
     # A model that computes again already does so as its user chose.
     policies = RECOMPUTED if recompute and not installed(model.model) else (None,)
     return planner.plan(rows, memory_limit, policies, functools.partial(_recomputing, model))
@@ -108,24 +109,18 @@ def plan(
 
 @contextlib.contextmanager
 def _recomputing(model: Model, policy: Policy) -> Iterator[None]:
-    """Around traces of a model whose blocks, or LayerStacks where it has them, follow a policy; as they are for None.
+    """Around traces of a model whose LayerStacks, or blocks where it has none, follow a policy; None leaves it be.
 
     Raises:
-        ValueError: raised if it has no blocks.
+        ValueError: raised if it has neither.
     """
-    stacks = [layer for layer in model.layers if isinstance(layer, LayerStack)] if policy else []
-    chosen = [(stack, stack.policy, stack.unroll) for stack in stacks]
-    if policy and not stacks:
-        remat(model.model, policy)
-    for stack in stacks:
-        stack.policy, stack.unroll = policy, False
-    try:
+    stacks = [layer for layer in model.layers if isinstance(layer, LayerStack)]
+    if not stacks or policy is None:
+        with recomputing(model.model, policy):
+            yield
+        return
+    with replaced([each for stack in stacks for each in ((stack, "policy", policy), (stack, "unroll", False))]):
         yield
-    finally:
-        for stack, kept, unroll in chosen:
-            stack.policy, stack.unroll = kept, unroll
-        if policy and not stacks:
-            remat(model.model, None)
 
 
 class Planner:
@@ -165,7 +160,7 @@ class Planner:
         rows: Sequence[int],
         memory_limit: int | str | None = None,
         policies: Sequence[Policy] = (None,),
-        recomputing: Callable[[Policy], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        computed_by: Callable[[Policy], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Plan:
         """The plan among these micro-batches, with the first policy of recomputation with which one of them fits.
 
@@ -173,7 +168,7 @@ class Planner:
             rows: of the micro-batches, rising.
             memory_limit: bytes of each device, or a text such as "16GiB"; None for the device's own.
             policies: of recomputation, the cheapest first.
-            recomputing: a scope in which the step is traced with a policy.
+            computed_by: a scope in which the step is traced with a policy.
 
         Raises:
             OutOfMemoryError: raised if none fits.
@@ -181,12 +176,12 @@ class Planner:
         self._limit = self._agreed(min, self._limit_of(memory_limit))
         with self._status:
             for number, policy in enumerate(policies):
-                with contextlib.ExitStack() as held:
+                with contextlib.ExitStack() as scope:
                     try:
-                        held.enter_context(recomputing(policy))
+                        scope.enter_context(computed_by(policy))
                     except ValueError as error:  # there is nothing in the model that could be
                         raise self._nothing_fits(rows[0], policies[:number]) from error
-                    held.enter_context(self._step.aside())
+                    scope.enter_context(self._step.aside())
                     # Where even the smallest may be too large, it comes first: the others are larger still.
                     if number and self._peak(policy, rows[0]) > self._limit:
                         continue
@@ -200,17 +195,18 @@ class Planner:
             return device.size(given)
         devices = [None] if self._replicas is None else self._replicas.devices
         found = [device.available(each and each.rpartition("device:")[2]) for each in devices]
-        # What the variables take is in use already.
-        limit = min(memory.free + min(memory.in_use, self._held) for memory in found)
-        if not has_gpu():
-            limit //= len(devices)  # logical devices of one memory
+        limit = min(limit_of(self._step, memory) for memory in found)
         return limit if found[0].source == device.LIMIT else int(SHARE * limit)
 
     @property
     def _held(self) -> int:
         """Bytes of the variables."""
-        step = self._step if isinstance(self._step, ModelStep) else self._step.on_one
-        return sum(buffer.bytes for buffer in resident(step))
+        return sum(buffer.bytes for buffer in resident(self.on_one))
+
+    @property
+    def on_one(self) -> ModelStep:
+        """The step, or that of one replica."""
+        return self._step if isinstance(self._step, ModelStep) else self._step.on_one
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
         """The least or the most that any worker says."""
@@ -238,11 +234,12 @@ class Planner:
         """Compiles the step for micro-batches of so many rows."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
         self._status.update(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
-        memory = step_memory(self._step, self._specs(rows), steps)
+        programs = compiled(self._step, Dispatch((stacked(self._specs(rows), steps),)))
+        memory, flops = held(self._step, programs), sum(cost.of_program(proto).flops for _, proto in programs)
         # A dispatch of several train steps holds the data of all of them.
         more = (self._dispatched - 1) * memory.by_kind["data"]
         peak = self._agreed(max, memory.peak_bytes + more)
-        self._considered.append(Considered(rows, steps, policy, peak, peak <= self._limit))
+        self._considered.append(Considered(rows, steps, policy, peak, peak <= self._limit, flops))
         self._memory[repr(policy), rows] = memory
         return peak
 
@@ -285,8 +282,10 @@ class Planner:
 
     def _planned(self, policy: Policy, chosen: int) -> Plan:
         (found,) = (c for c in self._considered if (c.batch_size, c.recompute) == (chosen, policy))
+        as_it_is = min(c for c in self._considered if c.recompute is None)
+        extra = found.flops / as_it_is.flops - 1 if as_it_is.flops else 0.0
         considered, seconds = tuple(self._considered), time.monotonic() - self._started
-        return Plan(*found[:4], self._limit, len(considered), seconds, considered)
+        return Plan(*found[:4], extra, self._limit, len(considered), seconds, considered)
 
     def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> MemoryError:
         smallest = self._memory[repr(policies[-1]), rows]

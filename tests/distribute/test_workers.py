@@ -90,6 +90,12 @@ def test_workers_stay_equal(two):
     assert [each["broadcast"] for each in outcomes] == [[7], [7]]
 
 
+def test_a_plan_is_for_the_worker_with_the_least_room(two):
+    (outcome, other), *_ = two
+    assert outcome["planned"] == other["planned"] and outcome["planned"][:2] == [2, 2**20]
+    assert "memory_limit: 1048576 on" in outcome["plans differ"] or "2097152 on" in outcome["plans differ"]
+
+
 @pytest.mark.parametrize(
     ("name", "says", "steps"), [("apart", "ended at different steps", 2), ("shuffled", "differ in data", 0)]
 )

@@ -247,6 +247,13 @@ def main(ports, index, mode, folder):
     predicted = trainer.predict(x, batch_size=6, verbose=0)
     trainer._replicas.barrier()
     outcome["refused"] = refusals(trainer, x, y, index, tf)
+    os.environ["FASTACCUM_MEMORY_LIMIT"] = f"{index + 1} MiB"  # the first worker has less
+    plan = fa.plan(trainer, (x[:1], y[:1]), global_batch_size=2)
+    outcome["planned"] = plan.batch_size, plan.memory_limit, plan.peak_bytes
+    try:
+        fa.plan(trainer, (x[:1], y[:1]), global_batch_size=2, memory_limit=2 ** (20 + index))
+    except ValueError as error:
+        outcome["plans differ"] = str(error)
     np.savez(pathlib.Path(folder) / f"weights{index}.npz", *weights, predicted)
     (pathlib.Path(folder) / f"outcome{index}.json").write_text(json.dumps(outcome))
 
