@@ -611,6 +611,32 @@ def check_refused():
         raise AssertionError("a metric that is no sum was not refused")
 
 
+def check_blocks_computed_again():
+    """Masks and statistics, each replica's own, are those of the plain model."""
+
+    def deep():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,))])
+        for _ in range(3):
+            model.add(keras.layers.Dense(8, activation="tanh"))
+            model.add(keras.layers.BatchNormalization())
+            model.add(keras.layers.Dropout(0.3))
+        model.add(keras.layers.Dense(3))
+        return model
+
+    seen = []
+    for recompute in (False, True):
+        model = replicated(deep)
+        if recompute:
+            fa.remat(model)
+        trainer = replicated(lambda model=model: fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2))
+        keras.utils.set_random_seed(3)
+        trainer.fit(X[:16], Y[:16], batch_size=2 * COUNT, epochs=2, verbose=0)
+        assert_same_on_all(trainer)
+        seen.append(values(trainer)[0])
+    assert_close(*seen)
+
+
 def check_programs_are_traced_anew():
     factor = 1.0
 
