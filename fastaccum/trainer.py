@@ -329,7 +329,8 @@ class Trainer:
 
     def _plan(self, sample: Batch, **asked: Any) -> Plan:
         self._identity.require_alike("plan", **asked)
-        return planner.plan(self._builder, self._present_options, sample, replicas=self._replicas, **asked)
+        with self._explained():
+            return planner.plan(self._builder, self._present_options, sample, replicas=self._replicas, **asked)
 
     def _backed_up(self, position: Position) -> Position:
         """Where Keras's BackupAndRestore goes on, which it leaves for this fit only; else `position`."""

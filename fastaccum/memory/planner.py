@@ -282,8 +282,8 @@ class Planner:
 
     def _planned(self, policy: Policy, chosen: int) -> Plan:
         (found,) = (c for c in self._considered if (c.batch_size, c.recompute) == (chosen, policy))
-        as_it_is = min(c for c in self._considered if c.recompute is None)
-        extra = found.flops / as_it_is.flops - 1 if as_it_is.flops else 0.0
+        smallest = {repr(c.recompute): c.flops for c in sorted(self._considered, key=lambda c: -c.batch_size)}
+        extra = smallest[repr(policy)] / smallest["None"] - 1 if policy and smallest["None"] else 0.0
         considered, seconds = tuple(self._considered), time.monotonic() - self._started
         return Plan(*found[:4], extra, self._limit, len(considered), seconds, considered)
 
