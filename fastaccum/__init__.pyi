@@ -5,6 +5,7 @@ from . import kernels as kernels
 from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
 from .adapters.remat import remat as remat
 from .checkpoint.signals import Preempted as Preempted
+from .memory.errors import OutOfMemoryError as OutOfMemoryError
 from .memory.plan import Plan as Plan
 from .memory.summary import Summary as Summary
 from .step.guards import NonFiniteError as NonFiniteError

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import keras
@@ -28,6 +28,7 @@ from fastaccum.distribute.identity import Identity
 from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.custom_gradients import owned_by_graphs
 from fastaccum.memory import planner
+from fastaccum.memory.guard import Guard
 from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary, summary
 from fastaccum.step import compilable, diagnosis, program
@@ -158,6 +159,7 @@ class Trainer:
         self._builder = StepBuilder(
             self._model, self._optimizer, self._losses, self._metrics, self._given, self._replicas, self._identity
         )
+        self._guard: Guard | None = None
         self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers), self._builder.needs_targets)
         if jit_compile:
             compilable.require(self._model)
@@ -276,7 +278,7 @@ class Trainer:
         self.model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, Any] = {}
-        with saver:
+        with saver, self._guarded():
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, verbose)
             with replicas.first_of(self._replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
@@ -392,7 +394,8 @@ class Trainer:
         data = self._source(x, y, sample_weight, batch_size=batch_size, steps="steps")
         evaluation = self._evaluation(data, steps)
         hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=evaluation.batches, history=False)
-        logs = evaluation(hooks)
+        with self._guarded():
+            logs = evaluation(hooks)
         if return_dict:
             return logs
         values = evaluation.in_order(logs)
@@ -465,7 +468,7 @@ class Trainer:
         step, batch = self._by_hand.prepare(stack, text=self._takes_text)
         if self._replicas is not None:
             batch = self._builder.training_layout(self._present_options).shard(batch)
-        with self._explained():
+        with self._guarded(), self._explained():
             return self._by_hand.run(step, batch)
 
     @workers.connected
@@ -553,7 +556,14 @@ class Trainer:
 
     def _built(self, sample: Batch) -> Step:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
-        return self._builder.of(sample, self._present_options)
+        step = self._builder.of(sample, self._present_options)
+        if self._guard is None:
+            self._guard = Guard(step, [output.classes for output in self._losses.outputs if output.classes])
+        return step
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Around what runs programs: an error of memory is told by what takes it."""
+        return self._guard.told() if self._guard is not None else nullcontext()
 
     def _explained(self) -> AbstractContextManager[None]:
         """Around what traces, compiles or runs a program: an error of TensorFlow's is told in the caller's terms."""

@@ -255,6 +255,7 @@ class ReplicaProgram:
     """
 
     outputs: Any = None  # specs of what it returned when it was traced last
+    last: TracedProgram  # what that was
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
@@ -269,9 +270,9 @@ class ReplicaProgram:
         specs = _specs(args)
         with first_components(), self._around(), owned_by_graphs():
             concrete = self._function.get_concrete_function(*specs)
-        traced = TracedProgram(concrete, self._replicas)
-        self.outputs = traced.outputs
-        return traced
+        self.last = TracedProgram(concrete, self._replicas)
+        self.outputs = self.last.outputs
+        return self.last
 
 
 class TracedProgram:
@@ -282,14 +283,14 @@ class TracedProgram:
         self._compiled: set[int] = set()  # the replicas that have run it
         self.outputs = _specs(concrete.structured_outputs)
         # Copies of variables must exist before the graph that synchronizes them.
-        self._captured = [
+        self.captured = [
             [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in range(len(replicas.devices))
         ]
 
     def __call__(self, replica: int, *args: Any) -> Any:
         tensors = [t for t in tf.nest.flatten(args) if t is not None]
         with tf.device(self._replicas.devices[replica]):
-            call = functools.partial(self.concrete._call_flat, tensors, self._captured[replica])
+            call = functools.partial(self.concrete._call_flat, tensors, self.captured[replica])
             if replica in self._compiled:
                 return call()
             self._compiled.add(replica)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +20,7 @@ from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_components
 from fastaccum.distribute.workers import WorkersDifferError
-from fastaccum.step.model_step import ModelStep
+from fastaccum.step.model_step import Admit, FirstRun, ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.program import Program, aside, programs
 from fastaccum.step.running_state import Executed
@@ -218,6 +220,18 @@ class ReplicatedStep:
     def programs(self) -> dict[str, Program]:
         """As `ModelStep.programs`, each with the pieces that it calls on every local replica."""
         return {"train step": self._executor, "evaluation": self._evaluator}
+
+    def watch(self, admit: Admit) -> None:
+        """As `ModelStep.watch`: the first run of a replica's programs is that of the graph that calls them."""
+
+        def asked(programs: list[ReplicaProgram], training: bool, graph: Any) -> AbstractContextManager[None]:
+            stacks, _ = graph.structured_input_signature
+            captured = [handle for each in programs for own in each.last.captured for handle in own]
+            concrete = [each.last.concrete for each in programs]
+            return admit(FirstRun(concrete, captured, Dispatch(stacks[1:] if training else stacks), training))
+
+        self._executor.admit = functools.partial(asked, [self._accumulate, self._finish], True)
+        self._evaluator.admit = functools.partial(asked, [self._sum, self._total], False)
 
     def retrace(self) -> None:
         """As `ModelStep.retrace`."""

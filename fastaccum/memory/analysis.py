@@ -43,7 +43,7 @@ def compiled(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> list[tuple
 
 def held(step: ModelStep | ReplicatedStep, programs: list[tuple[Any, Any]]) -> StepMemory:
     """What these programs of a step take, one after the other."""
-    inner = step if isinstance(step, ModelStep) else step.on_one
+    inner = on_one(step)
     layers = {layer.name for layer in inner.objective.model.layers}
     trained = [tuple(v.shape) for v in inner.cycle.variables]
     stays = resident(inner)
@@ -54,13 +54,65 @@ def held(step: ModelStep | ReplicatedStep, programs: list[tuple[Any, Any]]) -> S
     return max(moments, key=lambda moment: moment.peak_bytes)
 
 
+def bytes_at_most(step: ModelStep | ReplicatedStep, programs: Iterable[Any]) -> int | None:
+    """Bytes that the peak of what is `held` cannot exceed, known without compiling: of all that the graphs compute, as if
+    nothing were let go; None where a graph does not say.
+    """
+    total = sum(buffer.bytes for buffer in resident(on_one(step)))
+    for concrete in programs:
+        if (computed := _computed(concrete)) is None:
+            return None
+        total += computed + sum(buffer.bytes for buffer in _arguments(concrete))
+    return total
+
+
+# What hands on what another operation has made.
+_ALIASES = {"Identity", "IdentityN", "NoOp", "ReadVariableOp", "Reshape", "StatefulPartitionedCall", "PartitionedCall"}
+
+
+def _computed(concrete: Any) -> int | None:
+    """Bytes of every operation's outputs in a concrete function's graph, those of its functions among them, taken as
+    of four bytes an element (eight, where float64 is computed); None if a shape is not known.
+    """
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+    functions = {function.signature.name: function.node_def for function in graph.library.function}
+    sizes: dict[str, float] = {}
+
+    def of_nodes(nodes: Iterable[Any]) -> float:
+        return sum(map(of_node, nodes))
+
+    def of_node(node: Any) -> float:
+        called = [value.func.name for value in node.attr.values() if value.func.name in functions]
+        total = sum(map(of_function, called))
+        if node.op in _ALIASES:
+            return total
+        for shape in node.attr["_output_shapes"].list.shape:
+            unknown = shape.unknown_rank or any(dim.size < 0 for dim in shape.dim)
+            total += math.inf if unknown else math.prod(dim.size for dim in shape.dim)
+        return total + (math.inf if node.op.startswith("TensorList") else 0)
+
+    def of_function(name: str) -> float:
+        if name not in sizes:
+            sizes[name] = of_nodes(functions[name])
+        return sizes[name]
+
+    wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)
+    total = of_nodes(graph.node) * (8 if wide else 4)
+    return None if math.isinf(total) else int(total)
+
+
+def on_one(step: ModelStep | ReplicatedStep) -> ModelStep:
+    """The step of one device."""
+    return step if isinstance(step, ModelStep) else step.on_one
+
+
 def limit_of(step: ModelStep | ReplicatedStep, memory: DeviceMemory | None = None) -> int:
     """What `peak_bytes` of a built step may reach: what is `available`, and what its variables have taken of it."""
     memory = memory or available()
     if memory.source == LIMIT:
         return memory.total
-    inner, sharing = (step, 1) if isinstance(step, ModelStep) else (step.on_one, step.sharing)
-    return memory.free // sharing + sum(buffer.bytes for buffer in resident(inner))
+    sharing = 1 if isinstance(step, ModelStep) else step.sharing
+    return memory.free // sharing + sum(buffer.bytes for buffer in resident(on_one(step)))
 
 
 def stacked(batch: Batch, accumulation: int) -> Batch:

@@ -190,7 +190,9 @@ class _Module:
         layers = [self._layer(part) for part in own]
         last = max((i for i, layer in enumerate(layers) if layer), default=-1)
         operation = "/".join(own[last + 1 :][-2:])
-        return "/".join(layer for layer in layers[: last + 1] if layer), "gradient of " * gradient + operation
+        # A gradient's name can hold that of the forward pass after its own.
+        path = dict.fromkeys(layer for layer in layers[: last + 1] if layer)
+        return "/".join(path), "gradient of " * gradient + operation
 
     def _layer(self, part: str) -> str:
         """The layer of a scope's name, to which Keras adds a number when it is called again."""

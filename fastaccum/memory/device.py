@@ -57,9 +57,19 @@ def available(device: str | None = None) -> DeviceMemory:
     if text := os.environ.get(LIMIT):
         total = size(text, LIMIT)
         return DeviceMemory(total, 0, total, LIMIT)
+    return physical(device)
+
+
+def physical(device: str | None = None) -> DeviceMemory:
+    """As `available`, whatever the environment says."""
     if device is None:
         device = "GPU:0" if has_gpu() else "CPU:0"
-    return _gpu(device) if "GPU" in device else min(_host(), key=lambda each: each.free)
+    return _gpu(device) if "GPU" in device else min(host(), *_pool(), key=lambda each: each.free)
+
+
+def host() -> DeviceMemory:
+    """The host's memory, by the tightest of the limits on it."""
+    return min(_host(), key=lambda each: each.free)
 
 
 def size(text: str | int, name: str = "memory_limit") -> int:
@@ -98,10 +108,14 @@ def _host() -> Iterator[DeviceMemory]:
         yield DeviceMemory(limit, in_use, max(0, limit - in_use), "the process's limit on its address space")
     for name, folder in _cgroups():
         yield from _of_cgroup(name, folder, total)
-    pool = tf.config.experimental.get_memory_info("CPU:0")
+
+
+def _pool() -> Iterator[DeviceMemory]:
+    """TensorFlow's pool of the host's memory, which it has where it is asked for."""
     if os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true"):
         total = int(os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB") or 2**16) * 2**20
-        yield DeviceMemory(total, pool["current"], max(0, total - pool["current"]), "TensorFlow's pool on the CPU")
+        in_use = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        yield DeviceMemory(total, in_use, max(0, total - in_use), "TensorFlow's pool on the CPU")
 
 
 def _kilobytes(text: str) -> dict[str, int]:

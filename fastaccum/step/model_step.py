@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +24,18 @@ from fastaccum.step.options import Options
 from fastaccum.step.program import Program, aside, programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import StepResult, TrainStep
+
+
+class FirstRun(NamedTuple):
+    """What is about to run for the first time."""
+
+    programs: list[Any]  # concrete functions of one device, in this order
+    captured: Sequence[tf.Tensor]  # by them, on all of this process's devices
+    dispatch: Dispatch  # of specs
+    training: bool
+
+
+Admit = Callable[[FirstRun], AbstractContextManager[None]]
 
 
 class ModelStep:
@@ -71,6 +83,18 @@ class ModelStep:
         """By what a call of it does."""
         of_steps = {"train step": self.compiled_execute, "train steps of a dispatch": self.compiled_execute_many}
         return {**of_steps, "evaluation": self.compiled_evaluate}
+
+    def watch(self, admit: Admit) -> None:
+        """Asks `admit` before the first run of each program."""
+
+        def asked(is_multi_step: bool, training: bool, concrete: Any) -> AbstractContextManager[None]:
+            stacks, _ = concrete.structured_input_signature
+            dispatch = Dispatch(stacks, is_multi_step=is_multi_step)
+            return admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
+
+        self.compiled_execute.admit = functools.partial(asked, False, True)
+        self.compiled_execute_many.admit = functools.partial(asked, True, True)
+        self.compiled_evaluate.admit = functools.partial(asked, False, False)
 
     def retrace(self) -> None:
         """Traces its programs anew when they are called next, for a model that computes otherwise since."""

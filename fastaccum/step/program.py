@@ -21,6 +21,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
+from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from fastaccum.checks import one_of
 from fastaccum.kernels.custom_gradients import owned_by_graphs
@@ -141,7 +142,12 @@ class Program:
     >>> double = Program(lambda x: 2.0 * x)
     >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
     (2.0, 4.0, 1)
+
+    Attributes:
+        admit: makes a scope for the first run of a concrete function; what it raises keeps it from running.
     """
+
+    admit: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
@@ -174,18 +180,29 @@ class Program:
             return self._calls[signature](leaves)
 
         traced, loaded = time.perf_counter(), False
-        if jit_compile:
-            name = tf.compat.as_str(concrete.name)
-            last = compile_cache.seconds_last_time(name)
-            say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
-            outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
-        else:
-            outputs = call(leaves)
+        with self._first(concrete, signature):
+            if jit_compile:
+                name = tf.compat.as_str(concrete.name)
+                last = compile_cache.seconds_last_time(name)
+                say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
+                outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
+            else:
+                outputs = call(leaves)
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
         self.seconds[signature] = end - start
         self._retraces.note(self._calls, sum(self.seconds.values()))
         return outputs
+
+    @contextlib.contextmanager
+    def _first(self, concrete: Any, signature: tuple) -> Iterator[None]:
+        """Around a first run, which after an error is the first again."""
+        try:
+            with self.admit(concrete):
+                yield
+        except BaseException:
+            self._calls.pop(signature, None)
+            raise
 
     def traced(self, *args: Any) -> Any:
         """The concrete function for nests of tensors, or of specs of them."""
@@ -299,6 +316,18 @@ def _call_of(concrete: Any, args: Any) -> Callable[[list[tf.Tensor]], Any]:
         return optree.tree_unflatten(returned, [outputs[place] for place in places])
 
     return call
+
+
+def values_held(handles: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """The values of those of the tensors that are handles of variables.
+
+    XLA writes a program's results over the variables that they replace, and where it runs out of memory before it
+    begins, it has freed these. Values that are held elsewhere it leaves alone, and writes to memory of its own.
+    """
+    resources = [handle for handle in handles if handle.dtype == tf.resource]
+    dtypes = [get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources]
+    pairs = zip(resources, dtypes, strict=True)
+    return [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle, dtype in pairs]
 
 
 def _order(structure: Any) -> list[int]:

@@ -1,0 +1,85 @@
+"""What cannot fit, told: where the bytes are, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastaccum.memory.buffers import Buffer, Kind, StepMemory
+
+SHOWN = 5
+_VOCABULARY = 4096  # from here on the logits of a classifier are worth not to hold
+
+
+class OutOfMemoryError(MemoryError):
+    """Raised before a program runs that a device's memory cannot hold, or where TensorFlow ran out of it.
+
+    Attributes:
+        memory: what the program takes, a `StepMemory`; None where that is not known.
+        limit: bytes that it may take.
+        fits: the largest `batch_size` found that fits with the same rows an update; None where none was.
+    """
+
+    def __init__(self, message: str, memory: StepMemory | None = None, limit: int = 0, fits: int | None = None):
+        super().__init__(message)
+        self.memory, self.limit, self.fits = memory, limit, fits
+
+    @property
+    def largest(self) -> list[Buffer]:
+        """The buffers by size, the largest first."""
+        return [] if self.memory is None else self.memory.largest
+
+    @property
+    def by_kind(self) -> dict[Kind, int]:
+        """Bytes of each kind."""
+        return {} if self.memory is None else self.memory.by_kind
+
+
+def shares(memory: StepMemory) -> str:
+    """The bytes of each kind, and the largest buffers, a line each."""
+    peak = memory.peak_bytes
+    lines = [f"  {kind:<16}{in_units(size):>11}{size / peak:>6.0%}" for kind, size in memory.by_kind.items()]
+    lines += ["The largest:"]
+    lines += [f"  {in_units(buffer.bytes):>11}  {_described(buffer)}" for buffer in memory.largest[:SHOWN]]
+    return "\n".join(lines)
+
+
+def _described(buffer: Buffer) -> str:
+    shape = f" {list(buffer.shape)}" if buffer.shape else ""
+    return f"{buffer.kind}: {' '.join(filter(None, (buffer.layer, buffer.operation)))}{shape}"
+
+
+def advice(memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequence[int] = ()) -> list[str]:
+    """What to change, a sentence each, what helps most first.
+
+    Args:
+        batch_size: one that fits, and the accumulation that makes the same rows an update of it.
+        classes: of the outputs' losses.
+    """
+    kinds, peak = memory.by_kind, memory.peak_bytes
+    found = []
+    if batch_size is not None:
+        rows, steps = batch_size
+        found.append(f"batch_size={rows} with gradient_accumulation_steps={steps} fits: as many rows an update.")
+    wide = [c for c in classes if c >= _VOCABULARY]
+    if any(buffer.shape[-1:] == (c,) for c in wide for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1):
+        found.append("loss=fastaccum.LinearCrossEntropy() never holds the logits.")
+    if kinds["activations"] > peak / 4:
+        found.append("fastaccum.remat(model) computes activations again in the backward pass instead of holding them.")
+    if kinds["optimizer slots"] > peak / 4:
+        found.append(
+            "An optimizer with smaller slots (Lion has one a weight, Adafactor less, SGD without momentum none) takes "
+            f"up to {in_units(kinds['optimizer slots'])} off."
+        )
+    if kinds["data"] > peak / 4:
+        found.append("Fewer rows an update, or a smaller steps_per_execution, take less data at once.")
+    return found or ["Take a smaller model, or a device with more memory."]
+
+
+def in_units(size: float) -> str:
+    """A size as people read it.
+
+    >>> in_units(1536), in_units(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    power = min(max(int(size).bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**power:.{power and 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

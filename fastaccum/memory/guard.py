@@ -1,0 +1,157 @@
+"""Before a program runs for the first time: whether it fits; and what it does not take with it where it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum.data.stacks import Batch
+from fastaccum.kernels.devices import has_gpu
+from fastaccum.memory import analysis
+from fastaccum.memory.buffers import StepMemory
+from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physical
+from fastaccum.memory.errors import OutOfMemoryError, advice, in_units, shares
+from fastaccum.step.model_step import FirstRun
+from fastaccum.step.program import MemoryAnalysis, hlo_proto, values_held
+
+_TRIES = 3  # smaller micro-batches that are compiled for an error
+_TO_COMPILE = 2**30  # bytes: compiling without, the process would end
+
+
+class Guard:
+    """Stands before the first run of each of a step's programs, and tells what runs out of memory.
+
+    A program for which there is plainly room is not compiled to find out. Where there is room for that too, its first
+    run leaves the variables' memory alone, so that whatever happens they stay as they were.
+    """
+
+    def __init__(self, step: Any, classes: list[int]):
+        self._step, self._classes = step, classes
+        self._run: FirstRun | None = None
+        self._memory: StepMemory | None = None  # of that, where it was compiled for this
+        self._harmless: Exception | None = None  # with which no variable was lost
+        step.watch(self._admit)
+
+    @contextlib.contextmanager
+    def _admit(self, run: FirstRun) -> Iterator[None]:
+        self._run, self._memory = run, None
+        if not analysis.on_one(self._step).objective.options.jit_compile:
+            yield
+            return
+        device = available()
+        limit = analysis.limit_of(self._step, device)
+        copies = sum(buffer.bytes for buffer in analysis.resident(analysis.on_one(self._step)))
+        needed = analysis.bytes_at_most(self._step, run.programs)
+        if needed is None or needed + copies > limit:
+            self._memory = self._compiled(run)
+            needed = self._memory.peak_bytes
+            if needed > limit:
+                raise self._refused(run, self._memory, limit, device)
+        values = values_held(run.captured) if needed + copies <= limit else _rehearsed(self._memory)
+        try:
+            yield
+        except tf.errors.ResourceExhaustedError as error:
+            self._harmless = error if values else None
+            raise
+        finally:
+            values.clear()
+
+    def _compiled(self, run: FirstRun) -> StepMemory:
+        return analysis.held(self._step, [(each, hlo_proto(each)) for each in run.programs])
+
+    def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
+        fits = self._fitting(run, memory, limit) if run.training else None
+        room = f"{in_units(limit)} are there ({device.source})"
+        message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed.\n"
+        return self._error(message, memory, limit, fits)
+
+    def _error(self, message: str, memory: StepMemory, limit: int, fits: tuple[int, int] | None) -> OutOfMemoryError:
+        changes = [*advice(memory, fits, self._classes)]
+        changes.append(f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB.")
+        lines = [message + shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
+        return OutOfMemoryError("\n".join(lines), memory, limit, fits and fits[0])
+
+    def _fitting(self, run: FirstRun, memory: StepMemory, limit: int) -> tuple[int, int] | None:
+        """A smaller micro-batch that fits, and how many of them hold the same rows; by compiling it."""
+        *before, accumulation, rows = _leading(run)
+        smaller = [n for n in range(rows - 1, 0, -1) if (accumulation * rows) % n == 0]
+        guess = _line(memory, rows, limit)
+        for size in [n for n in smaller if n <= guess][:_TRIES] or smaller[-1:]:
+            steps = accumulation * rows // size
+            stacks = tuple(_resized(stack, (*before, steps, size)) for stack in run.dispatch.stacks[:1])
+            with contextlib.suppress(tf.errors.OpError, MemoryError), self._step.aside():
+                if analysis.dispatch_memory(self._step, run.dispatch._replace(stacks=stacks)).peak_bytes <= limit:
+                    return size, steps
+        return None
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Within it an error of memory is told as this one's."""
+        try:
+            yield
+        except (tf.errors.ResourceExhaustedError, MemoryError) as error:
+            raise self.error(error) from error
+
+    def error(self, error: Exception) -> OutOfMemoryError:
+        """What an error of memory at run time comes to."""
+        if isinstance(error, OutOfMemoryError):
+            return error
+        reason = (getattr(error, "message", "") or str(error) or type(error).__name__).partition("\n")[0]
+        where = "" if self._run is None else f" for {_what(self._run).lower()}"
+        message = f"There was no memory left{where}: {reason.partition(' [Op:')[0]} "
+        if "[Op:__inference" in reason and error is not self._harmless:
+            message += "XLA had taken the variables over by then, and they are lost: go on in a new process, from a "
+            message += "checkpoint.\n"
+        else:
+            message += "The variables are as they were.\n"
+        memory, limit = self._known(), analysis.limit_of(self._step, physical())
+        if self._run is None or memory is None:
+            held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(analysis.on_one(self._step))))
+            return OutOfMemoryError(message + shares(held) + "\nTake a smaller batch_size.", held, limit)
+        fits = self._fitting(self._run, memory, limit) if self._run.training and memory.peak_bytes > limit else None
+        return self._error(message, memory, limit, fits)
+
+    def _known(self) -> StepMemory | None:
+        """What ran last takes; None where there is too little memory on the host to compile it."""
+        run, jit_compile = self._run, analysis.on_one(self._step).objective.options.jit_compile
+        if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
+            with contextlib.suppress(tf.errors.OpError, MemoryError):
+                self._memory = self._compiled(run)
+        return self._memory
+
+
+def _rehearsed(memory: StepMemory | None) -> list[Any]:
+    """Takes what a program will take, and gives it back: where it is not there, this is said before variables are at
+    stake.
+    """
+    if memory is not None:
+        with tf.device("GPU:0" if has_gpu() else "CPU:0"):
+            plan = memory.analysis
+            size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
+            tf.raw_ops.Empty(shape=[size // 2**20 + 1, 2**20], dtype=tf.uint8)
+    return []
+
+
+def _line(memory: StepMemory, rows: int, limit: int) -> float:
+    """The rows at which the limit is met, if activations alone grow with them."""
+    growing = max(memory.by_kind["activations"] + memory.by_kind["other"], 1)
+    return rows * (limit - memory.peak_bytes + growing) / growing
+
+
+def _leading(run: FirstRun) -> tuple[int, ...]:
+    """The axes of a dispatch before those of an example: [steps,] micro-batches, rows."""
+    return tuple(tf.nest.flatten(run.dispatch.stacks[0])[0].shape[: 2 + run.dispatch.is_multi_step])
+
+
+def _resized(stack: Batch, leading: tuple[int, ...]) -> Batch:
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([*leading, *s.shape[len(leading) :]], s.dtype), stack)
+
+
+def _what(run: FirstRun) -> str:
+    *steps, accumulation, rows = _leading(run)
+    of = f"{math.prod(steps)} train steps in one program, each" if steps else "A train step" if run.training else ""
+    return f"{of or 'An evaluation'} of {accumulation} x {rows:,} rows"
