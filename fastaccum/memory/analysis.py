@@ -55,8 +55,8 @@ def held(step: ModelStep | ReplicatedStep, programs: list[tuple[Any, Any]]) -> S
 
 
 def bytes_at_most(step: ModelStep | ReplicatedStep, programs: Iterable[Any]) -> int | None:
-    """Bytes that the peak of what is `held` cannot exceed, known without compiling: of all that the graphs compute, as if
-    nothing were let go; None where a graph does not say.
+    """Bytes that what is `held` cannot exceed, known without compiling: of all that the graphs compute, as if nothing
+    were let go; None where a graph does not say.
     """
     total = sum(buffer.bytes for buffer in resident(on_one(step)))
     for concrete in programs:

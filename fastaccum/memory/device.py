@@ -64,7 +64,7 @@ def physical(device: str | None = None) -> DeviceMemory:
     """As `available`, whatever the environment says."""
     if device is None:
         device = "GPU:0" if has_gpu() else "CPU:0"
-    return _gpu(device) if "GPU" in device else min(host(), *_pool(), key=lambda each: each.free)
+    return _gpu(device) if "GPU" in device else min([host(), *_pool()], key=lambda each: each.free)
 
 
 def host() -> DeviceMemory:

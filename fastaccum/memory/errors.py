@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
+from fastaccum.memory.plan import in_units
 
 SHOWN = 5
 _VOCABULARY = 4096  # from here on the logits of a classifier are worth not to hold
@@ -73,13 +74,3 @@ def advice(memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequ
     if kinds["data"] > peak / 4:
         found.append("Fewer rows an update, or a smaller steps_per_execution, take less data at once.")
     return found or ["Take a smaller model, or a device with more memory."]
-
-
-def in_units(size: float) -> str:
-    """A size as people read it.
-
-    >>> in_units(1536), in_units(3 * 2**30)
-    ('1.5 KiB', '3.0 GiB')
-    """
-    power = min(max(int(size).bit_length() - 1, 0) // 10, 4)
-    return f"{size / 1024**power:.{power and 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -14,7 +14,8 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physical
-from fastaccum.memory.errors import OutOfMemoryError, advice, in_units, shares
+from fastaccum.memory.errors import OutOfMemoryError, advice, shares
+from fastaccum.memory.plan import in_units
 from fastaccum.step.model_step import FirstRun
 from fastaccum.step.program import MemoryAnalysis, hlo_proto, values_held
 
@@ -67,11 +68,13 @@ class Guard:
         fits = self._fitting(run, memory, limit) if run.training else None
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed.\n"
-        return self._error(message, memory, limit, fits)
+        more = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
+        return self._error(message, memory, limit, fits, more)
 
-    def _error(self, message: str, memory: StepMemory, limit: int, fits: tuple[int, int] | None) -> OutOfMemoryError:
-        changes = [*advice(memory, fits, self._classes)]
-        changes.append(f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB.")
+    def _error(
+        self, message: str, memory: StepMemory, limit: int, fits: tuple[int, int] | None, *more: str
+    ) -> OutOfMemoryError:
+        changes = [*advice(memory, fits, self._classes), *more]
         lines = [message + shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
         return OutOfMemoryError("\n".join(lines), memory, limit, fits and fits[0])
 
@@ -93,13 +96,13 @@ class Guard:
         """Within it an error of memory is told as this one's."""
         try:
             yield
+        except OutOfMemoryError:
+            raise
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:
             raise self.error(error) from error
 
     def error(self, error: Exception) -> OutOfMemoryError:
         """What an error of memory at run time comes to."""
-        if isinstance(error, OutOfMemoryError):
-            return error
         reason = (getattr(error, "message", "") or str(error) or type(error).__name__).partition("\n")[0]
         where = "" if self._run is None else f" for {_what(self._run).lower()}"
         message = f"There was no memory left{where}: {reason.partition(' [Op:')[0]} "

@@ -24,6 +24,7 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
 from fastaccum.memory.analysis import compiled, held, limit_of, resident, stacked
 from fastaccum.memory.buffers import StepMemory
+from fastaccum.memory.errors import OutOfMemoryError
 from fastaccum.memory.plan import Considered, Plan, Policy, in_units
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.step.model_step import ModelStep
@@ -287,7 +288,7 @@ class Planner:
         considered, seconds = tuple(self._considered), time.monotonic() - self._started
         return Plan(*found[:4], extra, self._limit, len(considered), seconds, considered)
 
-    def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> MemoryError:
+    def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> OutOfMemoryError:
         smallest = self._memory[repr(policies[-1]), rows]
         kinds = ", ".join(f"{kind} {in_units(size)}" for kind, size in smallest.by_kind.items() if size)
         largest = "; ".join(
@@ -295,9 +296,10 @@ class Planner:
         )
         tried = ", also with " + ", ".join(map(repr, policies[1:])) if len(policies) > 1 else ""
         remat = "" if tried else "compute activations again (fastaccum.remat; recompute='auto' tries it), "
-        return MemoryError(
+        message = (
             f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it needs "
             f"{in_units(smallest.peak_bytes)} of a device, and the limit is {in_units(self._limit)}. It is {kinds}. "
             f"The largest: {largest}. What helps: {remat}fastaccum.LinearCrossEntropy for a large vocabulary, mixed "
             "precision, shorter rows, an optimizer with fewer slots, a smaller model."
         )
+        return OutOfMemoryError(message, smallest, self._limit)

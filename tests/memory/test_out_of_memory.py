@@ -1,0 +1,133 @@
+"""What cannot fit is told before a weight moves, and what runs out of memory leaves all as it was."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+
+import fastaccum as fa
+from fastaccum.memory import device, guard
+
+ROWS, LIMIT = 512, 2**20
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(256, activation="gelu", name="wide"), keras.layers.Dense(10)]
+    model = keras.Sequential([keras.Input((16,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fa.Trainer(model, "adam", loss, gradient_accumulation_steps=2)
+
+
+X, Y = np.ones([2 * ROWS, 16], "float32"), np.zeros(2 * ROWS, int)
+
+
+def fit(trainer, batch_size=ROWS, **arguments):
+    return trainer.fit(X, Y, batch_size=batch_size, verbose=0, **arguments)
+
+
+@pytest.fixture(scope="module")
+def refused(trainer, tmp_path_factory):
+    """The error of a fit that cannot fit, and the weights before it."""
+    before = [w.numpy() for w in trainer.model.weights]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(fa.OutOfMemoryError) as error:
+        patch.setenv(device.LIMIT, str(LIMIT))
+        fit(trainer, checkpoint_dir=tmp_path_factory.mktemp("refused"))
+    return error.value.with_traceback(None), before
+
+
+def test_what_cannot_fit_is_refused_before_a_weight_moves(trainer, refused):
+    error, before = refused
+    assert isinstance(error, MemoryError)
+    assert error.limit == LIMIT < error.memory.peak_bytes == sum(error.by_kind.values())
+    assert [b.kind for b in error.largest[:2]] == ["activations"] * 2 and error.largest[0].layer.endswith("wide")
+    for before_it, weight in zip(before, trainer.model.weights, strict=True):
+        np.testing.assert_array_equal(before_it, weight.numpy())
+
+
+def test_the_error_says_where_the_bytes_are_and_what_to_change(refused):
+    message = str(refused[0])
+    assert re.search(r"A train step of 2 x 512 rows takes \d\.\d+ MiB, and 1(\.0)? MiB are there", message)
+    assert all(re.search(rf"^  {kind} +\d.* +\d+%$", message, re.MULTILINE) for kind in refused[0].by_kind)
+    assert len(re.findall(r"^ +\d\S* \S+  \w+( \w+)?: .*\]$", message, re.MULTILINE)) == 5
+    assert "/wide MatMul [512, 256]" in message and device.LIMIT in message and "fastaccum.remat(model)" in message
+    assert f"batch_size={refused[0].fits} with gradient_accumulation_steps={2 * ROWS // refused[0].fits}" in message
+
+
+def test_the_batch_size_that_it_says_fits_and_twice_that_does_not(trainer, refused, monkeypatch, tmp_path):
+    fits = refused[0].fits
+    monkeypatch.setenv(device.LIMIT, str(LIMIT))
+    monkeypatch.setattr(trainer, "gradient_accumulation_steps", ROWS // fits)
+    with pytest.raises(fa.OutOfMemoryError):
+        fit(trainer, 2 * fits)
+    monkeypatch.setattr(trainer, "gradient_accumulation_steps", 2 * ROWS // fits)
+    assert np.isfinite(fit(trainer, fits, checkpoint_dir=tmp_path).history["loss"]).all()
+
+
+def test_what_plainly_fits_is_not_compiled_to_find_out(trainer, monkeypatch):
+    monkeypatch.setattr(guard, "hlo_proto", lambda concrete: pytest.fail("compiled"))
+    fit(trainer, 64)
+
+
+@pytest.mark.parametrize("run", ["evaluate", "train_step"])
+def test_other_programs(trainer, monkeypatch, run):
+    monkeypatch.setenv(device.LIMIT, str(LIMIT // 4))
+    with pytest.raises(
+        fa.OutOfMemoryError, match=f"{'An eval' if run == 'evaluate' else 'A train '}.* of . x 512 rows"
+    ):
+        if run == "evaluate":
+            trainer.evaluate(X, Y, batch_size=ROWS, verbose=0)
+        else:
+            trainer.train_step((X[None, :ROWS], Y[None, :ROWS]))
+
+
+RUNS_OUT = """
+    import keras, numpy as np, tensorflow as tf
+    import fastaccum as fa
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(1024, activation="gelu"), keras.layers.Dense(10)]
+    model = keras.Sequential([keras.Input((16,)), *layers])
+    trainer = fa.Trainer(model, "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.ones([8192, 16], "float32"), np.zeros(8192, int)
+    trainer.fit(x, y, batch_size=256, verbose=0, checkpoint_dir="saved")
+    state = lambda: [np.asarray(v) for v in (*model.weights, *trainer.optimizer.variables)]
+    before = state()
+    for run in (lambda: trainer.fit(x, y, batch_size=8192, verbose=0),
+                lambda: trainer.train_step((x[None], y[None]))):
+        try:
+            run()
+        except fa.OutOfMemoryError as error:
+            print(error.__cause__ and type(error.__cause__).__name__, error.fits, error)
+    np.testing.assert_equal(state(), before)
+    trainer.fit(x, y, batch_size=256, epochs=2, verbose=0, checkpoint_dir="saved")
+    print("went on with", len(trainer.model.history.epoch), "epochs")
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("told", ["before", "at run time"])
+def test_a_limited_device(tmp_path, told):
+    """TensorFlow's allocator has 64 MiB for a step that takes three times that; the check may be told of more."""
+    pool = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "64", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    more = {device.LIMIT: "16GiB"} if told == "at run time" else {}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(RUNS_OUT)],
+        cwd=tmp_path,
+        env=os.environ | pool | more,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    cause = "ResourceExhaustedError" if more else "None"
+    assert len(re.findall(rf"^{cause} \d+ ", done.stdout, re.MULTILINE)) == 2
+    assert done.stdout.count("The variables are as they were." if more else "Nothing was changed.") == 2
+    assert done.stdout.endswith("went on with 2 epochs\n")
