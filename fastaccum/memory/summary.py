@@ -125,7 +125,8 @@ def summary(step: ModelStep | ReplicatedStep, sample: Batch, layout: Layout) -> 
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
     batch = tf.nest.map_structure(lambda s: tf.TensorSpec([local, *s.shape[1:]], s.dtype), sample)
-    programs = analysis.compiled(step, Dispatch((analysis.stacked(batch, layout.accumulation),)))
+    with step.aside():
+        programs = analysis.compiled(step, Dispatch((analysis.stacked(batch, layout.accumulation),)))
     costs = [cost.of_program(proto) for _, proto in programs]
     model, trained = step.objective.model.model, step.cycle.trained
     training = {id(v) for v in trained}

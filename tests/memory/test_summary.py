@@ -69,7 +69,7 @@ def test_the_table_has_the_figures(capsys):
     with pytest.raises(ValueError, match="has seen no data yet"):
         trainer.summary()
     x, y = np.zeros((K * ROWS, 32), "float32"), np.zeros((K * ROWS, 4), "float32")
-    before = [np.array(v) for v in model.weights]
+    before = [v.numpy() for v in model.weights]
     found = trainer.summary(x, y, batch_size=ROWS)
     assert capsys.readouterr().out == f"{found}\n" and found.programs == ()
     assert (found.trainable_parameters, found.frozen_parameters) == (8 * 4 + 4, 32 * 8 + 8)
@@ -87,7 +87,7 @@ def test_the_table_has_the_figures(capsys):
     with pytest.raises(ValueError, match="pass batch_size"):
         trainer.summary(batches)
     assert trainer.summary(batches, batch_size=2 * ROWS, verbose=False).flops > 1.5 * found.flops
-    assert all(np.array_equal(a, b) for a, b in zip(before[:2], model.weights[:2], strict=True))
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before[:2], model.weights[:2], strict=True))
 
 
 def test_recomputation_shows_in_flops_and_in_memory():
@@ -100,6 +100,7 @@ def test_recomputation_shows_in_flops_and_in_memory():
     assert again.memory.by_kind["activations"] < kept.memory.by_kind["activations"]
 
 
+@pytest.mark.twin
 def test_of_a_tf_keras_model():
     import tf_keras
 
