@@ -149,9 +149,29 @@ def _momentum(**kwargs):
     return keras.optimizers.SGD(0.05, momentum=0.9, **kwargs)
 
 
-MLP_128 = Workload("MLP 128", 10, 32, lambda: _mlp([128]), _vectors, _adam, _size(100, 10), step_updates=30, rounds=15)
+MLP_128 = Workload(
+    "MLP 128",
+    10,
+    32,
+    lambda: _mlp([128]),
+    _vectors,
+    _adam,
+    fit_updates=_size(100, 10),
+    step_updates=30,
+    rounds=15,
+    steps_per_execution=_size((1, 10, 100), (1, 100)),
+)
 MLP_2048 = Workload(
-    "MLP 2048", 8, 64, lambda: _mlp(2 * [_size(2048, 128)]), _vectors, _adam, fit_updates=5, step_updates=2, rounds=5
+    "MLP 2048",
+    8,
+    64,
+    lambda: _mlp(2 * [_size(2048, 128)]),
+    _vectors,
+    _adam,
+    fit_updates=5,
+    step_updates=2,
+    rounds=5,
+    steps_per_execution=_size((1, 10, 100), (10,)),
 )
 CONVNET = Workload(
     "ConvNet",
@@ -163,7 +183,7 @@ CONVNET = Workload(
     fit_updates=3,
     step_updates=1,
     rounds=3,
-    steps_per_execution=(1, 10),
+    steps_per_execution=_size((1, 10), (10,)),
 )
 GPT = Workload(
     "GPT",
@@ -175,15 +195,15 @@ GPT = Workload(
     fit_updates=_size(3, 2),
     step_updates=1,
     rounds=10,
-    steps_per_execution=(1, 10),
+    steps_per_execution=_size((1, 10), (10,)),
 )
 
 GPT_32K = Workload(
     "GPT 32k",
     4,
     4,
-    lambda: fa.gpt(vocabulary_size=32_768, width=128, layers=2, heads=2, context=128),
-    _tokens(vocabulary_size=32_768),
+    lambda: fa.gpt(_size(32_768, 4096), width=128, layers=_size(2, 1), heads=2, context=128),
+    _tokens(_size(32_768, 4096)),
     _adamw,
     fit_updates=3,
     step_updates=1,

@@ -352,15 +352,16 @@ def test_a_model_file_with_code_is_refused_by_keras(tmp_path):
         keras.saving.load_model(tmp_path / "model.keras")
 
 
-@pytest.mark.parametrize("name", [".partial-metrics.csv", ".partial-model.keras"])
-def test_a_whole_run_writes_through_no_link(run, tmp_path, capsys, monkeypatch, name):
+def test_a_whole_run_writes_through_no_link(run, tmp_path, capsys, monkeypatch):
     """`fastaccum train --resume`, to its end."""
-    outside = tmp_path / "outside"
-    outside.write_text("theirs")
-    (run / name).symlink_to(outside)
+    links = {run / ".partial-metrics.csv": tmp_path / "rows", run / ".partial-model.keras": tmp_path / "model"}
+    for link, outside in links.items():
+        outside.write_text("theirs")
+        link.symlink_to(outside)
     monkeypatch.setattr(train, "_train", lambda run, folder: folder.keep_rows(0) or folder.save_model(run.model) or 0)
     assert cli.main(["train", "--resume", "run"]) == 0
-    assert outside.read_text() == "theirs" and not (run / name).exists()
+    for link, outside in links.items():
+        assert outside.read_text() == "theirs" and not link.exists()
 
 
 @pytest.mark.parametrize(("stdout", "said"), [("/dev/full", "stdout has ended: No space left on device\n"), (None, "")])

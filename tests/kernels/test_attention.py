@@ -85,8 +85,7 @@ def assert_as_exact(got, reference, exact, tolerance):
         assert excess[worst] <= 0, f"{name}{list(worst)}: {a.numpy()[worst]}, reference {b.numpy()[worst]}, {c[worst]}"
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "causal"), [("float32", False), *((dtype, True) for dtype in TOLERANCES)])
 def test_as_exact_as_the_reference(dtype, causal):
     tensors, segment_ids = make(dtype, segments=3)
     options = {"causal": causal, "segment_ids": segment_ids}
