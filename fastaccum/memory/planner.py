@@ -22,12 +22,11 @@ from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compiled, held, limit_of, resident, stacked
+from fastaccum.memory.analysis import compiled, held, limit_of, on_one, resident, stacked
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.errors import OutOfMemoryError
+from fastaccum.memory.errors import OutOfMemoryError, advice, shares
 from fastaccum.memory.plan import Considered, Plan, Policy, in_units
 from fastaccum.memory.search import divisors, largest_that_fits
-from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 
 # Policies of recomputation, the cheapest first: none; all but products with weights; everything.
@@ -102,7 +101,7 @@ def plan(
         timed=has_gpu() and replicas is None and not exact_rows,
         verbose=verbose,
     )
-    model = planner.on_one.objective.model
+    model = on_one(step).objective.model
     # A model that computes again already does so as its user chose.
     policies = RECOMPUTED if recompute and not installed(model.model) else (None,)
     return planner.plan(rows, memory_limit, policies, functools.partial(_recomputing, model))
@@ -202,12 +201,7 @@ class Planner:
     @property
     def _held(self) -> int:
         """Bytes of the variables."""
-        return sum(buffer.bytes for buffer in resident(self.on_one))
-
-    @property
-    def on_one(self) -> ModelStep:
-        """The step, or that of one replica."""
-        return self._step if isinstance(self._step, ModelStep) else self._step.on_one
+        return sum(buffer.bytes for buffer in resident(on_one(self._step)))
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
         """The least or the most that any worker says."""
@@ -289,17 +283,16 @@ class Planner:
         return Plan(*found[:4], extra, self._limit, len(considered), seconds, considered)
 
     def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> OutOfMemoryError:
-        smallest = self._memory[repr(policies[-1]), rows]
-        kinds = ", ".join(f"{kind} {in_units(size)}" for kind, size in smallest.by_kind.items() if size)
-        largest = "; ".join(
-            f"{in_units(each.bytes)} of {each.kind}, {each.layer or each.operation}" for each in smallest.largest[:5]
-        )
+        memory = self._memory[repr(policies[-1]), rows]
         tried = ", also with " + ", ".join(map(repr, policies[1:])) if len(policies) > 1 else ""
-        remat = "" if tried else "compute activations again (fastaccum.remat; recompute='auto' tries it), "
-        message = (
-            f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it needs "
-            f"{in_units(smallest.peak_bytes)} of a device, and the limit is {in_units(self._limit)}. It is {kinds}. "
-            f"The largest: {largest}. What helps: {remat}fastaccum.LinearCrossEntropy for a large vocabulary, mixed "
-            "precision, shorter rows, an optimizer with fewer slots, a smaller model."
+        classes = [output.classes for output in on_one(self._step).objective.losses.outputs if output.classes]
+        changes = advice(memory, None, classes)
+        if not tried and memory.by_kind["activations"]:
+            changes.append("recompute='auto' looks for the activations that it is enough to compute again.")
+        return OutOfMemoryError(
+            f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it takes "
+            f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. Nothing was changed.\n"
+            + "\n".join([shares(memory), "What to change:", *(f"  - {change}" for change in changes)]),
+            memory,
+            self._limit,
         )
-        return OutOfMemoryError(message, smallest, self._limit)

@@ -88,8 +88,11 @@ def test_a_plan_is_a_table_and_a_picture(planned, tmp_path):
 
 def test_nothing_fits(planned):
     trainer = planned[0]
-    with pytest.raises(MemoryError, match=r"micro-batch of 1 row fits: .*limit is 97\.7 KiB.*weights.*remat"):
+    with pytest.raises(fa.OutOfMemoryError, match=r"micro-batch of 1 row fits: .* 97\.7 KiB are there") as raised:
         fa.plan(trainer, SAMPLE, global_batch_size=1, memory_limit="100 KB")
+    assert raised.value.largest[0].layer == "sequential/dense" and raised.value.limit == 100_000
+    for each in ("weights  ", "The largest:", "What to change:", "recompute='auto'"):
+        assert each in str(raised.value)
 
 
 @pytest.mark.parametrize("data", ["arrays", pytest.param("dataset", marks=pytest.mark.golden)])
