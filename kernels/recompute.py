@@ -12,8 +12,10 @@ from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.eager import record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
+from fastaccum.kernels.accumulators import Accumulator, accumulator_of
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_graph import DRAWS, Keeping, copied, drawing, fed_by_name, needed_for, require_policy
 from fastaccum.kernels.rounded import copies_at_hand, stateless_scope
 from fastaccum.kernels.xla_ops import in_xla
@@ -70,6 +72,7 @@ def recomputed(
     if policy != "nothing_saveable":
         block.keep(policy)
     values = block.read()
+    accumulators = block.accumulators() if has_gpu() else []
     with record.stop_recording():
         y, kept = block.forward(values)
 
@@ -77,6 +80,8 @@ def recomputed(
     def run(y, inputs, values):
         def gradient(*dy):
             found = block.backward(list(dy), values, kept)
+            if has_gpu():
+                found = _in_turn(found, len(inputs), accumulators)
             _refuse_second_derivatives(found, [*inputs, *values, *dy])
             return [None] * len(y) + found
 
@@ -219,6 +224,10 @@ class _Block(Keeping):
             for outer, inner in self._sources
         ]
 
+    def accumulators(self) -> list[Accumulator | None]:
+        """What the gradients of the variables are summed in, where that is offered."""
+        return [accumulator_of(self._variables.get(id(outer))) for outer, _ in self._sources]
+
     def _fed(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         reads = zip(self._sources, values, strict=True)
         read = {self._read[t.name].name: value for (_, t), value in reads if t.name in self._read}
@@ -287,6 +296,29 @@ class _Block(Keeping):
         needed = needed_for(parts, fed_by_name(of_y, of_y), self._same).values()
         inputs = [t for op in needed if op.name not in self._forward_operations for t in op.inputs]
         return [t for t in inputs if t.op.name in self._forward_operations]
+
+
+def _in_turn(gradients: list[Any], count: int, accumulators: list[Accumulator | None]) -> list[Any]:
+    """The gradients, of which the first `count` wait for the others to be added to their accumulators.
+
+    XLA would put off the weights' gradients, since it does not see that they are added in place, and hold for each what
+    it is computed from. No barrier is left when it orders a program's operations, so that it takes an operand: 0 times
+    an element of each sum, which is 0 in every step that is not skipped.
+    """
+    ends = []
+    for gradient, accumulator in zip(gradients[count:], accumulators, strict=True):
+        if not isinstance(gradient, tf.Tensor) or not gradient.shape.rank:
+            continue
+        total = gradient
+        if accumulator is not None:
+            total = accumulator.total + tf.cast(gradient, accumulator.total.dtype)
+            accumulator.note(gradient, total)
+        ends.append(tf.cast(0.0 * tf.reshape(total[(slice(1),) * total.shape.rank], []), tf.float32))
+    if not ends:
+        return gradients
+    zero = tf.add_n(ends)
+    inputs = [g + tf.cast(zero, g.dtype) if isinstance(g, tf.Tensor) else g for g in gradients[:count]]
+    return [*inputs, *gradients[count:]]
 
 
 class _Rows(tf.IndexedSlices):
