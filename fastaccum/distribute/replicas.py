@@ -259,6 +259,7 @@ class ReplicaProgram:
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
+        self._traced = function
         self._replicas, self._around = replicas, around
         self.retrace()
 
@@ -268,7 +269,7 @@ class ReplicaProgram:
 
     def __call__(self, *args: Any) -> TracedProgram:
         specs = _specs(args)
-        with first_components(), self._around(), owned_by_graphs():
+        with first_components(), self._around(), owned_by_graphs(), compile_cache.numbered(self._traced):
             concrete = self._function.get_concrete_function(*specs)
         self.last = TracedProgram(concrete, self._replicas)
         self.outputs = self.last.outputs

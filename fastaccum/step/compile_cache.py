@@ -8,10 +8,12 @@ how long it took to compile, and the checksum, in a file of its own that is writ
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -22,6 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +32,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.framework import ops
 
 from fastaccum.kernels.xla_ops import has_gpu
 
@@ -37,6 +41,7 @@ LIMIT = 2 * 2**30  # bytes, over all versions and devices; the entries used long
 _SEAL, _DAMAGED = ".seal", ".damaged"
 # What decides on the code that XLA makes of a program, beside the program.
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
+_NO_ERRORS = b"text-format tensorflow.XlaSerializedCacheEntry", b"Target machine feature +prefer-no-"
 # Makes TensorFlow read its flags again, which it reads before the first variable is made.
 _FORGET_FLAGS = (
     "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
@@ -109,6 +114,21 @@ class CompileCache:
         if written:
             self._prune()
 
+    def remembered(self, program: str, make: Callable[[], list[int]]) -> list[int]:
+        """What `make` returned for this very program, in this process or another."""
+        path = self.store / f"figures-{hashlib.sha256(program.encode()).hexdigest()}"
+        with contextlib.suppress(OSError, ValueError):
+            checksum, _, kept = _read(path).decode().partition(" ")
+            if checksum == hashlib.sha256(kept.encode()).hexdigest():
+                return json.loads(kept)
+        made = make()
+        text = json.dumps(made)
+        with contextlib.suppress(OSError):
+            half = path.with_suffix(f".{os.getpid()}")
+            half.write_text(f"{hashlib.sha256(text.encode()).hexdigest()} {text}")
+            os.replace(half, path)
+        return made
+
     def _prune(self) -> None:
         sized = []
         for path in self.folder.glob("tensorflow-*/*"):
@@ -163,7 +183,8 @@ class _Process:
         cache, start = self.cache, time.perf_counter()
         offered = cache.offer(function, staging) if cache is not None else []
         try:
-            outputs = call()
+            with _quietly() if offered else contextlib.nullcontext():
+                outputs = call()
         except tf.errors.OpError as error:
             if not self._can_do_without(error, offered):
                 raise
@@ -228,8 +249,35 @@ class _Process:
                 staging.unlink() if staging.is_symlink() else shutil.rmtree(staging)
 
 
+def in_use() -> CompileCache | None:
+    """The cache of this process, if it has one."""
+    return _process.cache
+
+
 _process = _Process()
 use, called, seconds_last_time = _process.use, _process.call, _process.last
+
+
+_numbers = threading.local()
+_traces: collections.Counter[str] = collections.Counter()
+
+
+@contextlib.contextmanager
+def numbered(function: Callable[..., Any]) -> Iterator[None]:
+    """Within the scope of a trace, names that TensorFlow ends in a number, by which a compiled program is found again,
+    do not depend on all that was traced before, which a run that is resumed has more of.
+    """
+    name = getattr(function, "__qualname__", "")
+    if _process.cache is None or _traces[name] == 2**12:
+        yield
+        return
+    first = ((zlib.crc32(name.encode()) >> 2) + 1 << 32) + (_traces[name] << 20)  # far above TensorFlow's own
+    _traces[name] += 1
+    before, _numbers.of_trace = getattr(_numbers, "of_trace", None), itertools.count(first)
+    try:
+        yield
+    finally:
+        _numbers.of_trace = before
 
 
 def user_folder() -> Path | None:
@@ -337,7 +385,36 @@ def _told(folder: Path) -> bool:
             stacklevel=2,
         )
         return False
+    uid = ops.uid
+    ops.uid = lambda: next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
     return True
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Within the scope the standard error lacks two errors that are none: TensorFlow takes each entry for text first,
+    and XLA misses among the processor's features those that only say what LLVM prefers.
+    """
+    before = os.dup(2)
+    reading, writing = os.pipe()
+    os.dup2(writing, 2)
+    os.close(writing)
+
+    def forward() -> None:
+        with os.fdopen(reading, "rb") as lines:
+            for line in lines:
+                if not any(part in line for part in _NO_ERRORS):
+                    os.write(before, line)
+
+    thread = threading.Thread(target=forward, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        thread.join(1.0)  # longer only where a process was started meanwhile, which holds the pipe
+        if not thread.is_alive():
+            os.close(before)
 
 
 @contextlib.contextmanager

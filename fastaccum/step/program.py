@@ -150,6 +150,7 @@ class Program:
     admit: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
+        self._numbered = functools.partial(compile_cache.numbered, function)
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
         self.function = self._compiled()
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
@@ -206,7 +207,7 @@ class Program:
 
     def traced(self, *args: Any) -> Any:
         """The concrete function for nests of tensors, or of specs of them."""
-        with _interruptible(), _as_graphs(), owned_by_graphs(), without_collection():
+        with _interruptible(), _as_graphs(), owned_by_graphs(), without_collection(), self._numbered():
             return self.function.get_concrete_function(*args)
 
     def retrace(self) -> None:
@@ -367,8 +368,15 @@ def hlo_proto(concrete: Any) -> hlo_pb2.HloProto:
 
 def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
     """XLA's memory plan for `function(*args)`; compiles, runs nothing."""
-    compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
-    return memory_of(hlo_pb2.HloProto.FromString(compiled))
+
+    def analysis() -> list[int]:
+        compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
+        return [*memory_of(hlo_pb2.HloProto.FromString(compiled))]
+
+    if (cache := compile_cache.in_use()) is None:
+        return MemoryAnalysis(*analysis())
+    program = compiler_ir(function, *args, stage="hlo_no_metadata")  # text: serialized, it is never twice the same
+    return MemoryAnalysis(*cache.remembered(str(program), analysis))
 
 
 def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:
