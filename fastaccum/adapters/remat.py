@@ -110,7 +110,8 @@ def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[
     named = [layer for layer in model._flatten_layers() if _mode(layer) == "list_of_layers"]
     found = [Block(layer) for layer in named if blocks.refusal(layer) is None] or blocks.find(model)
     if not found:
-        why = [f"{layer.name!r} {reason}" for layer in model._flatten_layers() if (reason := blocks.refusal(layer))]
+        parts = [part for part in model._flatten_layers() if part.weights]
+        why = [f"{part.name!r} {reason}" for part in parts if (reason := blocks.refusal(part))]
         raise ValueError(
             f"Model {model.name!r} has no blocks: no layers of one class side by side whose call could be computed "
             f"again, and no functional graph worth a cut ({'; '.join(why[:3]) or 'it is too small'}). Name layers: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -24,7 +25,8 @@ takes in no Keras: there the loop over `fastaccum.TrainStep` is compared with th
 *error* is the largest difference of a weight, beyond its last bit, relative to the update of its variable, in float32.
 *float16* and *bfloat16* are the distance of the whole update from the float32 one under `mixed_float16` and
 `mixed_bfloat16`, relative to the update, and in brackets that of Keras's own step. In float32, where the comparison is
-with Keras's `fit`, loss and metrics are compared too.
+with Keras's `fit`, loss and metrics are compared too. *remat*: as *error*, of the step with `fa.remat(model)` beside
+ours without; or why the model does not take it.
 
 {versions}
 """
@@ -39,7 +41,9 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         cells = rows.setdefault(key, {"note": about["note"], "failed": False})
         result = properties.get("zoo_result", {})
         cells["failed"] |= outcome == "failed"
-        if "refused" in result:
+        if "remat" in result:
+            cells["remat"] = _reason(result["remat"])
+        elif "refused" in result:
             cells["refused"] = result["refused"]
         elif result:
             own = f" ({result['own_error']:.1e})" if "own_error" in result else ""
@@ -56,10 +60,16 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
     versions = f"{versions}; {platform.machine()} CPU."
     lines = [_HEAD.format(summary=summary, largest=_largest(rows), versions=versions)]
     for family in dict.fromkeys(family for family, _ in rows):
-        lines += [f"## {family}", "", "| model | | error | float16 | bfloat16 | note |", "|---|---|---|---|---|---|"]
+        lines += [f"## {family}", "", "| model | | error | float16 | bfloat16 | remat | note |", "|---" * 7 + "|"]
         lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
         lines.append("")
     return "\n".join([*lines, notes.rstrip(), ""])
+
+
+def _reason(remat: str) -> str:
+    """An error of the step, or what is in brackets in a refusal."""
+    reason = re.search(r"\((.*?)[;)]", remat) if "fa.remat" in remat else None
+    return f"no: {reason[1]}" if reason else remat.split("\n")[0]
 
 
 def _largest(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
@@ -79,5 +89,5 @@ def _line(name: str, cells: dict[str, Any]) -> str:
     note = cells["note"]
     if "refused" in cells:
         note = f"{note} “{' '.join(cells['refused'].split())}”".strip()
-    errors = (cells.get(column, "") for column in _COLUMNS.values())
+    errors = (cells.get(column, "") for column in (*_COLUMNS.values(), "remat"))
     return "| " + " | ".join([name, verdict, *errors, note.replace("|", "\\|")]) + " |"

@@ -97,7 +97,8 @@ def row(
         why: for the page, of a row refused: what to do instead.
     """
     assert tolerance <= TOLERANCE or note, f"{name}: a tolerance of {tolerance} owes a note"
-    policies = ["float32", *(MIXED if mixed else ())]
+    policies = [pytest.param(each, marks=[pytest.mark.quick] * quick) for each in ("float32", *(MIXED * mixed))]
+    policies += ["remat"] * (refused is None)
 
     def decorate(written: Callable[[], Case | Steps]) -> Callable:
         def build() -> Case | Steps:
@@ -113,13 +114,15 @@ def row(
                 error = _refusal(build(), refused)
                 record_property("zoo_result", {"refused": str(error)})
                 return
-            if policy == "float32":
+            if policy == "remat":
+                record_property("zoo_result", _recomputed(build(), tolerance))
+            elif policy == "float32":
                 record_property("zoo_result", _compared(build(), tolerance))
             else:
                 record_property("zoo_result", _compared_mixed(build, policy))
 
         del test.__wrapped__  # whose signature pytest would read
-        return pytest.mark.quick(test) if quick else test
+        return test
 
     return decorate
 
@@ -290,6 +293,27 @@ def _compared(what: Case | Steps, tolerance: float) -> dict[str, Any]:
     size = sum(int(np.prod(v.shape)) for v in before)
     by_hand = isinstance(what, Steps)
     return {"error": error, "seconds": seconds, "parameters": size, "by_train_step": by_hand}
+
+
+def _recomputed(what: Case | Steps, tolerance: float) -> dict[str, Any]:
+    """Our step with `fa.remat` beside our step; or why the model does not take it."""
+    if isinstance(what, Steps):
+        return {}
+    _build(what)
+    held, trained = _variables(what.model), _trainable(what)
+    start, before, after = _values(held), _values(trained), []
+    for recompute in (False, True):
+        try:
+            fa.remat(what.model, "nothing_saveable" if recompute else None)
+        except ValueError as error:
+            return {"remat": str(error)}
+        _set(held, start)
+        keras.utils.set_random_seed(1)
+        _ours(what)
+        after.append(_values(trained))
+    error = weight_error(before, *after)
+    assert error <= tolerance, f"recomputed, weights differ by {error:.1e} of their update"
+    return {"remat": f"{error:.1e}"}
 
 
 def _compared_mixed(build: Callable[[], Case | Steps], policy: str) -> dict[str, Any]:
