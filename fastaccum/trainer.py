@@ -315,8 +315,8 @@ class Trainer:
         auto = isinstance(batch_size, str) and batch_size == "auto"
         if auto is (global_batch_size is None):
             raise ValueError(
-                f"batch_size={batch_size!r} with global_batch_size={global_batch_size}: the rows of an update go with "
-                'batch_size="auto", which divides them into micro-batches that fit; a number needs none.'
+                f"batch_size={checks.shown(batch_size)} with global_batch_size={checks.shown(global_batch_size)}: the "
+                'rows of an update go with batch_size="auto", which divides them into micro-batches that fit.'
             )
         if global_batch_size is None:
             return self._source(*given, batch_size=batch_size, **options), cast("int | None", batch_size)

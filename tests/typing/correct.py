@@ -19,6 +19,9 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
         steps_per_execution=4,
         on_nonfinite="raise",
     )
+    plan: fa.Plan = fa.plan(trainer, (x, y), global_batch_size=64, memory_limit="16GiB", recompute="auto")
+    plan.plot("plan.png")
+    trainer.fit(x, y, batch_size="auto", global_batch_size=plan.batch_size * plan.accumulation_steps)
     try:
         history = trainer.fit(
             x,
