@@ -243,6 +243,8 @@ class Trainer:
                 place cannot be found in other pieces; raised with no weight moved by them if labels or ids are out of
                 range.
             NonFiniteError: raised if training can only skip its steps (see `on_nonfinite`).
+            OutOfMemoryError: raised before any weight moves if a train step cannot fit the device, or where memory ran
+                out, with the `batch_size` that fits.
             RuntimeError: raised if a checkpoint could not be written.
             Preempted: raised after SIGTERM, with the state saved.
         """

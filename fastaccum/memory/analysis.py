@@ -142,11 +142,12 @@ def resident(step: ModelStep) -> list[Buffer]:
 
 def _arguments(concrete: Any) -> Iterator[Buffer]:
     """What a program is given, and the tensors that it was traced with; its variables are not among them."""
-    captured = concrete.captured_inputs
-    for tensor in concrete.inputs[: len(concrete.inputs) - len(captured)]:
-        name = tensor.name.partition(":")[0]
-        kind: Kind = "data" if name.startswith("stack") else "accumulators"
-        copies = IN_FLIGHT if kind == "data" else 1
+    captured, (arguments, _) = concrete.captured_inputs, concrete.structured_input_signature
+    given = [each._asdict() if isinstance(each, Batch) else {"": each} for each in arguments]
+    names = [name for each in given for name, nest in each.items() for t in tf.nest.flatten(nest) if t is not None]
+    for name, tensor in zip(names, concrete.inputs, strict=False):
+        kind: Kind = "data" if name else "accumulators"
+        copies = IN_FLIGHT if name else 1
         yield Buffer(copies * _bytes(tensor.shape, tensor.dtype), kind, "", name, tuple(tensor.shape))
     for tensor in captured:
         if tensor.dtype != tf.resource:

@@ -131,6 +131,7 @@ class _Module:
         self._instructions = {i.id: i for c in computations for i in c.instructions}
         self._values = {b.id: b for b in proto.buffer_assignment.logical_buffers}
         self._layers, self._trained = layers, trained
+        self._scopes = {part for i in self._instructions.values() for part in i.metadata.op_name.split("/")}
         self._carried = {i.id for c in computations for i in c.instructions if i.opcode == "while"} | {
             p.id for p in self._parameters_of_loops()
         }
@@ -148,7 +149,7 @@ class _Module:
         names = [name for i in whole if (name := self._name(self._instruction(i)))]
         shapes = [self._shape(i) for i in whole]
         (dtype, shape) = next((s for s in shapes if s[1]), shapes[0])
-        parts = [name.split("/") for name in names]
+        parts = [name.partition(";")[0].split("/") for name in names]  # XLA joins the names of what it makes one
         said = next((p for p in parts if not all(_CALL.fullmatch(each) for each in p)), [])
         layer, operation = self._place(said)
         return Buffer(size, self._kind(whole, parts, dtype, shape), layer, operation, shape)
@@ -161,7 +162,7 @@ class _Module:
             return "accumulators"
         if not gradient_like and any(_FORWARD & set(each) for each in parts):
             return "activations"
-        return "other"
+        return "data" if any(each[-1].startswith("GatherV2") for each in parts) else "other"  # of a micro-batch
 
     def _instruction(self, value: int) -> Any:
         return self._instructions[self._values[value].defined_at.instruction_id]
@@ -195,11 +196,14 @@ class _Module:
         return "/".join(path), "gradient of " * gradient + operation
 
     def _layer(self, part: str) -> str:
-        """The layer of a scope's name, to which Keras adds a number when it is called again."""
-        if part in self._layers:
-            return part
+        """The layer of a scope's name, to which TensorFlow adds a number where another scope had that name before."""
         before, _, number = part.rpartition("_")
-        return before if number.isdigit() and before in self._layers else ""
+        numbered = number.isdigit() and before in self._layers
+        # Of layers "a" and "a_1", whose scopes are "a_1" and "a_1_2", the first one's has the name of the second.
+        others = numbered and before not in self._scopes and any(p.startswith(f"{part}_") for p in self._scopes)
+        if part in self._layers and not others:
+            return part
+        return before if numbered else ""
 
 
 _WIDE = (11, 12)  # PrimitiveType F32 and F64

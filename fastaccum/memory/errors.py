@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
 from fastaccum.memory.plan import in_units
 
@@ -64,7 +65,7 @@ def advice(memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequ
     wide = [c for c in classes if c >= _VOCABULARY]
     if any(buffer.shape[-1:] == (c,) for c in wide for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1):
         found.append("loss=fastaccum.LinearCrossEntropy() never holds the logits.")
-    if kinds["activations"] > peak / 4:
+    if kinds["activations"] > peak / 4 and has_gpu():  # on a CPU XLA does not save by it
         found.append("fastaccum.remat(model) computes activations again in the backward pass instead of holding them.")
     if kinds["optimizer slots"] > peak / 4:
         found.append(

@@ -3,9 +3,11 @@
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
 
 import fastaccum as fa
 from fastaccum.data.stacks import Batch
+from fastaccum.memory import buffers
 from fastaccum.memory.analysis import step_memory
 
 
@@ -32,7 +34,7 @@ def test_kinds_add_up_to_the_peak(memory):
 def test_temporary_buffers_are_those_of_the_plan(memory):
     _, found = memory
     parts = ("accumulators", "activations", "other")
-    held = sum(b.bytes for b in found.buffers if b.kind in parts)
+    held = sum(b.bytes for b in found.buffers if b.kind in parts or b.operation.startswith("Gather"))
     assert held == pytest.approx(found.analysis.temp_bytes, abs=2048)
 
 
@@ -41,3 +43,20 @@ def test_the_largest_activation_is_named_by_layer_and_operation(memory):
     largest = next(b for b in found.largest if b.kind == "activations")
     assert largest.layer.endswith("wide") and largest.operation
     assert largest.bytes == 4 * 256 * 64 and largest.shape == (256, 64)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "named"),
+    [
+        (("a", "a_1"), ("a", "a_1")),
+        (("a_1", "a_1_2", "a_2_1"), ("a", "a_1", "a_2")),  # each scope had been entered before
+        (("a", "a_1", "a_1_1"), ("a", "a_1", "a_1")),  # layer a_1 is called twice
+    ],
+)
+def test_a_scope_belongs_to_one_of_layers_that_differ_by_a_number(scopes, named):
+    proto = hlo_pb2.HloProto()
+    computation = proto.hlo_module.computations.add()
+    for number, scope in enumerate(scopes):
+        computation.instructions.add(id=number).metadata.op_name = f"forward/model/{scope}/MatMul"
+    module = buffers._Module(proto, {"a", "a_1", "a_2"}, set())
+    assert [module._layer(scope) for scope in scopes] == list(named)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
-from fastaccum.memory import device, guard
+from fastaccum.memory import buffers, device, errors, guard
+from fastaccum.step.program import MemoryAnalysis
 
 ROWS, LIMIT = 512, 2**20
 
@@ -56,7 +57,7 @@ def test_the_error_says_where_the_bytes_are_and_what_to_change(refused):
     assert re.search(r"A train step of 2 x 512 rows takes \d\.\d+ MiB, and 1(\.0)? MiB are there", message)
     assert all(re.search(rf"^  {kind} +\d.* +\d+%$", message, re.MULTILINE) for kind in refused[0].by_kind)
     assert len(re.findall(r"^ +\d\S* \S+  \w+( \w+)?: .*\]$", message, re.MULTILINE)) == 5
-    assert "/wide MatMul [512, 256]" in message and device.LIMIT in message and "fastaccum.remat(model)" in message
+    assert "/wide MatMul [512, 256]" in message and device.LIMIT in message
     assert f"batch_size={refused[0].fits} with gradient_accumulation_steps={2 * ROWS // refused[0].fits}" in message
 
 
@@ -85,6 +86,16 @@ def test_other_programs(trainer, monkeypatch, run):
             trainer.evaluate(X, Y, batch_size=ROWS, verbose=0)
         else:
             trainer.train_step((X[None, :ROWS], Y[None, :ROWS]))
+
+
+def test_advice(monkeypatch):
+    held = {"weights": 10, "optimizer slots": 40, "activations": 50, "data": 50}
+    found = [buffers.Buffer(size, kind, "", "", (8, 50_000)) for kind, size in held.items()]
+    memory = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(found))
+    for has_gpu, says in ((True, "batch_size=8.*LinearCross.*remat.*Lion.*steps_per"), (False, "^(?!.*remat)")):
+        monkeypatch.setattr(errors, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        assert re.search(says, " ".join(errors.advice(memory, (8, 4), classes=[50_000])))
+    assert not re.search("Linear", " ".join(errors.advice(memory, None, classes=[10])))
 
 
 RUNS_OUT = """
