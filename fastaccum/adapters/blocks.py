@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import keras
 
 from fastaccum.adapters import embeddings
-from fastaccum.adapters.keras_models import never_draws
 from fastaccum.adapters.packages import kinds, of_keras, package
 from fastaccum.kernels.layer_stack import LayerStack
 
@@ -78,8 +77,6 @@ def refusal(layer: Any) -> str | None:
         return f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
     if any(isinstance(part, LayerStack) for part in parts):
         return "holds a LayerStack, which recomputes by a policy of its own"
-    if drawing := [part.name for part in parts if "tf_keras.BaseRandomLayer" in kinds(part) and not never_draws(part)]:
-        return f"holds {drawing[0]!r} of tf_keras, which draws what no seed of the model's determines"
     return "is an input" if type(layer).__name__ == "InputLayer" else None
 
 

@@ -39,7 +39,7 @@ def remat(
     until it is passed here too.
 
     Args:
-        model: a Keras 3 model that has its weights, or a tf_keras one whose blocks draw no random numbers.
+        model: a Keras 3 or tf_keras model that has its weights.
         policy: what is kept of a block besides its inputs, by the words of `fastaccum.kernels.LayerStack`:
             "nothing_saveable", "auto" for all that has a name, or a list of names; None or "everything_saveable" for
             a model as it was.

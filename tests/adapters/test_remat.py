@@ -313,7 +313,7 @@ def legacy(rate):
     return model
 
 
-def test_blocks_of_tf_keras_are_exact_or_refused():
+def test_blocks_of_tf_keras():
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     moved = []
     for model in (legacy(0.0), fa.remat(legacy(0.0))):
@@ -322,5 +322,7 @@ def test_blocks_of_tf_keras_are_exact_or_refused():
         moved.append(np.concatenate([v.numpy().ravel() for v in model.variables]))
     assert "opt-barrier" in trainer.compiler_ir((x[None], x[None, :, :1]), "hlo")
     np.testing.assert_allclose(*moved, rtol=1e-6, atol=1e-7)
-    with pytest.raises(ValueError, match=r"holds .dropout.* of tf_keras"):
-        fa.remat(legacy(0.5))
+    # What a dropout of tf_keras draws is kept: no seed of the model's determines it.
+    trainer = fa.Trainer(fa.remat(legacy(0.5)), tf_keras.optimizers.SGD(0.1), "mse")
+    trainer.fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert trainer.compiler_ir((x[None], x[None, :, :1]), "hlo").count(" opt-barrier(") == 2
