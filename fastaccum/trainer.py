@@ -512,8 +512,7 @@ class Trainer:
         if sample is None:
             raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
         if batch_size is not None:
-            rows = checks.whole_number("batch_size", batch_size)
-            sample = tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
+            sample = planner.specs(sample, checks.whole_number("batch_size", batch_size))
         with self._explained():
             step = self._built(sample)
             found = summary(step, sample, self._builder.training_layout(self._present_options))

@@ -17,6 +17,8 @@ from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
+from fastaccum.memory.plan import in_units
+from fastaccum.memory.planner import specs
 from fastaccum.step.model_step import ModelStep
 
 LARGEST = 3  # buffers that the table names
@@ -86,17 +88,17 @@ class Summary:
     def _sizes(self) -> Iterator[tuple[str, str]]:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
-        yield "FLOPs of products", _scaled(self.flops, "FLOP", 1000)
-        yield "bytes moved", _scaled(self.bytes, "B")
+        yield "FLOPs of products", f"{self.flops / 1e9:,.4g} GFLOP"
+        yield "bytes moved", in_units(self.bytes)
         yield "arithmetic intensity", f"{self.arithmetic_intensity:.3g} FLOP/byte"
 
     def _memory(self) -> Iterator[tuple[str, str]]:
         for kind, size in self.memory.by_kind.items():
-            yield f"memory, {kind}", _scaled(size, "B")
-        yield "memory, all of it", _scaled(self.memory.peak_bytes, "B")
+            yield f"memory, {kind}", in_units(size)
+        yield "memory, all of it", in_units(self.memory.peak_bytes)
         for number, buffer in enumerate(self.memory.largest[:LARGEST], 1):
             place = "/".join(part for part in (buffer.layer, buffer.operation) if part)
-            yield f"  largest {number}: {one_line(place)} ({buffer.kind})", _scaled(buffer.bytes, "B")
+            yield f"  largest {number}: {one_line(place)} ({buffer.kind})", in_units(buffer.bytes)
 
     def _programs(self) -> Iterator[tuple[str, str]]:
         for program in self.programs:
@@ -124,7 +126,7 @@ def summary(step: ModelStep | ReplicatedStep, sample: Batch, layout: Layout) -> 
         raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
-    batch = tf.nest.map_structure(lambda s: tf.TensorSpec([local, *s.shape[1:]], s.dtype), sample)
+    batch = specs(sample, local)._replace(valid=tf.TensorSpec([local], tf.bool))  # as fit's stacks
     with step.aside():
         programs = analysis.compiled(step, Dispatch((analysis.stacked(batch, layout.accumulation),)))
     costs = [cost.of_program(proto) for _, proto in programs]
@@ -152,9 +154,3 @@ def _compiled(step: ModelStep | ReplicatedStep) -> Iterator[Compiled]:
 
 def _elements(variable: Any) -> int:
     return math.prod(variable.shape)
-
-
-def _scaled(value: float, unit: str, step: int = 1024) -> str:
-    prefixes = ["", "k", "M", "G", "T", "P", "E"] if step == 1000 else ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
-    power = min(int(math.log(max(value, 1), step)), len(prefixes) - 1)
-    return f"{value / step**power:.4g} {prefixes[power]}{unit}"
