@@ -50,7 +50,7 @@ def require_verified(chosen, asked, peaks, candidates, limit):
     assert {*([chosen] if chosen else []), *larger} <= {*asked}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(curves(), GLOBAL_BATCHES, st.floats(0, 1.1))
 def test_every_curve_is_searched_in_few_compilations(curve, global_batch, share):
     _, floor, peaks = curve
@@ -61,7 +61,7 @@ def test_every_curve_is_searched_in_few_compilations(curve, global_batch, share)
     assert len(asked) <= COMPILATIONS or len(candidates) > 31
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([840, 2520, 5040, 1260, 1680]), st.integers(0, 10**9), st.floats(0, 1.1), st.floats(-0.02, 0.02))
 def test_many_divisors_take_no_more_where_the_peak_is_near_a_line(global_batch, floor, share, bend):
     candidates = divisors(global_batch, at_most=1024)
