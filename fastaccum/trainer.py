@@ -488,7 +488,7 @@ class Trainer:
         Args:
             x, y, sample_weight: as `fit` takes them; only shapes and dtypes are read. None for those of the data that
                 the trainer has seen first.
-            batch_size: rows of a micro-batch; by default those of a dataset's batches, and 32 of arrays, as in `fit`.
+            batch_size: rows of a micro-batch, as in `fit`; a dataset's, too, whose batches may differ.
             verbose: False prints nothing.
 
         Returns:
@@ -497,8 +497,8 @@ class Trainer:
 
         Raises:
             TypeError: raised if x is an iterator, which could not be read again.
-            ValueError: raised if there is no x and the trainer has seen none, if a dataset does not say how many rows
-                its batches have and batch_size does not either, or if there is no XLA program.
+            ValueError: raised if there is no x and the trainer has seen none, if a dataset comes without batch_size, or
+                if there is no XLA program.
 
         >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)

@@ -26,4 +26,5 @@ def wrong_type(model: keras.Model, x: np.ndarray) -> None:
     trainer = fa.Trainer(model, clip_norm="1.0")  # error
     trainer.fit(x, x, epochs="3")  # error
     trainer.fit(x, x, batch_size="most")  # error
+    trainer.summary(x, x, batch_size="auto")  # error
     trainer.fit(x, x, checkpoint_dir=3)  # error
