@@ -33,13 +33,13 @@ def recomputed(
     """`function(*inputs)`, of whose values none are kept for the gradient but those that `policy` names.
 
     The backward pass computes the others again (Chen et al., 2016, https://arxiv.org/abs/1604.06174) from the inputs
-    and the variables as they were, once the gradients of the outputs are there: an optimization barrier ties the
-    two, or XLA would take both computations for one. So the gradients are the same, to rounding, and random numbers
-    are: of those from TensorFlow's own generators, what is made of them is kept. A variable that the function assigns
-    is assigned once.
+    and the variables as they were, once the gradients of the outputs are there: an optimization barrier ties the two,
+    or XLA would take both computations for one. So the gradients are the same, to rounding, and random numbers are: of
+    those from TensorFlow's own generators, what is made of them is kept. A variable that the function assigns is
+    assigned once.
 
     That is so in a graph that XLA compiles and a tape looks on, as a train step's does. Elsewhere this is
-    `function(*inputs)`. XLA saves memory by it on a GPU, and not on a CPU.
+    `function(*inputs)`. Memory is saved on a GPU; on a CPU XLA drops the barrier, and neither memory nor time changes.
 
     Args:
         function: is traced once; it may read variables and tensors from outside.
@@ -307,13 +307,11 @@ def _in_turn(gradients: list[Any], count: int, accumulators: list[Accumulator | 
     """
     ends = []
     for gradient, accumulator in zip(gradients[count:], accumulators, strict=True):
-        if not isinstance(gradient, tf.Tensor) or not gradient.shape.rank:
-            continue
-        total = gradient
-        if accumulator is not None:
+        # One without an accumulator may be that of a frozen weight, which nothing needs.
+        if isinstance(gradient, tf.Tensor) and accumulator is not None:
             total = accumulator.total + tf.cast(gradient, accumulator.total.dtype)
             accumulator.note(gradient, total)
-        ends.append(tf.cast(0.0 * tf.reshape(total[(slice(1),) * total.shape.rank], []), tf.float32))
+            ends.append(tf.cast(0.0 * tf.reshape(total[(slice(1),) * total.shape.rank], []), tf.float32))
     if not ends:
         return gradients
     zero = tf.add_n(ends)
