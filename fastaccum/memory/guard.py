@@ -17,7 +17,7 @@ from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physic
 from fastaccum.memory.errors import OutOfMemoryError, advice, shares
 from fastaccum.memory.plan import in_units
 from fastaccum.step.model_step import FirstRun
-from fastaccum.step.program import MemoryAnalysis, hlo_proto, values_held
+from fastaccum.step.program import MemoryAnalysis, hlo_proto, variables_kept
 
 _TRIES = 3  # smaller micro-batches that are compiled for an error
 _TO_COMPILE = 2**30  # bytes: compiling without, the process would end
@@ -52,14 +52,16 @@ class Guard:
             needed = self._memory.peak_bytes
             if needed > limit:
                 raise self._refused(run, self._memory, limit, device)
-        values = values_held(run.captured) if needed + copies <= limit else _rehearsed(self._memory)
-        try:
+        if needed + copies > limit:
+            _rehearse(self._memory)
             yield
+            return
+        try:
+            with variables_kept(run.captured):
+                yield
         except tf.errors.ResourceExhaustedError as error:
-            self._harmless = error if values else None
+            self._harmless = error
             raise
-        finally:
-            values.clear()
 
     def _compiled(self, run: FirstRun) -> StepMemory:
         return analysis.held(self._step, [(each, hlo_proto(each)) for each in run.programs])
@@ -127,16 +129,15 @@ class Guard:
         return self._memory
 
 
-def _rehearsed(memory: StepMemory | None) -> list[Any]:
+def _rehearse(memory: StepMemory | None) -> None:
     """Takes what a program will take, and gives it back: where it is not there, this is said before variables are at
     stake.
     """
     if memory is not None:
+        plan = memory.analysis
+        size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
         with tf.device("GPU:0" if has_gpu() else "CPU:0"):
-            plan = memory.analysis
-            size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
             tf.raw_ops.Empty(shape=[size // 2**20 + 1, 2**20], dtype=tf.uint8)
-    return []
 
 
 def _line(memory: StepMemory, rows: int, limit: int) -> float:

@@ -319,16 +319,24 @@ def _call_of(concrete: Any, args: Any) -> Callable[[list[tf.Tensor]], Any]:
     return call
 
 
-def values_held(handles: Iterable[tf.Tensor]) -> list[tf.Tensor]:
-    """The values of those of the tensors that are handles of variables.
+@contextlib.contextmanager
+def variables_kept(handles: Iterable[tf.Tensor]) -> Iterator[None]:
+    """Around a run of a program: the variables that it captured, whose handles are among these, outlive its failure.
 
     XLA writes a program's results over the variables that they replace, and where it runs out of memory before it
-    begins, it has freed these. Values that are held elsewhere it leaves alone, and writes to memory of its own.
+    begins, it has freed these. Values that are held elsewhere it leaves alone, and writes to memory of its own; so this
+    takes as much again.
     """
     resources = [handle for handle in handles if handle.dtype == tf.resource]
     dtypes = [get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources]
-    pairs = zip(resources, dtypes, strict=True)
-    return [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle, dtype in pairs]
+    values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=d) for h, d in zip(resources, dtypes, strict=True)]
+    yield
+    values.clear()
+    # What XLA has allocated it does not write over, then or later: back to memory of TensorFlow's.
+    for handle, dtype in zip(resources, dtypes, strict=True):
+        with tf.device(handle.device):
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.raw_ops.DeepCopy(x=value))
 
 
 def _order(structure: Any) -> list[int]:

@@ -88,6 +88,16 @@ def test_other_programs(trainer, monkeypatch, run):
             trainer.train_step((X[None, :ROWS], Y[None, :ROWS]))
 
 
+def test_later_runs_write_over_the_variables(trainer):
+    def places():
+        return [np.asarray(memoryview(v.value.read_value())).ctypes.data for v in trainer.model.trainable_variables]
+
+    fit(trainer, 64)
+    before = places()
+    fit(trainer, 64)
+    assert places() == before
+
+
 def test_advice(monkeypatch):
     held = {"weights": 10, "optimizer slots": 40, "activations": 50, "data": 50}
     found = [buffers.Buffer(size, kind, "", "", (8, 50_000)) for kind, size in held.items()]
