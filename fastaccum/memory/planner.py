@@ -251,7 +251,7 @@ class Planner:
             self._status.update(f"plan: timing micro-batches of {each.batch_size:,} rows")
             try:
                 seconds = self._seconds(each)
-            except tf.errors.ResourceExhaustedError:  # what others hold is not seen by XLA
+            except (tf.errors.ResourceExhaustedError, OutOfMemoryError):  # the limit is above what there is
                 continue
             self._considered[self._considered.index(each)] = each._replace(seconds=seconds)
             if shortest is None or seconds < FASTER * shortest:
