@@ -39,7 +39,7 @@ MAY_NAME_PRIVATE = (
     "kernels/",
     "fastaccum/adapters/",
     "fastaccum/distribute/",
-    "fastaccum/step/compile_cache.py",
+    "fastaccum/step/xla_cache.py",
     "fastaccum/step/program.py",
     "fastaccum/data/passes.py",
     "fastaccum/addons.py",

@@ -16,7 +16,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 from fastaccum.adapters.models import Model
 from fastaccum.distribute.workers import Workers
 from fastaccum.kernels.custom_gradients import owned_by_graphs
-from fastaccum.step import compile_cache
+from fastaccum.step import compile_cache, xla_cache
 
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _strategies: list[tf.distribute.Strategy] = []  # that models have been trained under
@@ -269,7 +269,7 @@ class ReplicaProgram:
 
     def __call__(self, *args: Any) -> TracedProgram:
         specs = _specs(args)
-        with first_components(), self._around(), owned_by_graphs(), compile_cache.numbered(self._traced):
+        with first_components(), self._around(), owned_by_graphs(), xla_cache.numbered(self._traced):
             concrete = self._function.get_concrete_function(*specs)
         self.last = TracedProgram(concrete, self._replicas)
         self.outputs = self.last.outputs

@@ -25,7 +25,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 
 from fastaccum.checks import one_of
 from fastaccum.kernels.custom_gradients import owned_by_graphs
-from fastaccum.step import compile_cache
+from fastaccum.step import compile_cache, xla_cache
 
 Stage = Literal[
     "hlo",
@@ -150,7 +150,7 @@ class Program:
     admit: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
-        self._numbered = functools.partial(compile_cache.numbered, function)
+        self._numbered = functools.partial(xla_cache.numbered, function)
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
         self.function = self._compiled()
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}

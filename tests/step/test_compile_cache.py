@@ -9,8 +9,11 @@ import sys
 import warnings
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+from fastaccum import Trainer
 from fastaccum.step import compile_cache
 from fastaccum.step.compile_cache import CompileCache
 
@@ -131,6 +134,26 @@ def test_the_users_folder(monkeypatch):
     assert compile_cache.user_folder() == Path.home() / ".cache/fastaccum"
     monkeypatch.setenv("FASTACCUM_COMPILE_CACHE", "")
     assert compile_cache.user_folder() is None
+
+
+def _is(output, given):
+    return output is given or (output.op.type == "Identity" and output.op.inputs[0] is given)
+
+
+def test_the_loop_of_a_step_takes_no_constants_from_outside():
+    """TensorFlow copies them into the loop in an order, and by names, that differ from process to process."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(2)])
+    program, batch = Trainer(model, "adamw", "mse", gradient_accumulation_steps=2)._one_program(
+        2 * (np.ones((2, 3, 2)),)
+    )
+    graph = program.traced(batch).graph
+    loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
+    assert loops
+    for loop in loops:
+        body = graph._get_function(loop.get_attr("body").name).graph
+        kept = [t.op.name for t, i, o in zip(loop.inputs, body.inputs, body.outputs, strict=True) if _is(o, i)]
+        constants = [name for name in kept if graph.get_operation_by_name(name).type in ("Const", "Fill")]
+        assert len(constants) <= 1  # the loop's own bound
 
 
 # In processes of their own: XLA reads once where it is to keep what it compiles.

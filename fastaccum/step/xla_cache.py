@@ -1,0 +1,130 @@
+"""What TensorFlow is told of the folder in which XLA keeps compiled programs, and what it is kept from saying."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import os
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.framework import ops
+
+from fastaccum.kernels.xla_ops import has_gpu
+
+_NO_ERRORS = b"text-format tensorflow.XlaSerializedCacheEntry", b"Target machine feature +prefer-no-"
+# Makes TensorFlow read its flags again, which it reads before the first variable is made.
+_FORGET_FLAGS = (
+    "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
+)
+_numbers = threading.local()
+_armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once it is told
+_traces: collections.Counter[str] = collections.Counter()
+
+
+@contextlib.contextmanager
+def numbered(function: Callable[..., Any]) -> Iterator[None]:
+    """Within the scope of a trace, names that TensorFlow ends in a number, by which a compiled program is found again,
+    do not depend on all that was traced before, which a run that is resumed has more of.
+    """
+    name = getattr(function, "__qualname__", "")
+    if not _armed or _traces[name] == 2**12:
+        yield
+        return
+    first = ((zlib.crc32(name.encode()) >> 2) + 1 << 32) + (_traces[name] << 20)  # far above TensorFlow's own
+    _traces[name] += 1
+    before, _numbers.of_trace = getattr(_numbers, "of_trace", None), itertools.count(first)
+    try:
+        yield
+    finally:
+        _numbers.of_trace = before
+
+
+class _StringView(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("text", ctypes.c_char_p))
+
+
+def told(folder: Path) -> bool:
+    """Tells TensorFlow of the folder; False, with a warning, where it is too late for that."""
+    quoted = '"' + str(folder).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    given = os.environ.get("TF_XLA_FLAGS", "").strip()
+    if not f"{given}-".startswith("-") or "tf_xla_persistent_cache_directory" in given:
+        warnings.warn(f"compile_cache is not used, since TF_XLA_FLAGS={given!r} is.", RuntimeWarning, stacklevel=2)
+        return False
+    flags = {"TF_XLA_FLAGS": f"--tf_xla_persistent_cache_directory={quoted}"}
+    if has_gpu():
+        flags["XLA_FLAGS"] = f"--xla_gpu_per_fusion_autotune_cache_dir={quoted}"
+    try:
+        forget = ctypes.CDLL(str(Path(tf.sysconfig.get_lib()) / "libtensorflow_framework.so.2"))[_FORGET_FLAGS]
+    except (OSError, AttributeError):
+        warnings.warn("compile_cache is not used: it needs another build of TensorFlow.", RuntimeWarning, stacklevel=2)
+        return False
+    forget.argtypes, forget.restype = [_StringView, ctypes.c_void_p, ctypes.c_void_p], None
+    with _environment(flags):
+        forget(_StringView(12, b"TF_XLA_FLAGS"), *(ctypes.byref(ctypes.c_void_p()) for _ in range(2)))
+        pywrap_tfe.TF_ResetJitCompilerFlags()
+        # Reads the other flags, and shows whether XLA writes where it was told to.
+        with tf.init_scope():
+            tf.function(lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False)()
+    if not any(folder.iterdir()):
+        warnings.warn(
+            "compile_cache is not used: XLA had compiled a program in this process before, and reads once where to "
+            "keep them. Make the Trainer with compile_cache before anything is compiled.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    _armed.append(uid := ops.uid)
+    ops.uid = lambda: next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
+    return True
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Within the scope the standard error lacks two errors that are none: TensorFlow takes each entry for text first,
+    and XLA misses among the processor's features those that only say what LLVM prefers.
+    """
+    before = os.dup(2)
+    reading, writing = os.pipe()
+    os.dup2(writing, 2)
+    os.close(writing)
+
+    def forward() -> None:
+        with os.fdopen(reading, "rb") as lines:
+            for line in lines:
+                if not any(part in line for part in _NO_ERRORS):
+                    os.write(before, line)
+
+    thread = threading.Thread(target=forward, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        thread.join(1.0)  # longer only where a process was started meanwhile, which holds the pipe
+        if not thread.is_alive():
+            os.close(before)
+
+
+@contextlib.contextmanager
+def _environment(flags: dict[str, str]) -> Iterator[None]:
+    """Within the scope the variables have these flags too: a process started later is not to inherit them."""
+    before = {name: os.environ.get(name) for name in flags}
+    try:
+        for name, flag in flags.items():
+            os.environ[name] = f"{before[name] or ''} {flag}".strip()
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
