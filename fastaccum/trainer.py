@@ -559,7 +559,7 @@ class Trainer:
         """The model's step; built, with the model, from the specs of the first micro-batch."""
         step = self._builder.of(sample, self._present_options)
         if self._guard is None:
-            self._guard = Guard(step, [output.classes for output in self._losses.outputs if output.classes])
+            self._guard = Guard(step)
         return step
 
     def _guarded(self) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from fastaccum.app.run_folder import CHECKPOINTS, RunFolder, new_path, read_conf
 from fastaccum.checkpoint.lock import FolderInUseError, FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
+from fastaccum.memory.errors import OutOfMemoryError
 from fastaccum.step.guards import NonFiniteError
 
 SAMPLE_BYTES = 400
@@ -44,8 +45,8 @@ def train(options: argparse.Namespace) -> int:
             raise BadArgument(f"--resume {folder.path}: {error}") from error
         except (NonFiniteError, CheckpointWriteError, FolderInUseError, OSError) as error:
             message = f"{error}\nto resume: fastaccum train --resume {folder.path}"
-        except (MemoryError, tf.errors.ResourceExhaustedError):
-            message = _out_of_memory(options)
+        except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+            message = str(error) if isinstance(error, OutOfMemoryError) else _out_of_memory(options)
         print(message, file=sys.stderr)
         return 1
 

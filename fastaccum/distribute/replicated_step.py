@@ -256,13 +256,8 @@ class ReplicatedStep:
         return executed
 
     @property
-    def on_one(self) -> ModelStep:
-        """The step of one replica, whose pieces these are."""
-        return self._step
-
-    @property
     def sharing(self) -> int:
-        """Of this process's replicas, how many share a device's memory: all, on the host's logical devices."""
+        """As `ModelStep.sharing`: all, on the host's logical devices."""
         return len(self._replicas.devices) if "CPU" in self._replicas.devices[0] else 1
 
     def traced(self, dispatch: Dispatch) -> list[Any]:

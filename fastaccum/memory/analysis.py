@@ -10,16 +10,15 @@ import tensorflow as tf
 
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.distribute.replicated_step import ReplicatedStep
+from fastaccum.distribute.step_builder import Step
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory, of_program
 from fastaccum.memory.device import LIMIT, DeviceMemory, available
-from fastaccum.step.model_step import ModelStep
 from fastaccum.step.program import hlo_proto, memory_of
 
 IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
 
 
-def step_memory(step: ModelStep | ReplicatedStep, batch: Batch, accumulation: int) -> StepMemory:
+def step_memory(step: Step, batch: Batch, accumulation: int) -> StepMemory:
     """What a train step takes, of each replica's device; compiles its program, and runs nothing.
 
     Args:
@@ -30,23 +29,22 @@ def step_memory(step: ModelStep | ReplicatedStep, batch: Batch, accumulation: in
     return dispatch_memory(step, Dispatch((stacked(batch, accumulation),)))
 
 
-def dispatch_memory(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> StepMemory:
+def dispatch_memory(step: Step, dispatch: Dispatch) -> StepMemory:
     """What a dispatch of these shapes takes, whose tensors may be specs."""
     return held(step, compiled(step, dispatch))
 
 
-def compiled(step: ModelStep | ReplicatedStep, dispatch: Dispatch) -> list[tuple[Any, Any]]:
+def compiled(step: Step, dispatch: Dispatch) -> list[tuple[Any, Any]]:
     """The concrete functions that a replica runs for such a dispatch, and the `HloProto` that each compiles to."""
     specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), dispatch.stacks)
     return [(concrete, hlo_proto(concrete)) for concrete in step.traced(dispatch._replace(stacks=specs))]
 
 
-def held(step: ModelStep | ReplicatedStep, programs: list[tuple[Any, Any]]) -> StepMemory:
+def held(step: Step, programs: list[tuple[Any, Any]]) -> StepMemory:
     """What these programs of a step take, one after the other."""
-    inner = on_one(step)
-    layers = {layer.name for layer in inner.objective.model.layers}
-    trained = [tuple(v.shape) for v in inner.cycle.variables]
-    stays = resident(inner)
+    layers = {layer.name for layer in step.objective.model.layers}
+    trained = [tuple(v.shape) for v in step.cycle.variables]
+    stays = resident(step)
     moments = []
     for concrete, proto in programs:
         found = [*stays, *_arguments(concrete), *of_program(proto, layers, trained)]
@@ -54,11 +52,11 @@ def held(step: ModelStep | ReplicatedStep, programs: list[tuple[Any, Any]]) -> S
     return max(moments, key=lambda moment: moment.peak_bytes)
 
 
-def bytes_at_most(step: ModelStep | ReplicatedStep, programs: Iterable[Any]) -> int | None:
+def bytes_at_most(step: Step, programs: Iterable[Any]) -> int | None:
     """Bytes that what is `held` cannot exceed, known without compiling: of all that the graphs compute, as if nothing
     were let go; None where a graph does not say.
     """
-    total = sum(buffer.bytes for buffer in resident(on_one(step)))
+    total = sum(buffer.bytes for buffer in resident(step))
     for concrete in programs:
         if (computed := _computed(concrete)) is None:
             return None
@@ -101,18 +99,12 @@ def _computed(concrete: Any) -> int | None:
     return None if math.isinf(total) else int(total)
 
 
-def on_one(step: ModelStep | ReplicatedStep) -> ModelStep:
-    """The step of one device."""
-    return step if isinstance(step, ModelStep) else step.on_one
-
-
-def limit_of(step: ModelStep | ReplicatedStep, memory: DeviceMemory | None = None) -> int:
+def limit_of(step: Step, memory: DeviceMemory | None = None) -> int:
     """What `peak_bytes` of a built step may reach: what is `available`, and what its variables have taken of it."""
     memory = memory or available()
     if memory.source == LIMIT:
         return memory.total
-    sharing = 1 if isinstance(step, ModelStep) else step.sharing
-    return memory.free // sharing + sum(buffer.bytes for buffer in resident(on_one(step)))
+    return memory.free // step.sharing + sum(buffer.bytes for buffer in resident(step))
 
 
 def stacked(batch: Batch, accumulation: int) -> Batch:
@@ -120,7 +112,7 @@ def stacked(batch: Batch, accumulation: int) -> Batch:
     return tf.nest.map_structure(lambda s: tf.TensorSpec([accumulation, *s.shape], s.dtype), batch)
 
 
-def resident(step: ModelStep) -> list[Buffer]:
+def resident(step: Step) -> list[Buffer]:
     """The variables that stay in memory: the model's, the optimizer's slots, and what a step keeps of its own."""
     objective, cycle = step.objective, step.cycle
     found: dict[int, Buffer] = {}

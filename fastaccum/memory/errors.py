@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
@@ -34,6 +35,21 @@ class OutOfMemoryError(MemoryError):
     def by_kind(self) -> dict[Kind, int]:
         """Bytes of each kind."""
         return {} if self.memory is None else self.memory.by_kind
+
+
+def explained(
+    message: str,
+    memory: StepMemory,
+    limit: int,
+    outputs: Sequence[Any],
+    batch_size: tuple[int, int] | None = None,
+    more: Sequence[str] = (),
+) -> OutOfMemoryError:
+    """The error that says after `message` where the bytes are, and what to change: `advice`, and `more`."""
+    classes = [output.classes for output in outputs if output.classes]
+    changes = [*advice(memory, batch_size, classes), *more]
+    told = [message, shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
+    return OutOfMemoryError("\n".join(told), memory, limit, batch_size and batch_size[0])
 
 
 def shares(memory: StepMemory) -> str:

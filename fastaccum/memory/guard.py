@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
 from fastaccum.data.stacks import Batch
+from fastaccum.distribute.step_builder import Step
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physical
-from fastaccum.memory.errors import OutOfMemoryError, advice, shares
+from fastaccum.memory.errors import OutOfMemoryError, explained
 from fastaccum.memory.plan import in_units
 from fastaccum.step.model_step import FirstRun
 from fastaccum.step.program import MemoryAnalysis, hlo_proto, variables_kept
@@ -30,8 +30,8 @@ class Guard:
     run leaves the variables' memory alone, so that whatever happens they stay as they were.
     """
 
-    def __init__(self, step: Any, classes: list[int]):
-        self._step, self._classes = step, classes
+    def __init__(self, step: Step):
+        self._step, self._outputs = step, step.objective.losses.outputs
         self._run: FirstRun | None = None
         self._memory: StepMemory | None = None  # of that, where it was compiled for this
         self._harmless: Exception | None = None  # with which no variable was lost
@@ -40,12 +40,12 @@ class Guard:
     @contextlib.contextmanager
     def _admit(self, run: FirstRun) -> Iterator[None]:
         self._run, self._memory = run, None
-        if not analysis.on_one(self._step).objective.options.jit_compile:
+        if not self._step.objective.options.jit_compile:
             yield
             return
         device = available()
         limit = analysis.limit_of(self._step, device)
-        copies = sum(buffer.bytes for buffer in analysis.resident(analysis.on_one(self._step)))
+        copies = sum(buffer.bytes for buffer in analysis.resident(self._step))
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
             self._memory = self._compiled(run)
@@ -69,16 +69,9 @@ class Guard:
     def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
         fits = self._fitting(run, memory, limit) if run.training else None
         room = f"{in_units(limit)} are there ({device.source})"
-        message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed.\n"
+        message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         more = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        return self._error(message, memory, limit, fits, more)
-
-    def _error(
-        self, message: str, memory: StepMemory, limit: int, fits: tuple[int, int] | None, *more: str
-    ) -> OutOfMemoryError:
-        changes = [*advice(memory, fits, self._classes), *more]
-        lines = [message + shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
-        return OutOfMemoryError("\n".join(lines), memory, limit, fits and fits[0])
+        return explained(message, memory, limit, self._outputs, fits, [more])
 
     def _fitting(self, run: FirstRun, memory: StepMemory, limit: int) -> tuple[int, int] | None:
         """A smaller micro-batch that fits, and how many of them hold the same rows; by compiling it."""
@@ -110,19 +103,19 @@ class Guard:
         message = f"There was no memory left{where}: {reason.partition(' [Op:')[0]} "
         if "[Op:__inference" in reason and error is not self._harmless:
             message += "XLA had taken the variables over by then, and they are lost: go on in a new process, from a "
-            message += "checkpoint.\n"
+            message += "checkpoint."
         else:
-            message += "The variables are as they were.\n"
+            message += "The variables are as they were."
         memory, limit = self._known(), analysis.limit_of(self._step, physical())
         if self._run is None or memory is None:
-            held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(analysis.on_one(self._step))))
-            return OutOfMemoryError(message + shares(held) + "\nTake a smaller batch_size.", held, limit)
+            held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
+            return explained(message, held, limit, (), more=["Take a smaller batch_size."])
         fits = self._fitting(self._run, memory, limit) if self._run.training and memory.peak_bytes > limit else None
-        return self._error(message, memory, limit, fits)
+        return explained(message, memory, limit, self._outputs, fits)
 
     def _known(self) -> StepMemory | None:
         """What ran last takes; None where there is too little memory on the host to compile it."""
-        run, jit_compile = self._run, analysis.on_one(self._step).objective.options.jit_compile
+        run, jit_compile = self._run, self._step.objective.options.jit_compile
         if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
                 self._memory = self._compiled(run)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import tensorflow as tf
 from rich.console import Console
@@ -22,9 +21,9 @@ from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compiled, held, limit_of, on_one, resident, stacked
+from fastaccum.memory.analysis import compiled, held, limit_of, resident, stacked
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.errors import OutOfMemoryError, advice, shares
+from fastaccum.memory.errors import OutOfMemoryError, explained
 from fastaccum.memory.plan import Considered, Plan, Policy, in_units
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.step.options import Options
@@ -50,8 +49,7 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
             f"global_batch_size={global_batch_size} cannot be shared equally by {replicas} replicas: pass a multiple "
             f"of {replicas}, such as {down + replicas}."
         )
-    found = divisors(global_batch_size, replicas)
-    return [rows for rows in found if at_most is None or rows <= at_most] or found[:1]
+    return divisors(global_batch_size, replicas, at_most) or divisors(global_batch_size, replicas)[:1]
 
 
 def specs(sample: Batch, rows: int) -> Batch:
@@ -101,10 +99,9 @@ def plan(
         timed=has_gpu() and replicas is None and not exact_rows,
         verbose=verbose,
     )
-    model = on_one(step).objective.model
     # A model that computes again already does so as its user chose.
-    policies = RECOMPUTED if recompute and not installed(model.model) else (None,)
-    return planner.plan(rows, memory_limit, policies, functools.partial(_recomputing, model))
+    policies = RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
+    return planner.plan(rows, memory_limit, policies)
 
 
 @contextlib.contextmanager
@@ -127,13 +124,8 @@ class Planner:
     """Plans the micro-batches of one step, and keeps what it compiled.
 
     Args:
-        step: of the model, built.
-        sample: specs of a micro-batch, of any number of rows.
-        global_batch_size: rows of an update.
-        replicas: those of the model's strategy; workers agree on what the one with the least room can hold.
         dispatched: train steps whose data a dispatch holds.
         timed: whether steps whose rows all only pad may be timed.
-        verbose: 0 for no line that says what is being compiled, on a terminal.
     """
 
     def __init__(
@@ -155,30 +147,14 @@ class Planner:
         self._considered: list[Considered] = []
         self._limit, self._status = 0, self._console.status("plan: tracing")
 
-    def plan(
-        self,
-        rows: Sequence[int],
-        memory_limit: int | str | None = None,
-        policies: Sequence[Policy] = (None,),
-        computed_by: Callable[[Policy], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> Plan:
-        """The plan among these micro-batches, with the first policy of recomputation with which one of them fits.
-
-        Args:
-            rows: of the micro-batches, rising.
-            memory_limit: bytes of each device, or a text such as "16GiB"; None for the device's own.
-            policies: of recomputation, the cheapest first.
-            computed_by: a scope in which the step is traced with a policy.
-
-        Raises:
-            OutOfMemoryError: raised if none fits.
-        """
+    def plan(self, rows: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]) -> Plan:
+        """The plan among micro-batches of so many rows, rising, with the first policy with which one of them fits."""
         self._limit = self._agreed(min, self._limit_of(memory_limit))
         with self._status:
             for number, policy in enumerate(policies):
                 with contextlib.ExitStack() as scope:
                     try:
-                        scope.enter_context(computed_by(policy))
+                        scope.enter_context(_recomputing(self._step.objective.model, policy))
                     except ValueError as error:  # there is nothing in the model that could be
                         raise self._nothing_fits(rows[0], policies[:number]) from error
                     scope.enter_context(self._step.aside())
@@ -201,7 +177,7 @@ class Planner:
     @property
     def _held(self) -> int:
         """Bytes of the variables."""
-        return sum(buffer.bytes for buffer in resident(on_one(self._step)))
+        return sum(buffer.bytes for buffer in resident(self._step))
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
         """The least or the most that any worker says."""
@@ -285,14 +261,10 @@ class Planner:
     def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> OutOfMemoryError:
         memory = self._memory[repr(policies[-1]), rows]
         tried = ", also with " + ", ".join(map(repr, policies[1:])) if len(policies) > 1 else ""
-        classes = [output.classes for output in on_one(self._step).objective.losses.outputs if output.classes]
-        changes = advice(memory, None, classes)
-        if not tried and memory.by_kind["activations"]:
-            changes.append("recompute='auto' looks for the activations that it is enough to compute again.")
-        return OutOfMemoryError(
+        message = (
             f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it takes "
-            f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. Nothing was changed.\n"
-            + "\n".join([shares(memory), "What to change:", *(f"  - {change}" for change in changes)]),
-            memory,
-            self._limit,
+            f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. Nothing was changed."
         )
+        more = "recompute='auto' looks for the activations that it is enough to compute again."
+        untried = [more] if not tried and memory.by_kind["activations"] else []
+        return explained(message, memory, self._limit, self._step.objective.losses.outputs, more=untried)

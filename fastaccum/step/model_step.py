@@ -41,6 +41,8 @@ Admit = Callable[[FirstRun], AbstractContextManager[None]]
 class ModelStep:
     """The programs that train and evaluate a model on one device: a `TrainStep` of its `ModelObjective`."""
 
+    sharing = 1  # of this process's replicas, how many share a device's memory
+
     def __init__(
         self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, optimizer: Optimizer, options: Options
     ):

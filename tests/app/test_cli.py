@@ -22,6 +22,7 @@ from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.signals import EndRequest
+from fastaccum.memory.errors import OutOfMemoryError
 from fastaccum.transformer import PRESETS
 
 pytestmark = pytest.mark.long
@@ -306,6 +307,14 @@ def test_plan_says_what_train_takes(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["plan", *wrong])
         assert capsys.readouterr().err.startswith(f"fastaccum plan: error: {wrong[0]}")
+
+
+def test_what_cannot_fit_is_told_in_the_terminal(monkeypatch, capsys):
+    error = OutOfMemoryError("A train step takes 2 GiB.\nThe largest: the logits")
+    monkeypatch.setattr(train, "_begin", lambda *_: (None, None))
+    monkeypatch.setattr(train, "_train", mock.Mock(side_effect=error))
+    assert cli.main(["train"]) == 1
+    assert capsys.readouterr().err == f"{error}\n"
 
 
 def test_devices_lists_the_cpu(capsys):
