@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels.xla_ops import has_gpu
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.step import xla_cache
 
 T = TypeVar("T")

