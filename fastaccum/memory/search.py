@@ -27,7 +27,7 @@ def largest_that_fits(
     What is returned was asked for and fits, and the next larger candidate was asked for and does not; a None says
     that the smallest does not. A peak must not fall as the rows grow. Between the largest known to fit and the
     smallest known not to, the next one asked for is where a line through them meets the limit, then its neighbour, but
-    never so far to one side that halving could not end within `COMPILATIONS`.
+    never so far to one side that more could be needed than by halving: 4 for up to 15 candidates, 5 for up to 31.
 
     Args:
         peak: bytes for a number of rows; costly.
@@ -39,7 +39,7 @@ def largest_that_fits(
     ...     asked.append(rows)
     ...     return 100 + 10 * rows
     >>> largest_that_fits(peak, divisors(64), limit=300, floor=100)[0], asked
-    (16, [8, 16, 32])
+    (16, [8, 32, 16])
     """
     asked: dict[int, int] = {}
     low, high = -1, len(candidates)  # places known to fit, and not to
@@ -64,7 +64,8 @@ def _next(candidates: Sequence[int], asked: dict[int, int], low: int, high: int,
     if guess == low:  # it says that nothing larger fits: the neighbour shows it
         guess += 1
     # On either side of the place asked for, what is left must be found by halving.
-    left = max(COMPILATIONS - 1 - len(asked), 0)
+    most = min(COMPILATIONS, len(candidates).bit_length())
+    left = max(most - 1 - len(asked), 0)
     reach = 2**left
     if high - low <= 2 * reach:
         guess = min(max(guess, high - reach), low + reach)
