@@ -26,7 +26,7 @@ takes in no Keras: there the loop over `fastaccum.TrainStep` is compared with th
 *float16* and *bfloat16* are the distance of the whole update from the float32 one under `mixed_float16` and
 `mixed_bfloat16`, relative to the update, and in brackets that of Keras's own step. In float32, where the comparison is
 with Keras's `fit`, loss and metrics are compared too. *remat*: as *error*, of the step with `fa.remat(model)` beside
-ours without; or why the model does not take it.
+ours without; or why the model does not take it; empty where that was not tried.
 
 {versions}
 """
