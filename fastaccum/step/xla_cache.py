@@ -20,11 +20,12 @@ from tensorflow.python.framework import ops
 
 from fastaccum.kernels.devices import has_gpu
 
-_NO_ERRORS = b"text-format tensorflow.XlaSerializedCacheEntry", b"Target machine feature +prefer-no-"
 # Makes TensorFlow read its flags again, which it reads before the first variable is made.
 _FORGET_FLAGS = (
     "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
 )
+_LOG_LEVEL = "_ZN4absl12lts_2025081411MinLogLevelEv", "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
+_FATAL = 3  # of absl's severities
 _numbers = threading.local()
 _armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once it is told
 _traces: collections.Counter[str] = collections.Counter()
@@ -63,7 +64,7 @@ def told(folder: Path) -> bool:
     if has_gpu():
         flags["XLA_FLAGS"] = f"--xla_gpu_per_fusion_autotune_cache_dir={quoted}"
     try:
-        forget = ctypes.CDLL(str(Path(tf.sysconfig.get_lib()) / "libtensorflow_framework.so.2"))[_FORGET_FLAGS]
+        forget = _library()[_FORGET_FLAGS]
     except (OSError, AttributeError):
         warnings.warn("compile_cache is not used: it needs another build of TensorFlow.", RuntimeWarning, stacklevel=2)
         return False
@@ -89,42 +90,34 @@ def told(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Within the scope the standard error lacks two errors that are none: TensorFlow takes each entry for text first,
-    and XLA misses among the processor's features those that only say what LLVM prefers.
+    """Within the scope nothing is logged but what ends the process: TensorFlow takes each entry for text first, and XLA
+    misses among the processor's features those that only say what LLVM prefers, and both call that an error.
     """
-    before = os.dup(2)
-    reading, writing = os.pipe()
-    os.dup2(writing, 2)
-    os.close(writing)
-
-    def forward() -> None:
-        with os.fdopen(reading, "rb") as lines:
-            for line in lines:
-                if not any(part in line for part in _NO_ERRORS):
-                    os.write(before, line)
-
-    thread = threading.Thread(target=forward, daemon=True)
-    thread.start()
+    try:
+        level, set_level = (_library()[name] for name in _LOG_LEVEL)
+    except (OSError, AttributeError):  # of another build: the two are heard
+        yield
+        return
+    before = level()
+    set_level(_FATAL)
     try:
         yield
     finally:
-        os.dup2(before, 2)
-        thread.join(1.0)  # longer only where a process was started meanwhile, which holds the pipe
-        if not thread.is_alive():
-            os.close(before)
+        set_level(before)
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(tf.sysconfig.get_lib()) / "libtensorflow_framework.so.2"))
 
 
 @contextlib.contextmanager
 def _environment(flags: dict[str, str]) -> Iterator[None]:
     """Within the scope the variables have these flags too: a process started later is not to inherit them."""
-    before = {name: os.environ.get(name) for name in flags}
+    before = {name: os.environ[name] for name in flags if name in os.environ}
     try:
-        for name, flag in flags.items():
-            os.environ[name] = f"{before[name] or ''} {flag}".strip()
+        os.environ.update({name: f"{before.get(name, '')} {flag}".strip() for name, flag in flags.items()})
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in flags:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fastaccum import Trainer
-from fastaccum.step import compile_cache
+from fastaccum.step import compile_cache, xla_cache
 from fastaccum.step.compile_cache import CompileCache
 
 HELPER = Path(__file__).parents[1] / "helpers" / "warm_start.py"
@@ -154,6 +154,16 @@ def test_the_loop_of_a_step_takes_no_constants_from_outside():
         kept = [t.op.name for t, i, o in zip(loop.inputs, body.inputs, body.outputs, strict=True) if _is(o, i)]
         constants = [name for name in kept if graph.get_operation_by_name(name).type in ("Const", "Fill")]
         assert len(constants) <= 1  # the loop's own bound
+
+
+def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
+    level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
+    before = level()
+    with xla_cache.quietly():
+        assert level() == 3  # FATAL, which absl never leaves out
+        os.write(2, b"CHECK failed")
+        assert capfd.readouterr().err == "CHECK failed"  # by no thread, which would end first
+    assert level() == before
 
 
 # In processes of their own: XLA reads once where it is to keep what it compiles.
