@@ -199,7 +199,7 @@ class _Process:
 
     def _can_do_without(self, error: tf.errors.OpError, offered: list[str]) -> bool:
         """Whether a program may compile after all: its entry could not be loaded, or none could be written."""
-        if str(self.staging) in str(error):
+        if str(self.staging) in str(error) and not any(name in str(error) for name in offered):
             self._give_up(error)
             return self._elsewhere()
         if self.cache is None or not offered or isinstance(error, tf.errors.ResourceExhaustedError):
