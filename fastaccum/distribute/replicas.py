@@ -16,7 +16,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 from fastaccum.adapters.models import Model
 from fastaccum.distribute.workers import Workers
 from fastaccum.kernels.custom_gradients import owned_by_graphs
-from fastaccum.step import compile_cache, xla_cache
+from fastaccum.step import xla_cache
 
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _strategies: list[tf.distribute.Strategy] = []  # that models have been trained under
@@ -281,7 +281,6 @@ class TracedProgram:
 
     def __init__(self, concrete: Any, replicas: Replicas):
         self.concrete, self._replicas = concrete, replicas
-        self._compiled: set[int] = set()  # the replicas that have run it
         self.outputs = _specs(concrete.structured_outputs)
         # Copies of variables must exist before the graph that synchronizes them.
         self.captured = [
@@ -291,11 +290,7 @@ class TracedProgram:
     def __call__(self, replica: int, *args: Any) -> Any:
         tensors = [t for t in tf.nest.flatten(args) if t is not None]
         with tf.device(self._replicas.devices[replica]):
-            call = functools.partial(self.concrete._call_flat, tensors, self.captured[replica])
-            if replica in self._compiled:
-                return call()
-            self._compiled.add(replica)
-            return compile_cache.called(tf.compat.as_str(self.concrete.name), call)[0]
+            return self.concrete._call_flat(tensors, self.captured[replica])
 
 
 def _specs(nest: Any) -> Any:

@@ -160,14 +160,14 @@ class _Process:
         except OSError as error:
             self._give_up(error)
 
-    def call(self, function: str, call: Callable[[], T], again: Callable[[], T] | None = None) -> tuple[T, bool]:
-        """What a program's first call returns, which compiles it, and whether it was loaded instead. `again` calls it
-        traced anew: TensorFlow tries no program twice of which an entry could not be loaded.
+    def call(self, function: str, call: Callable[[], T], again: Callable[[], T]) -> tuple[T, bool]:
+        """What a program's first call returns, which compiles it, or what it calls on replicas, and whether that was
+        loaded instead. `again` calls it traced anew: TensorFlow tries no program twice whose entry could not be loaded.
         """
         if self.staging is None:
             return call(), False
-        with self._lock:  # of replicas, which compile the same program, all but the first load it
-            return self._called(function, call, again or call, self.staging)
+        with self._lock:
+            return self._called(function, call, again, self.staging)
 
     def _called(self, function: str, call: Callable[[], T], again: Callable[[], T], staging: Path) -> tuple[T, bool]:
         self._clear()

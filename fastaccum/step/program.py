@@ -169,8 +169,8 @@ class Program:
                     f"A program takes tensors in plain dicts, lists and tuples, and there is a "
                     f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
                 )
-        start, jit_compile = time.perf_counter(), self._compiled.keywords["jit_compile"]
-        say = _announcer.get() if jit_compile else _unheard
+        start = time.perf_counter()
+        say = _announcer.get() if self._compiled.keywords["jit_compile"] else _unheard
         say("Tracing the train step: ")
         concrete = self.traced(*args)
         call = self._calls[signature] = _call_of(concrete, args)
@@ -180,15 +180,11 @@ class Program:
             self._calls[signature] = _call_of(self.traced(*args), args)
             return self._calls[signature](leaves)
 
-        traced, loaded = time.perf_counter(), False
+        traced, name = time.perf_counter(), tf.compat.as_str(concrete.name)
         with self._first(concrete, signature):
-            if jit_compile:
-                name = tf.compat.as_str(concrete.name)
-                last = compile_cache.seconds_last_time(name)
-                say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
-                outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
-            else:
-                outputs = call(leaves)
+            last = compile_cache.seconds_last_time(name)
+            say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
+            outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
         self.seconds[signature] = end - start

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -195,6 +196,30 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path):
     assert first["warned"] == second["warned"] == plain["warned"] == []
     assert len(entries(tmp_path / "cache")) == 1
     assert not list(tmp_path.glob("cache/*/staging-*"))
+
+
+REPLICAS = """
+    import sys, keras, numpy as np, tensorflow as tf
+    import fastaccum as fa
+
+    keras.utils.set_random_seed(0)
+    devices = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    x = np.ones([4, 8], "float32")
+    fa.Trainer(model, "sgd", "mse", compile_cache=sys.argv[1]).fit(x, x[:, :4], batch_size=4, verbose=0)
+"""
+
+
+@pytest.mark.faults
+def test_what_replicas_compile_is_kept_too(tmp_path):
+    kept = []
+    for _ in range(2):
+        command = [sys.executable, "-c", textwrap.dedent(REPLICAS), str(tmp_path / "cache")]
+        subprocess.run(command, timeout=300, check=True)
+        kept.append({path.name: path.stat().st_ino for path in entries(tmp_path / "cache")})
+    assert len(kept[0]) == 2 and kept[0] == kept[1]  # the sums and the end of a step, written once
 
 
 @pytest.mark.faults
