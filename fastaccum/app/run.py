@@ -19,7 +19,7 @@ from fastaccum import lines
 from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import run_folder, text
-from fastaccum.app.options import BadArgument, device_names, physical_memory
+from fastaccum.app.options import BadArgument, device_names
 from fastaccum.checkpoint import store
 from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
@@ -99,8 +99,6 @@ class Run:
         say("training", f"{options.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
         stack = np.zeros((options.accum, options.batch_size, self.context), np.int32)
         memory = self.trainer.memory_analysis((stack, stack))
-        if self.device.startswith("CPU") and memory.temp_bytes + memory.argument_bytes > physical_memory():
-            raise MemoryError  # or the system would end the process, and others
         temporary, state = (f"{size / 2**20:,.1f} MiB" for size in (memory.temp_bytes, memory.argument_bytes))
         say("memory", f"{temporary} temporary and {state} of weights, optimizer state and data, as XLA states it")
 

@@ -93,6 +93,8 @@ class ReplicatedStep:
         self._counter, self._executor, self._evaluator = programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
+        for program in (self._counter, self._executor, self._evaluator):
+            program.anew = self.retrace
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -33,6 +33,14 @@ from fastaccum.step import xla_cache
 
 T = TypeVar("T")
 LIMIT = 2 * 2**30  # bytes, over all versions and devices; the entries used longest ago are removed
+# Errors of a program's call that no entry is to blame for: of memory, and of other workers.
+_OF_NO_ENTRY = (
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
 _SEAL, _DAMAGED = ".seal", ".damaged"
 # What decides on the code that XLA makes of a program, beside the program.
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
@@ -202,7 +210,7 @@ class _Process:
         if str(self.staging) in str(error) and not any(name in str(error) for name in offered):
             self._give_up(error)
             return self._elsewhere()
-        if self.cache is None or not offered or isinstance(error, tf.errors.ResourceExhaustedError):
+        if self.cache is None or not offered or isinstance(error, _OF_NO_ENTRY):
             return False
         for name in offered:
             with contextlib.suppress(OSError):

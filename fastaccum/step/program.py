@@ -145,6 +145,7 @@ class Program:
 
     Attributes:
         admit: makes a scope for the first run of a concrete function; what it raises keeps it from running.
+        anew: `retrace`, of it and of the compiled functions that it calls.
     """
 
     admit: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -153,6 +154,7 @@ class Program:
         self._numbered = functools.partial(xla_cache.numbered, function)
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
         self.function = self._compiled()
+        self.anew = self.retrace
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
         self._retraces = retraces or Retraces()
         self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
@@ -176,7 +178,7 @@ class Program:
         call = self._calls[signature] = _call_of(concrete, args)
 
         def again() -> Any:
-            self.function = self._compiled()
+            self.anew()
             self._calls[signature] = _call_of(self.traced(*args), args)
             return self._calls[signature](leaves)
 

@@ -186,6 +186,15 @@ def entries(folder):
     return sorted(Path(folder).glob("*/*.pb"))
 
 
+def corrupt(*entries):
+    """Leaves them whole and sealed, but no programs."""
+    for entry in entries:
+        flip(entry)
+        seal = entry.with_name(f"{entry.name}.seal")
+        checksum = hashlib.sha256(entry.read_bytes()).hexdigest()
+        seal.write_text(json.dumps(json.loads(seal.read_text()) | {"sha256": checksum}))
+
+
 @pytest.mark.faults
 def test_a_second_process_loads_what_the_first_compiled(tmp_path):
     plain, first = ended(start("")), ended(start(tmp_path / "cache"))
@@ -214,12 +223,16 @@ REPLICAS = """
 
 @pytest.mark.faults
 def test_what_replicas_compile_is_kept_too(tmp_path):
-    kept = []
-    for _ in range(2):
+    def run():
         command = [sys.executable, "-c", textwrap.dedent(REPLICAS), str(tmp_path / "cache")]
-        subprocess.run(command, timeout=300, check=True)
-        kept.append({path.name: path.stat().st_ino for path in entries(tmp_path / "cache")})
-    assert len(kept[0]) == 2 and kept[0] == kept[1]  # the sums and the end of a step, written once
+        done = subprocess.run(command, timeout=300, check=True, capture_output=True, text=True)
+        return {path.name: path.stat().st_ino for path in entries(tmp_path / "cache")}, done.stderr
+
+    (first, _), (second, _) = run(), run()
+    assert len(first) == 2 and first == second  # the sums and the end of a step, written once
+    corrupt(*entries(tmp_path / "cache"))
+    third, said = run()
+    assert said.count("moved aside") == 2 and len(third) == 2
 
 
 @pytest.mark.faults
@@ -236,12 +249,7 @@ def test_a_damaged_entry_is_compiled_anew(tmp_path):
 def test_an_entry_that_does_not_load_is_compiled_anew(tmp_path):
     """Whole and sealed, but no program: as another build of the same version might leave it."""
     first = ended(start(tmp_path / "cache"))
-    (entry,) = entries(tmp_path / "cache")
-    (seal,) = tmp_path.glob("cache/*/*.seal")
-    flip(entry)
-    seal.write_text(
-        json.dumps(json.loads(seal.read_text()) | {"sha256": hashlib.sha256(entry.read_bytes()).hexdigest()})
-    )
+    corrupt(*entries(tmp_path / "cache"))
     second = ended(start(tmp_path / "cache"))
     assert second["weights"] == first["weights"] and "moved aside" in second["warned"][0]
 
