@@ -571,7 +571,6 @@ class Trainer:
         return compilable.explained(self._model)
 
 
-@workers.connected
 def plan(
     trainer: Trainer,
     sample: Any,
@@ -618,12 +617,19 @@ def plan(
     >>> found.batch_size, found.accumulation_steps
     (4, 1)
     """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...).")
+    asked = {"global_batch_size": global_batch_size, "memory_limit": memory_limit, "recompute": recompute}
+    return _planned(trainer, sample, **asked, verbose=verbose)
+
+
+@workers.connected
+def _planned(trainer: Trainer, sample: Any, **asked: Any) -> Plan:
     if hasattr(sample, "__next__") or isinstance(sample, keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
     x, y, weight = (sample, None, None) if isinstance(sample, tf.data.Dataset) else _unpacked(sample)
-    asked = {"memory_limit": memory_limit, "recompute": recompute, "verbose": verbose}
     data = trainer._source(x, y, weight, batch_size=None, what="sample")
-    return trainer._plan(data.sample, global_batch_size=global_batch_size, **asked)
+    return trainer._plan(data.sample, **asked)
 
 
 def _unpacked(sample: Any) -> Any:

@@ -82,7 +82,7 @@ def size(text: str | int, name: str = "memory_limit") -> int:
     unit = found[2].upper() if found else ""
     unit = unit if unit in _UNITS else unit + "B" if unit.endswith("I") else unit + "IB"
     if not found or unit not in _UNITS or not (number := int(float(found[1]) * _UNITS[unit])):
-        raise ValueError(f'{name}={text!r} is no size: pass bytes, or a text like "16GiB".')
+        raise ValueError(f'{name}={text!r} is not a size: pass bytes, or a text like "16GiB".')
     return number
 
 

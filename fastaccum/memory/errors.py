@@ -44,10 +44,11 @@ def explained(
     outputs: Sequence[Any],
     batch_size: tuple[int, int] | None = None,
     more: Sequence[str] = (),
+    training: bool = True,
 ) -> OutOfMemoryError:
     """The error that says after `message` where the bytes are, and what to change: `advice`, and `more`."""
     classes = [output.classes for output in outputs if output.classes]
-    changes = [*advice(memory, batch_size, classes), *more]
+    changes = [*advice(memory, batch_size, classes, limit, training), *more]
     told = [message, shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
     return OutOfMemoryError("\n".join(told), memory, limit, batch_size and batch_size[0])
 
@@ -66,14 +67,23 @@ def _described(buffer: Buffer) -> str:
     return f"{buffer.kind}: {' '.join(filter(None, (buffer.layer, buffer.operation)))}{shape}"
 
 
-def advice(memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequence[int] = ()) -> list[str]:
+def advice(
+    memory: StepMemory,
+    batch_size: tuple[int, int] | None,
+    classes: Sequence[int] = (),
+    limit: int = 0,
+    training: bool = True,
+) -> list[str]:
     """What to change, a sentence each, what helps most first.
 
     Args:
         batch_size: one that fits, and the accumulation that makes the same rows an update of it.
         classes: of the outputs' losses.
+        limit: bytes that there are: what takes much of these counts, too, where the whole is far beyond them.
+        training: whether this is of a train step, and not of an evaluation.
     """
     kinds, peak = memory.by_kind, memory.peak_bytes
+    much = min(peak, limit or peak) / 4
     found = []
     if batch_size is not None:
         rows, steps = batch_size
@@ -81,13 +91,15 @@ def advice(memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequ
     wide = [c for c in classes if c >= _VOCABULARY]
     if any(buffer.shape[-1:] == (c,) for c in wide for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1):
         found.append("loss=fastaccum.LinearCrossEntropy() never holds the logits.")
+    if not training:
+        return [*found, "Evaluate with a smaller batch_size."]
     if kinds["activations"] > peak / 4 and has_gpu():  # on a CPU XLA does not save by it
         found.append("fastaccum.remat(model) computes activations again in the backward pass instead of holding them.")
-    if kinds["optimizer slots"] > peak / 4:
+    if kinds["optimizer slots"] > much:
         found.append(
             "An optimizer with smaller slots (Lion has one a weight, Adafactor less, SGD without momentum none) takes "
             f"up to {in_units(kinds['optimizer slots'])} off."
         )
-    if kinds["data"] > peak / 4:
+    if kinds["data"] > much:
         found.append("Fewer rows an update, or a smaller steps_per_execution, take less data at once.")
     return found or ["Take a smaller model, or a device with more memory."]

@@ -71,7 +71,7 @@ class Guard:
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         more = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        return explained(message, memory, limit, self._outputs, fits, [more])
+        return explained(message, memory, limit, self._outputs, fits, [more], run.training)
 
     def _fitting(self, run: FirstRun, memory: StepMemory, limit: int) -> tuple[int, int] | None:
         """A smaller micro-batch that fits, and how many of them hold the same rows; by compiling it."""
@@ -111,7 +111,7 @@ class Guard:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
             return explained(message, held, limit, (), more=["Take a smaller batch_size."])
         fits = self._fitting(self._run, memory, limit) if self._run.training and memory.peak_bytes > limit else None
-        return explained(message, memory, limit, self._outputs, fits)
+        return explained(message, memory, limit, self._outputs, fits, training=self._run.training)
 
     def _known(self) -> StepMemory | None:
         """What ran last takes; None where there is too little memory on the host to compile it."""

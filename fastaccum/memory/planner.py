@@ -97,6 +97,7 @@ def plan(
         replicas=replicas,
         dispatched=options.steps_per_execution,
         timed=has_gpu() and replicas is None and not exact_rows,
+        recompute=recompute is not None,
         verbose=verbose,
     )
     # A model that computes again already does so as its user chose.
@@ -126,6 +127,7 @@ class Planner:
     Args:
         dispatched: train steps whose data a dispatch holds.
         timed: whether steps whose rows all only pad may be timed.
+        recompute: whether recomputation was asked for, so that it is no advice any more.
     """
 
     def __init__(
@@ -137,10 +139,11 @@ class Planner:
         replicas: Replicas | None = None,
         dispatched: int = 1,
         timed: bool = False,
+        recompute: bool = False,
         verbose: Literal["auto", 0, 1, 2] = "auto",
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
-        self._dispatched, self._timed = dispatched, timed
+        self._dispatched, self._timed, self._recompute = dispatched, timed, recompute
         self._console = Console(stderr=True, highlight=False, quiet=not (verbose and sys.stderr.isatty()))
         self._started = time.monotonic()
         self._memory: dict[tuple[str, int], StepMemory] = {}
@@ -156,7 +159,7 @@ class Planner:
                     try:
                         scope.enter_context(_recomputing(self._step.objective.model, policy))
                     except ValueError as error:  # there is nothing in the model that could be
-                        raise self._nothing_fits(rows[0], policies[:number]) from error
+                        raise self._nothing_fits(rows[0], policies[:number], [str(error)]) from error
                     scope.enter_context(self._step.aside())
                     # Where even the smallest may be too large, it comes first: the others are larger still.
                     if number and self._peak(policy, rows[0]) > self._limit:
@@ -258,13 +261,15 @@ class Planner:
         considered, seconds = tuple(self._considered), time.monotonic() - self._started
         return Plan(*found[:4], extra, self._limit, len(considered), seconds, considered)
 
-    def _nothing_fits(self, rows: int, policies: Sequence[Policy]) -> OutOfMemoryError:
+    def _nothing_fits(self, rows: int, policies: Sequence[Policy], more: Sequence[str] = ()) -> OutOfMemoryError:
         memory = self._memory[repr(policies[-1]), rows]
-        tried = ", also with " + ", ".join(map(repr, policies[1:])) if len(policies) > 1 else ""
+        tried = f", nor does it with recompute={' or '.join(map(repr, policies[1:]))}" if policies[1:] else ""
         message = (
             f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it takes "
             f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. Nothing was changed."
         )
-        more = "recompute='auto' looks for the activations that it is enough to compute again."
-        untried = [more] if not tried and memory.by_kind["activations"] else []
-        return explained(message, memory, self._limit, self._step.objective.losses.outputs, more=untried)
+        objective = self._step.objective
+        saves = has_gpu() or any(isinstance(layer, LayerStack) for layer in objective.model.layers)  # as XLA compiles
+        if saves and not self._recompute and memory.by_kind["activations"]:
+            more = ["recompute='auto' looks for the activations that it is enough to compute again."]
+        return explained(message, memory, self._limit, objective.losses.outputs, more=more)

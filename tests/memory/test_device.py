@@ -57,5 +57,5 @@ def test_the_variable_takes_the_place_of_all(monkeypatch, text, size):
 @pytest.mark.parametrize("text", ["much", "-1", "0", "1 PiB"])
 def test_what_is_no_size_is_refused_by_name(monkeypatch, text):
     monkeypatch.setenv(device.LIMIT, text)
-    with pytest.raises(ValueError, match=f"{device.LIMIT}='{text}' is no size"):
+    with pytest.raises(ValueError, match=f"{device.LIMIT}='{text}' is not a size"):
         device.available()

@@ -106,6 +106,10 @@ def test_advice(monkeypatch):
         monkeypatch.setattr(errors, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
         assert re.search(says, " ".join(errors.advice(memory, (8, 4), classes=[50_000])))
     assert not re.search("Linear", " ".join(errors.advice(memory, None, classes=[10])))
+    small = [found[0], *found[2:], buffers.Buffer(1000, "activations", "", "", (8,))]  # data alone is beyond the limit
+    of_small = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(small))
+    assert "Fewer rows an update" in errors.advice(of_small, None, limit=40)[0]
+    assert errors.advice(of_small, None, limit=40, training=False) == ["Evaluate with a smaller batch_size."]
 
 
 RUNS_OUT = """
