@@ -254,8 +254,7 @@ class ReplicaProgram:
     `around` makes a scope for the trace.
     """
 
-    outputs: Any = None  # specs of what it returned when it was traced last
-    last: TracedProgram  # what that was
+    last: TracedProgram  # as it was traced last
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
         self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
@@ -272,7 +271,6 @@ class ReplicaProgram:
         with first_components(), self._around(), owned_by_graphs(), xla_cache.numbered(self._traced):
             concrete = self._function.get_concrete_function(*specs)
         self.last = TracedProgram(concrete, self._replicas)
-        self.outputs = self.last.outputs
         return self.last
 
 

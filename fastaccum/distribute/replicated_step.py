@@ -350,7 +350,7 @@ class ReplicatedStep:
 
     def _without_data(self, program: ReplicaProgram) -> int:
         """Takes part in a round that others may have data for; how many replicas had."""
-        shared, _ = program.outputs
+        shared, _ = program.last.outputs
         nothing = tf.nest.map_structure(lambda s: None if s is None else tf.zeros(s.shape, s.dtype), shared)
         return int(self._replicas.all_reduce([nothing] * len(self._replicas.devices))[0]["working"])
 

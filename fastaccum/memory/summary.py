@@ -6,20 +6,19 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
 from fastaccum.data.stacks import Batch, Dispatch, Layout
-from fastaccum.distribute.replicated_step import ReplicatedStep
+from fastaccum.distribute.step_builder import Step
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.plan import in_units
 from fastaccum.memory.planner import specs
-from fastaccum.step.model_step import ModelStep
 
 LARGEST = 3  # buffers that the table names
 
@@ -108,7 +107,7 @@ class Summary:
             yield "compiled so far", "none"
 
 
-def summary(step: ModelStep | ReplicatedStep, sample: Batch, layout: Layout) -> Summary:
+def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
     """Compiles a step for micro-batches like the sample; runs nothing.
 
     Args:
@@ -134,8 +133,8 @@ def summary(step: ModelStep | ReplicatedStep, sample: Batch, layout: Layout) -> 
     training = {id(v) for v in trained}
     return Summary(
         model=model.name,
-        trainable_parameters=sum(map(_elements, trained)),
-        frozen_parameters=sum(_elements(v) for v in model.weights if id(v) not in training),
+        trainable_parameters=sum(math.prod(v.shape) for v in trained),
+        frozen_parameters=sum(math.prod(v.shape) for v in model.weights if id(v) not in training),
         rows=rows,
         accumulation_steps=layout.accumulation,
         replicas=layout.replicas,
@@ -146,11 +145,7 @@ def summary(step: ModelStep | ReplicatedStep, sample: Batch, layout: Layout) -> 
     )
 
 
-def _compiled(step: ModelStep | ReplicatedStep) -> Iterator[Compiled]:
+def _compiled(step: Step) -> Iterator[Compiled]:
     for name, program in step.programs.items():
         for (_, *leaves), seconds in program.seconds.items():
             yield Compiled(name, tuple(tuple(shape) for _, shape, _ in leaves if shape), seconds)
-
-
-def _elements(variable: Any) -> int:
-    return math.prod(variable.shape)

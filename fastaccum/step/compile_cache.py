@@ -200,6 +200,10 @@ class _Process:
         loaded = any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
         return outputs, loaded
 
+    def remembered(self, program: Callable[[], str | bytes], make: Callable[[], list[int]]) -> list[int]:
+        """What `make` returns, or returned in another process, where a cache is in use; of a program by its text."""
+        return make() if self.cache is None else self.cache.remembered(str(program()), make)
+
     def last(self, function: str) -> float | None:
         """Seconds that a program took to compile, where that is known."""
         seals = self.cache.seals(function).values() if self.cache is not None else ()
@@ -248,13 +252,9 @@ class _Process:
                 staging.unlink() if staging.is_symlink() else shutil.rmtree(staging)
 
 
-def in_use() -> CompileCache | None:
-    """The cache of this process, if it has one."""
-    return _process.cache
-
-
 _process = _Process()
 use, called, seconds_last_time = _process.use, _process.call, _process.last
+remembered = _process.remembered
 
 
 def user_folder() -> Path | None:

@@ -379,10 +379,9 @@ def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
         compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
         return [*memory_of(hlo_pb2.HloProto.FromString(compiled))]
 
-    if (cache := compile_cache.in_use()) is None:
-        return MemoryAnalysis(*analysis())
-    program = compiler_ir(function, *args, stage="hlo_no_metadata")  # text: serialized, it is never twice the same
-    return MemoryAnalysis(*cache.remembered(str(program), analysis))
+    # By its text: serialized, a program is never twice the same.
+    text = functools.partial(compiler_ir, function, *args, stage="hlo_no_metadata")
+    return MemoryAnalysis(*compile_cache.remembered(text, analysis))
 
 
 def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:
