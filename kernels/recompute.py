@@ -195,11 +195,14 @@ class _Block(Keeping):
         self._outputs = outputs
         self._flat = tf.nest.flatten(outputs, expand_composites=True)
         self._masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(outputs)]
-        lists = [getattr(layer, name, None) for layer in self._layers for name in ("_losses", "_eager_losses")]
         scope = stateless_scope()
-        places = [(each, i) for each in [*lists, getattr(scope, "losses", None)] if each for i in range(len(each))]
-        places += [(scope.state_mapping, key) for key in getattr(scope, "state_mapping", {})]
-        self._aside = [(place, key) for place, key in places if getattr(place[key], "graph", None) is graph]
+        own = [vars(layer) for layer in self._layers]
+        holders: list[Any] = [value for each in own for value in each.values() if isinstance(value, (list, dict))]
+        holders += [*own, *(getattr(layer, "_eager_losses", None) for layer in self._layers)]
+        holders += [getattr(scope, "losses", None), getattr(scope, "state_mapping", None)]
+        holders = list({id(each): each for each in holders if each}.values())
+        places = [(each, key) for each in holders for key in (each if isinstance(each, dict) else range(len(each)))]
+        self._aside = [(each, k) for each, k in places if _is_tensor(each[k]) and _graph(each[k]) is graph]
         aside = [place[key] for place, key in self._aside]
         return [t for t in [*self._flat, *self._masks, *aside] if _is_tensor(t)]
 
@@ -350,6 +353,10 @@ def _set_masks(nest: Any, masks: Sequence[Any]) -> None:
     for t, mask in zip(tf.nest.flatten(nest), masks, strict=True):
         if mask is not None:
             set_keras_mask(t, mask)
+
+
+def _graph(t: tf.Tensor) -> Any:
+    return getattr(t, "graph", None)  # an eager one has none
 
 
 def _is_tensor(value: Any) -> bool:

@@ -13,6 +13,7 @@ from fastaccum.adapters import embeddings
 from fastaccum.adapters.packages import kinds, of_keras, package
 from fastaccum.kernels.layer_stack import LayerStack
 
+_SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
 # Of a layer's weights, what the blocks within it are to have for it to be left to them.
 _MOST = 0.75
 # What stands for a length that is not known, of an axis other than the rows'.
@@ -77,6 +78,8 @@ def refusal(layer: Any) -> str | None:
         return f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
     if any(isinstance(part, LayerStack) for part in parts):
         return "holds a LayerStack, which recomputes by a policy of its own"
+    if any(kinds(part).keys() & _SPECTRAL for part in parts):
+        return "holds a SpectralNormalization, which reads in a branch the kernel that it assigns"
     return "is an input" if type(layer).__name__ == "InputLayer" else None
 
 

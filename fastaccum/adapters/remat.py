@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -171,18 +173,24 @@ def _install(block: Block, policy: Any) -> None:
 
 def _set(layer: Any, name: str, function: Callable) -> None:
     # Past Keras's own __setattr__, which tracks what is assigned.
-    vars(layer)[name] = _InPlace(function, vars(layer).get(name))
+    vars(layer)[name] = _InPlace(layer, name, function)
 
 
 class _InPlace:
     """What stands on a layer in place of a method of its class, or of what stood there before."""
 
-    def __init__(self, function: Callable, before: Any):
+    def __init__(self, layer: Any, name: str, function: Callable):
         functools.update_wrapper(self, function)
-        self._function, self.before = function, before
+        self._layer, self._name, self._function, self.before = layer, name, function, vars(layer).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """What stands on a copy of the layer: its own method, or a copy of what stood there before."""
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        return types.MethodType(getattr(type(self._layer), self._name), copy.deepcopy(self._layer, memo))
 
 
 def _call(layer: Any, before: Any, policy: Any) -> Callable:

@@ -1,5 +1,6 @@
 """`fa.remat`: what its blocks are, and that training with it is training without."""
 
+import copy
 import functools
 import zipfile
 
@@ -268,6 +269,30 @@ def test_a_layer_that_cannot_be_recomputed_is_refused(names, message):
     with pytest.raises(ValueError, match=message):
         fa.remat(model, layer_names=names)
     assert not installed(model)
+
+
+def test_spectral_normalization_stays_outside_of_blocks():
+    """It reads its kernel in a branch, then assigns it."""
+    normalised = layers.SpectralNormalization(layers.Dense(64), name="normalised")
+    model = keras.Sequential([keras.Input((64,)), normalised, *(layers.Dense(64, "tanh") for _ in range(16))])
+    (block,) = blocks.find(model)
+    assert block.layers and normalised not in block.layers
+    with pytest.raises(ValueError, match="holds a SpectralNormalization"):
+        fa.remat(model, layer_names=["normalised"])
+
+
+def test_a_copied_layer_of_tf_keras_has_its_own_weights():
+    block = tf_keras.Sequential([tf_keras.layers.Dense(3, use_bias=False)])
+    model = tf_keras.Sequential([tf_keras.layers.Dense(4), block])
+    x = tf.ones([1, 4])
+    model(x)
+    fa.remat(model, layer_names=[block.layers[0].name])
+    copied, expected = copy.deepcopy(block.layers[0]), block(x).numpy()
+    np.testing.assert_array_equal(copied(x), expected)
+    copied.kernel.assign_add(tf.ones([4, 3]))
+    np.testing.assert_allclose(copied(x), expected + 4, rtol=1e-5)
+    np.testing.assert_array_equal(block(x), expected)
+    assert installed(model) and not installed(copied)
 
 
 def test_what_has_no_blocks_says_so():

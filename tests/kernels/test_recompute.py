@@ -1,5 +1,8 @@
 """What is computed again against the plain function: values, gradients, state, and what XLA makes of it."""
 
+import functools
+import types
+
 import h200
 import hlo
 import keras
@@ -264,6 +267,29 @@ def test_what_cannot_be_computed_again_is_refused():
         gradient(counting)
     with pytest.raises(LookupError, match="no second derivatives"):
         gradient(tf.sin, order=2)
+
+
+def test_what_a_layer_puts_aside_is_read_outside():
+    """As attention's scores on an attribute, which a loss reads after the call."""
+    layer = types.SimpleNamespace(last=None, several=[None, 2.0], named={"scores": None, "other": "text"})
+
+    def function(x):
+        layer.last, layer.several[0], layer.named["scores"] = tf.sin(x), tf.cos(x), tf.argmax(x, -1)
+        return tf.tanh(x)
+
+    def gradient(call):
+        @jitted
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = call(function, x) * layer.last + layer.several[0] ** 2
+                loss = y * tf.cast(layer.named["scores"][..., None] + 1, y.dtype)
+            return tape.gradient(loss, x)
+
+        return step(tf.constant(X))
+
+    expected = gradient(lambda function, x: function(x))
+    np.testing.assert_allclose(gradient(functools.partial(recomputed, layers=[layer])), expected, atol=1e-6)
 
 
 def test_elsewhere_it_is_the_function():
