@@ -6,9 +6,11 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 import fastaccum as fa
-from fastaccum.data.stacks import Batch
+from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.memory import buffers
-from fastaccum.memory.analysis import step_memory
+from fastaccum.memory.analysis import bytes_at_most, stacked, step_memory
+
+BATCH = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +19,7 @@ def memory():
     model = keras.Sequential([keras.Input((32,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=4)
-    batch = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
-    step = trainer._built(batch)
-    return trainer, step_memory(step, batch, 4)
+    return trainer, step_memory(trainer._built(BATCH), BATCH, 4)
 
 
 def test_kinds_add_up_to_the_peak(memory):
@@ -36,6 +36,12 @@ def test_temporary_buffers_are_those_of_the_plan(memory):
     parts = ("accumulators", "activations", "other")
     held = sum(b.bytes for b in found.buffers if b.kind in parts or b.operation.startswith("Gather"))
     assert held == pytest.approx(found.analysis.temp_bytes, abs=2048)
+
+
+def test_what_is_known_without_compiling_bounds_the_peak(memory):
+    trainer, found = memory
+    programs = trainer._step.traced(Dispatch((stacked(BATCH, 4),)))
+    assert found.peak_bytes <= bytes_at_most(trainer._step, programs) < 20 * found.peak_bytes
 
 
 def test_the_largest_activation_is_named_by_layer_and_operation(memory):
