@@ -123,8 +123,8 @@ def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[
 
 
 def _named(model: Any, layer_names: Sequence[str]) -> list[Any]:
-    if isinstance(layer_names, str) or not all(isinstance(name, str) for name in layer_names):
-        raise TypeError(f"layer_names={layer_names!r} must be a list of the names of layers.")
+    if isinstance(layer_names, str) or not layer_names or not all(isinstance(name, str) for name in layer_names):
+        raise TypeError(f"layer_names={layer_names!r} must be a list of names of layers, or left out.")
     by_name = {layer.name: layer for layer in reversed(list(model._flatten_layers()))}
     for name in layer_names:
         if name not in by_name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -77,6 +78,7 @@ def make_parser() -> Parser:
         description="Finds the largest micro-batch with which `fastaccum train` fits the device, by compiling its\n"
         "train step for a few of them. Nothing is trained.",
     )
+    plan.epilog = "exit codes: 0 done; 1 nothing fits; 2 bad arguments, nothing started."
     add = plan.add_argument
     _add_model(add)
     add("--global-batch", type=_whole(1, MOST), default=32, metavar="N", help="windows in an update (%(default)s)")
@@ -144,6 +146,12 @@ def device_names() -> list[tuple[str, str]]:
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [("GPU", gpu.get("device_name", "unnamed")) for gpu in gpus] + [("CPU", f"{cores} cores")]
+
+
+def as_options(message: str) -> str:
+    """What an error says of a Trainer's arguments, said of the options that stand for them."""
+    message = re.sub(r"batch_size=(\d+) with gradient_accumulation_steps=(\d+)", r"--batch-size \1 --accum \2", message)
+    return message.replace("recompute='auto'", "--recompute auto")
 
 
 def physical_memory() -> int:

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from fastaccum import trainer
-from fastaccum.app.options import BadArgument
+from fastaccum.app.options import BadArgument, as_options
 from fastaccum.app.run import chosen_precision, learning_rate, make_optimizer, make_trainer, require_preset, say
 from fastaccum.memory import device
 from fastaccum.memory.plan import Plan
@@ -22,7 +22,7 @@ def plan(options: argparse.Namespace) -> int:
     try:
         found = _found(options)
     except MemoryError as error:
-        print(f"--preset {options.preset}: {str(error) or 'out of memory'}", file=sys.stderr)
+        print(f"--preset {options.preset}: {as_options(str(error)) or 'out of memory'}", file=sys.stderr)
         return 1
     except (ValueError, TypeError, ImportError) as error:
         raise BadArgument(str(error), PROG) from error

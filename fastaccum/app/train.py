@@ -13,7 +13,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from fastaccum.app import text
-from fastaccum.app.options import BadArgument
+from fastaccum.app.options import BadArgument, as_options
 from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import Run, folder_to_resume, resumed, say
@@ -46,7 +46,7 @@ def train(options: argparse.Namespace) -> int:
         except (NonFiniteError, CheckpointWriteError, FolderInUseError, OSError) as error:
             message = f"{error}\nto resume: fastaccum train --resume {folder.path}"
         except (MemoryError, tf.errors.ResourceExhaustedError) as error:
-            message = str(error) if isinstance(error, OutOfMemoryError) else _out_of_memory(options)
+            message = as_options(str(error)) if isinstance(error, OutOfMemoryError) else _out_of_memory(options)
         print(message, file=sys.stderr)
         return 1
 

@@ -298,6 +298,8 @@ def test_a_copied_layer_of_tf_keras_has_its_own_weights():
 def test_what_has_no_blocks_says_so():
     with pytest.raises(ValueError, match=r"no blocks.*layer_names"):
         fa.remat(keras.Sequential([keras.Input((4,)), layers.Dense(1)]))
+    with pytest.raises(TypeError, match="or left out"):
+        fa.remat(keras.Sequential([keras.Input((4,)), layers.Dense(1)]), layer_names=[])
     with pytest.raises(ValueError, match="no weights yet"):
         fa.remat(Subclassed())
     with pytest.raises(TypeError, match="not a Keras model"):

@@ -314,11 +314,13 @@ def test_plan_says_what_train_takes(monkeypatch, capsys, tmp_path):
 
 
 def test_what_cannot_fit_is_told_in_the_terminal(monkeypatch, capsys):
-    error = OutOfMemoryError("A train step takes 2 GiB.\nThe largest: the logits")
+    fits = "{} fits: as many rows an update."
+    told = "A train step takes 2 GiB.\nThe largest: the logits\n  - " + fits
+    error = OutOfMemoryError(told.format("batch_size=2 with gradient_accumulation_steps=16"))
     monkeypatch.setattr(train, "_begin", lambda *_: (None, None))
     monkeypatch.setattr(train, "_train", mock.Mock(side_effect=error))
     assert cli.main(["train"]) == 1
-    assert capsys.readouterr().err == f"{error}\n"
+    assert capsys.readouterr().err == told.format("--batch-size 2 --accum 16") + "\n"
 
 
 def test_devices_lists_the_cpu(capsys):
