@@ -48,7 +48,11 @@ class Guard:
         copies = sum(buffer.bytes for buffer in analysis.resident(self._step))
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
-            self._memory = self._compiled(run)
+            with contextlib.suppress(ValueError):  # XLA cannot compile it: the run's own error says more
+                self._memory = self._compiled(run)
+            if self._memory is None:
+                yield
+                return
             needed = self._memory.peak_bytes
             if needed > limit:
                 raise self._refused(run, self._memory, limit, device)
