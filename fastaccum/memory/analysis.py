@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -77,7 +77,8 @@ def _computed(concrete: Any) -> int | None:
     sizes: dict[str, float] = {}
 
     def of_nodes(nodes: Iterable[Any]) -> float:
-        return sum(map(of_node, nodes))
+        constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+        return sum(of_node(node) + _listed(node, constants) for node in nodes)
 
     def of_node(node: Any) -> float:
         called = [value.func.name for value in node.attr.values() if value.func.name in functions]
@@ -87,7 +88,7 @@ def _computed(concrete: Any) -> int | None:
         for shape in node.attr["_output_shapes"].list.shape:
             unknown = shape.unknown_rank or any(dim.size < 0 for dim in shape.dim)
             total += math.inf if unknown else math.prod(dim.size for dim in shape.dim)
-        return total + (math.inf if node.op.startswith("TensorList") else 0)
+        return total
 
     def of_function(name: str) -> float:
         if name not in sizes:
@@ -97,6 +98,17 @@ def _computed(concrete: Any) -> int | None:
     wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)
     total = of_nodes(graph.node) * (8 if wide else 4)
     return None if math.isinf(total) else int(total)
+
+
+def _listed(node: Any, constants: Mapping[str, Any]) -> float:
+    """Elements of the list that an operation makes; infinite where its length or a shape is not known."""
+    if not node.op.startswith("TensorList") or node.op in ("TensorListSetItem", "TensorListGetItem", "TensorListStack"):
+        return 0
+    sizes = [constants.get(name.partition(":")[0]) for name in node.input[:2]]
+    if node.op != "TensorListReserve" or None in sizes:
+        return math.inf
+    shape, length = map(tf.make_ndarray, sizes)
+    return 2 * int(length) * math.prod(shape.tolist()) if shape.ndim and (shape >= 0).all() else math.inf  # and a copy
 
 
 def limit_of(step: Step, memory: DeviceMemory | None = None) -> int:

@@ -8,7 +8,7 @@ from tensorflow.compiler.xla.service import hlo_pb2
 import fastaccum as fa
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.memory import buffers
-from fastaccum.memory.analysis import bytes_at_most, stacked, step_memory
+from fastaccum.memory.analysis import _computed, bytes_at_most, stacked, step_memory
 
 BATCH = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
 
@@ -42,6 +42,20 @@ def test_what_is_known_without_compiling_bounds_the_peak(memory):
     trainer, found = memory
     programs = trainer._step.traced(Dispatch((stacked(BATCH, 4),)))
     assert found.peak_bytes <= bytes_at_most(trainer._step, programs) < 20 * found.peak_bytes
+
+
+@pytest.mark.parametrize(("shape", "known"), [([16], True), (None, False)])
+def test_what_a_loop_writes_is_bounded_where_its_size_is_known(shape, known):
+    """As those of a LayerStack: without, each such step would be compiled twice."""
+
+    @tf.function(autograph=False)
+    def loop(x):
+        rows = tf.TensorArray(tf.float32, 1000, element_shape=shape)
+        body = lambda i, rows: (i + 1, rows.write(i, x))  # noqa: E731
+        return tf.while_loop(lambda i, _: i < 1000, body, (0, rows))[1].stack()[0]
+
+    found = _computed(loop.get_concrete_function(tf.TensorSpec([16])))
+    assert (found or 0) >= 4 * 1000 * 16 if known else found is None
 
 
 def test_the_largest_activation_is_named_by_layer_and_operation(memory):
