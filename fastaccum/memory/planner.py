@@ -42,7 +42,6 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
     Raises:
         ValueError: raised if the replicas do not divide the global batch.
     """
-    global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
     if global_batch_size % replicas:
         down = global_batch_size // replicas * replicas
         raise ValueError(
@@ -87,6 +86,7 @@ def plan(
             "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
             "Trainer with jit_compile=True, or pass a batch_size."
         )
+    global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
     rows = candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)
     step = builder.of(specs(sample, rows[-1]), options)
     exact_rows = builder.training_layout(options).exact_rows

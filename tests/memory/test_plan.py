@@ -90,7 +90,7 @@ def test_nothing_fits(planned, monkeypatch):
     trainer = planned[0]
     monkeypatch.setattr(planner, "has_gpu", lambda: True)  # where recomputation saves memory
     with pytest.raises(fa.OutOfMemoryError, match=r"micro-batch of 1 row fits: .* 97\.7 KiB are there") as raised:
-        fa.plan(trainer, SAMPLE, global_batch_size=1, memory_limit="100 KB")
+        fa.plan(trainer, SAMPLE, global_batch_size=1.0, memory_limit="100 KB")  # a whole number, as of a division
     assert raised.value.largest[0].layer.endswith("/inner") and raised.value.limit == 100_000
     for each in ("weights  ", "The largest:", "What to change:", "recompute='auto'"):
         assert each in str(raised.value)
