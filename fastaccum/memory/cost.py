@@ -20,17 +20,16 @@ class Cost(NamedTuple):
         flops: floating point operations of its matrix products and convolutions, two for a multiplication and its
             addition; what is computed again counts again. Elementwise operations are left out.
         bytes: read and written by its kernels, as if no cache kept anything between two of them.
+        at_least: whether there is a loop with products of a length that XLA does not know, which counts once.
     """
 
     flops: int
     bytes: int
+    at_least: bool = False
 
 
 def of_program(proto: Any) -> Cost:
-    """The cost of an optimized `HloProto`.
-
-    A loop whose length XLA does not know counts once; of a conditional's branches, the one that computes most counts.
-    """
+    """The cost of an optimized `HloProto`; of a conditional's branches, the one that computes most counts."""
     module = proto.hlo_module
     return _Reader(module.computations).cost(module.entry_computation_id)
 
@@ -51,7 +50,7 @@ class _Reader:
             known = json.loads(line.backend_config or b"{}").get("known_trip_count", {})
             times = int(known.get("n", 1))
             inner = self.cost(called[0])
-            return Cost(times * inner.flops, times * inner.bytes)
+            return Cost(times * inner.flops, times * inner.bytes, inner.at_least or (not known and inner.flops > 0))
         if line.opcode == "conditional":
             return max(map(self.cost, called))
         if line.opcode in ("call", "async-start"):
@@ -170,7 +169,7 @@ def _meetings(window: Any, length: int, outputs: int) -> int:
 
 def _sum(costs: Iterable[Cost]) -> Cost:
     found = list(costs)
-    return Cost(sum(c.flops for c in found), sum(c.bytes for c in found))
+    return Cost(sum(c.flops for c in found), sum(c.bytes for c in found), any(c.at_least for c in found))
 
 
 def _arrays(shape: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -158,12 +159,14 @@ class Planner:
                 with contextlib.ExitStack() as scope:
                     try:
                         scope.enter_context(_recomputing(self._step.objective.model, policy))
-                    except ValueError as error:  # there is nothing in the model that could be
-                        raise self._nothing_fits(rows[0], policies[:number], [str(error)]) from error
-                    scope.enter_context(self._step.aside())
-                    # Where even the smallest may be too large, it comes first: the others are larger still.
-                    if number and self._peak(policy, rows[0]) > self._limit:
-                        continue
+                        scope.enter_context(self._step.aside())
+                        # Where even the smallest may be too large, it comes first: the others are larger still.
+                        if number and self._peak(policy, rows[0]) > self._limit:
+                            continue
+                    except (
+                        ValueError
+                    ) as error:  # nothing in the model could be computed again, or not all that was found
+                        raise self._nothing_fits(rows[0], policies[:number], [_reason(error)]) from error
                     chosen = self._largest(policy, rows)
                     if chosen is not None:
                         return self._planned(policy, self._fastest(policy, chosen))
@@ -273,3 +276,9 @@ class Planner:
         if saves and not self._recompute and memory.by_kind["activations"]:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
         return explained(message, memory, self._limit, objective.losses.outputs, more=more)
+
+
+def _reason(error: ValueError) -> str:
+    """What an error says, without the arguments of the layer's call that Keras puts around it."""
+    parts = re.sub(r"\x1b\[\d+m", "", str(error)).split("\n\n")
+    return parts[1] if "Exception encountered when calling" in parts[0] and parts[1:] else parts[0]

@@ -51,6 +51,8 @@ class Summary:
         flops: floating point operations of a step's matrix products and convolutions, as compiled for this device: two
             for a multiplication and its addition; what is computed again counts again.
         bytes: that its kernels read and write, as if no cache kept anything between two of them.
+        at_least: whether FLOPs and bytes are more: of a loop whose length XLA does not know, as a recurrent layer's
+            backward pass is, one turn counts.
         memory: what it holds when it holds the most.
         programs: that were compiled so far.
     """
@@ -63,6 +65,7 @@ class Summary:
     replicas: int
     flops: int
     bytes: int
+    at_least: bool
     memory: StepMemory
     programs: tuple[Compiled, ...]
 
@@ -87,8 +90,9 @@ class Summary:
     def _sizes(self) -> Iterator[tuple[str, str]]:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
-        yield "FLOPs of products", f"{self.flops / 1e9:,.4g} GFLOP"
-        yield "bytes moved", in_units(self.bytes)
+        at_least = "at least " if self.at_least else ""
+        yield "FLOPs of products", f"{at_least}{self.flops / 1e9:,.4g} GFLOP"
+        yield "bytes moved", f"{at_least}{in_units(self.bytes)}"
         yield "arithmetic intensity", f"{self.arithmetic_intensity:.3g} FLOP/byte"
 
     def _memory(self) -> Iterator[tuple[str, str]]:
@@ -140,6 +144,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         replicas=layout.replicas,
         flops=sum(each.flops for each in costs),
         bytes=sum(each.bytes for each in costs),
+        at_least=any(each.at_least for each in costs),
         memory=analysis.held(step, programs),
         programs=tuple(_compiled(step)),
     )

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum.adapters.remat import installed
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import step_memory
@@ -218,3 +219,27 @@ def test_a_model_without_blocks_is_told_that_nothing_fits(planned):
         fa.plan(trainer=planned[0], sample=SAMPLE, global_batch_size=1, memory_limit="100 KB", recompute="auto")
     changes = str(raised.value).partition("What to change:")[2]
     assert "has no blocks" in changes and "recompute='auto'" not in changes
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls in a branch, where what is computed again cannot start from the same number."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.inner = keras.layers.Dense(shape[-1])
+        self.inner.build(shape)
+
+    def call(self, x):
+        counted = tf.cond(tf.reduce_sum(x) > 0, lambda: self.calls.value.assign_add(1.0), lambda: 0.0)
+        return self.inner(x) + 0.0 * counted
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_a_model_that_cannot_be_computed_again_is_told_that_nothing_fits_and_why():
+    model = keras.Sequential([keras.Input((8,)), Counting(), Counting(), keras.layers.Dense(1)])
+    asked = {"global_batch_size": 1, "memory_limit": "1KB", "recompute": "auto", "verbose": 0}
+    with pytest.raises(MemoryError, match=r"(?s)1 row fits: .*- What is to be computed again assigns .*recomputed\.$"):
+        fa.plan(fa.Trainer(model, "sgd", "mse"), (np.zeros((1, 8)), np.zeros((1, 1))), **asked)
+    assert not installed(model)

@@ -51,6 +51,14 @@ def test_flops_of_attention():
     assert products <= found.flops <= products + norm(found)
 
 
+def test_a_loop_of_unknown_length_counts_at_least_once():
+    """A recurrent layer's backward pass is one."""
+    found = summarized([keras.layers.SimpleRNN(8)], [5, 4], [8])
+    forward = 2 * K * ROWS * 5 * (4 + 8) * 8
+    assert found.at_least and forward < found.flops < 3 * forward and "at least" in str(found)
+    assert not summarized([keras.layers.Dense(8)], [4], [8]).at_least
+
+
 def test_bytes_of_one_product_that_dwarfs_all_else():
     width = 1024
     found = summarized([keras.layers.Dense(width, use_bias=False)], [width], [width])
