@@ -12,6 +12,8 @@ from fastaccum.memory.plan import in_units
 SHOWN = 5
 _VOCABULARY = 4096  # from here on the logits of a classifier are worth not to hold
 
+_ELSE = "Take a smaller model, or a device with more memory."
+
 
 class OutOfMemoryError(MemoryError):
     """Raised before a program runs that a device's memory cannot hold, or where TensorFlow ran out of it.
@@ -44,11 +46,13 @@ def explained(
     outputs: Sequence[Any],
     batch_size: tuple[int, int] | None = None,
     more: Sequence[str] = (),
+    note: str = "",
     training: bool = True,
 ) -> OutOfMemoryError:
     """The error that says after `message` where the bytes are, and what to change: `advice`, and `more`."""
     classes = [output.classes for output in outputs if output.classes]
-    changes = [*advice(memory, batch_size, classes, limit, training), *more]
+    found = advice(memory, batch_size, classes, limit) if training else ["Evaluate with a smaller batch_size."]
+    changes = [*([*found, *more] or [_ELSE]), *[note] * bool(note)]
     told = [message, shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
     return OutOfMemoryError("\n".join(told), memory, limit, batch_size and batch_size[0])
 
@@ -72,7 +76,6 @@ def advice(
     batch_size: tuple[int, int] | None,
     classes: Sequence[int] = (),
     limit: int = 0,
-    training: bool = True,
 ) -> list[str]:
     """What to change, a sentence each, what helps most first.
 
@@ -80,7 +83,6 @@ def advice(
         batch_size: one that fits, and the accumulation that makes the same rows an update of it.
         classes: of the outputs' losses.
         limit: bytes that there are: what takes much of these counts, too, where the whole is far beyond them.
-        training: whether this is of a train step, and not of an evaluation.
     """
     kinds, peak = memory.by_kind, memory.peak_bytes
     much = min(peak, limit or peak) / 4
@@ -91,8 +93,6 @@ def advice(
     wide = [c for c in classes if c >= _VOCABULARY]
     if any(buffer.shape[-1:] == (c,) for c in wide for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1):
         found.append("loss=fastaccum.LinearCrossEntropy() never holds the logits.")
-    if not training:
-        return [*found, "Evaluate with a smaller batch_size."]
     if kinds["activations"] > peak / 4 and has_gpu():  # on a CPU XLA does not save by it
         found.append("fastaccum.remat(model) computes activations again in the backward pass instead of holding them.")
     if kinds["optimizer slots"] > much:
@@ -102,4 +102,4 @@ def advice(
         )
     if kinds["data"] > much:
         found.append("Fewer rows an update, or a smaller steps_per_execution, take less data at once.")
-    return found or ["Take a smaller model, or a device with more memory."]
+    return found

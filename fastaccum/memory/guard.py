@@ -74,8 +74,8 @@ class Guard:
         fits = self._fitting(run, memory, limit) if run.training else None
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
-        more = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        return explained(message, memory, limit, self._outputs, fits, [more], run.training)
+        note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
+        return explained(message, memory, limit, self._outputs, fits, note=note, training=run.training)
 
     def _fitting(self, run: FirstRun, memory: StepMemory, limit: int) -> tuple[int, int] | None:
         """A smaller micro-batch that fits, and how many of them hold the same rows; by compiling it."""

@@ -98,7 +98,6 @@ def plan(
         replicas=replicas,
         dispatched=options.steps_per_execution,
         timed=has_gpu() and replicas is None and not exact_rows,
-        recompute=recompute is not None,
         verbose=verbose,
     )
     # A model that computes again already does so as its user chose.
@@ -128,7 +127,6 @@ class Planner:
     Args:
         dispatched: train steps whose data a dispatch holds.
         timed: whether steps whose rows all only pad may be timed.
-        recompute: whether recomputation was asked for, so that it is no advice any more.
     """
 
     def __init__(
@@ -140,11 +138,10 @@ class Planner:
         replicas: Replicas | None = None,
         dispatched: int = 1,
         timed: bool = False,
-        recompute: bool = False,
         verbose: Literal["auto", 0, 1, 2] = "auto",
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
-        self._dispatched, self._timed, self._recompute = dispatched, timed, recompute
+        self._dispatched, self._timed = dispatched, timed
         self._console = Console(stderr=True, highlight=False, quiet=not (verbose and sys.stderr.isatty()))
         self._started = time.monotonic()
         self._memory: dict[tuple[str, int], StepMemory] = {}
@@ -273,7 +270,7 @@ class Planner:
         )
         objective = self._step.objective
         saves = has_gpu() or any(isinstance(layer, LayerStack) for layer in objective.model.layers)  # as XLA compiles
-        if saves and not self._recompute and memory.by_kind["activations"]:
+        if saves and not (more or tried) and memory.by_kind["activations"]:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
         return explained(message, memory, self._limit, objective.losses.outputs, more=more)
 
