@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from fastaccum import lines
@@ -97,10 +96,6 @@ class Run:
         windows = f"{options.batch_size * options.accum:,} windows of {self.context:,} bytes"
         say("batch", f"{batch} {windows}, {self.tokens_per_step:,} tokens")
         say("training", f"{options.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
-        stack = np.zeros((options.accum, options.batch_size, self.context), np.int32)
-        memory = self.trainer.memory_analysis((stack, stack))
-        temporary, state = (f"{size / 2**20:,.1f} MiB" for size in (memory.temp_bytes, memory.argument_bytes))
-        say("memory", f"{temporary} temporary and {state} of weights, optimizer state and data, as XLA states it")
 
 
 def folder_to_resume(options: argparse.Namespace) -> Path:

@@ -112,21 +112,6 @@ class CompileCache:
         if written:
             self._prune()
 
-    def remembered(self, program: str, make: Callable[[], list[int]]) -> list[int]:
-        """What `make` returned for this very program, in this process or another."""
-        path = self.store / f"figures-{hashlib.sha256(program.encode()).hexdigest()}"
-        with contextlib.suppress(OSError, ValueError):
-            checksum, _, kept = _read(path).decode().partition(" ")
-            if checksum == hashlib.sha256(kept.encode()).hexdigest():
-                return json.loads(kept)
-        made = make()
-        text = json.dumps(made)
-        with contextlib.suppress(OSError):
-            half = path.with_suffix(f".{os.getpid()}")
-            half.write_text(f"{hashlib.sha256(text.encode()).hexdigest()} {text}")
-            os.replace(half, path)
-        return made
-
     def _prune(self) -> None:
         sized = []
         for path in self.folder.glob("tensorflow-*/*"):
@@ -200,10 +185,6 @@ class _Process:
         loaded = any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
         return outputs, loaded
 
-    def remembered(self, program: Callable[[], str | bytes], make: Callable[[], list[int]]) -> list[int]:
-        """What `make` returns, or returned in another process, where a cache is in use; of a program by its text."""
-        return make() if self.cache is None else self.cache.remembered(str(program()), make)
-
     def last(self, function: str) -> float | None:
         """Seconds that a program took to compile, where that is known."""
         seals = self.cache.seals(function).values() if self.cache is not None else ()
@@ -254,7 +235,6 @@ class _Process:
 
 _process = _Process()
 use, called, seconds_last_time = _process.use, _process.call, _process.last
-remembered = _process.remembered
 
 
 def user_folder() -> Path | None:

@@ -374,14 +374,8 @@ def hlo_proto(concrete: Any) -> hlo_pb2.HloProto:
 
 def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
     """XLA's memory plan for `function(*args)`; compiles, runs nothing."""
-
-    def analysis() -> list[int]:
-        compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
-        return [*memory_of(hlo_pb2.HloProto.FromString(compiled))]
-
-    # By its text: serialized, a program is never twice the same.
-    text = functools.partial(compiler_ir, function, *args, stage="hlo_no_metadata")
-    return MemoryAnalysis(*compile_cache.remembered(text, analysis))
+    compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
+    return memory_of(hlo_pb2.HloProto.FromString(compiled))
 
 
 def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:

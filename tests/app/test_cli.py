@@ -95,7 +95,6 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
 
     assert "micro-batch 2 x accumulation 3 = global batch 6" in printed
     assert f"{config['parameters']:,} parameters" in printed
-    assert "MiB temporary" in printed
     assert f"{reached:.3f} bits per byte after 8 steps" in printed
     assert len(printed.split("sample", 1)[1]) > 400
 

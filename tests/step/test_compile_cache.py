@@ -118,15 +118,6 @@ def test_the_oldest_entries_go_first(cache, tmp_path, monkeypatch):
     assert not (cache.store / f"{ENTRY}.seal").exists()
 
 
-def test_figures_of_a_program_are_remembered(cache):
-    assert cache.remembered("program", lambda: [1, 2]) == [1, 2]
-    assert cache.remembered("program", lambda: [3, 4]) == [1, 2]
-    assert cache.remembered("another", lambda: [5, 6]) == [5, 6]
-    for kept in cache.store.glob("figures-*"):
-        kept.write_bytes(kept.read_bytes().replace(b"1", b"7"))
-    assert cache.remembered("program", lambda: [3, 4]) == [3, 4]
-
-
 def test_the_users_folder(monkeypatch):
     monkeypatch.delenv("FASTACCUM_COMPILE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
