@@ -148,7 +148,7 @@ def _arguments(concrete: Any) -> Iterator[Buffer]:
     """What a program is given, and the tensors that it was traced with; its variables are not among them."""
     captured, (arguments, _) = concrete.captured_inputs, concrete.structured_input_signature
     given = [each._asdict() if isinstance(each, Batch) else {"": each} for each in arguments]
-    names = [name for each in given for name, nest in each.items() for t in tf.nest.flatten(nest) if t is not None]
+    names = [place for each in given for name, nest in each.items() for place in _places(name, nest)]
     for name, tensor in zip(names, concrete.inputs, strict=False):
         kind: Kind = "data" if name else "accumulators"
         copies = IN_FLIGHT if name else 1
@@ -156,6 +156,14 @@ def _arguments(concrete: Any) -> Iterator[Buffer]:
     for tensor in captured:
         if tensor.dtype != tf.resource:
             yield Buffer(_bytes(tensor.shape, tensor.dtype), "other", "", "a constant", tuple(tensor.shape))
+
+
+def _places(name: str, nest: Any) -> list[str]:
+    """The names of a nest's tensors, in the order of `tf.nest`: "x['image']", "x[0]"."""
+    if not isinstance(nest, (Mapping, list, tuple)):
+        return [name] * (nest is not None)
+    parts = [(key, nest[key]) for key in sorted(nest)] if isinstance(nest, Mapping) else enumerate(nest)
+    return [place for key, part in parts for place in _places(name and f"{name}[{key!r}]", part)]
 
 
 def _bytes(shape: Iterable[int], dtype: tf.DType) -> int:

@@ -7,7 +7,7 @@ from tensorflow.compiler.xla.service import hlo_pb2
 
 import fastaccum as fa
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.memory import buffers
+from fastaccum.memory import analysis, buffers
 from fastaccum.memory.analysis import _computed, bytes_at_most, stacked, step_memory
 
 BATCH = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
@@ -63,6 +63,15 @@ def test_the_largest_activation_is_named_by_layer_and_operation(memory):
     largest = next(b for b in found.largest if b.kind == "activations")
     assert largest.layer.endswith("wide") and largest.operation
     assert largest.bytes == 4 * 256 * 64 and largest.shape == (256, 64)
+
+
+def test_data_is_named_by_its_place():
+    first, second = (tf.TensorSpec([2, n]) for n in (3, 5))
+    batch = Batch({"text": [second, first], "image": first}, second, valid=tf.TensorSpec([2], tf.bool))
+    concrete = tf.function(lambda *_: 0.0, autograph=False).get_concrete_function(batch, (first, second))
+    named = [(b.operation, b.shape) for b in analysis._arguments(concrete)]
+    assert named[:3] == [("x['image']", (2, 3)), ("x['text'][0]", (2, 5)), ("x['text'][1]", (2, 3))]
+    assert named[3:] == [("y", (2, 5)), ("valid", (2,)), ("", (2, 3)), ("", (2, 5))]
 
 
 @pytest.mark.parametrize(
