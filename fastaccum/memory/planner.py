@@ -160,9 +160,7 @@ class Planner:
                         # Where even the smallest may be too large, it comes first: the others are larger still.
                         if number and self._peak(policy, rows[0]) > self._limit:
                             continue
-                    except (
-                        ValueError
-                    ) as error:  # nothing in the model could be computed again, or not all that was found
+                    except ValueError as error:  # nothing could be computed again, or not all that was found
                         raise self._nothing_fits(rows[0], policies[:number], [_reason(error)]) from error
                     chosen = self._largest(policy, rows)
                     if chosen is not None:
