@@ -196,7 +196,7 @@ class _InPlace:
 def _call(layer: Any, before: Any, policy: Any) -> Callable:
     """A layer's call, or what stands in place of it, computed again."""
 
-    @functools.wraps(before or type(layer).call)
+    @functools.wraps(before or types.MethodType(type(layer).call, layer))
     def call(*args: Any, **kwargs: Any) -> Any:
         # The class may have been switched since.
         own = before or functools.partial(type(layer).call, layer)

@@ -295,6 +295,15 @@ def test_a_copied_layer_of_tf_keras_has_its_own_weights():
     assert installed(model) and not installed(copied)
 
 
+def test_a_layer_of_tf_keras_is_saved_with_its_signature(tmp_path):
+    block = tf_keras.layers.Dense(3)
+    model = tf_keras.Sequential([tf_keras.Input((4,)), tf_keras.layers.Dense(4), block])
+    fa.remat(model, layer_names=[block.name])
+    tf.saved_model.save(model, tmp_path)
+    x = tf.ones([2, 4])
+    np.testing.assert_allclose(tf.saved_model.load(tmp_path)(x), model(x), rtol=1e-6)
+
+
 def test_what_has_no_blocks_says_so():
     with pytest.raises(ValueError, match=r"no blocks.*layer_names"):
         fa.remat(keras.Sequential([keras.Input((4,)), layers.Dense(1)]))
