@@ -20,6 +20,7 @@ from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import run_folder, text
 from fastaccum.app.options import BadArgument, device_names
 from fastaccum.checkpoint import store
+from fastaccum.memory import device
 from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
 from fastaccum.transformer import PRESETS, gpt
@@ -42,13 +43,14 @@ class Run:
         keras.utils.set_random_seed(options.seed)
         require_preset(options.preset)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
-        kind, device = device_names()[0]
-        self.device = f"{kind} {device}"
+        self.device = " ".join(device_names()[0])
         self.precision = chosen_precision(options.precision)
         # What the preset says about the model, but for the vocabulary, which is that of bytes.
         self.sizes = {**PRESETS[options.preset], "vocabulary_size": BYTES}
         self.context: int = self.sizes["context"]
         self.tokens_per_step: int = options.batch_size * options.accum * self.context
+        if 8 * self.tokens_per_step > device.available("CPU:0").free:
+            raise MemoryError  # for a step's ids and labels alone
         self.text = text.read_text(options.paths)
         self.windows = text.RandomWindows(
             self.text.train, self.context, options.batch_size, options.steps * options.accum, options.seed
