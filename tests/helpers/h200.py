@@ -19,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 from fastaccum.kernels import cudnn_attention, devices, layer_loop, xla_ops
+from fastaccum.memory import device
 from fastaccum.step.program import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
@@ -126,6 +127,8 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
             for each in asked:
                 each()
         stack.enter_context(mock.patch.object(layer_loop, "device_memory", lambda: memory))
+        described = device.DeviceMemory(memory, 0, memory, "the description")
+        stack.enter_context(mock.patch.object(device, "_gpu", lambda name: described))
         stack.enter_context(mock.patch.object(xla_ops, "_allocates", lambda device: True))
         stack.enter_context(mock.patch.object(cudnn_attention, "_device", lambda: "/device:GPU:0"))
         if cudnn is not None:
