@@ -108,11 +108,11 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _jax_program(options: argparse.Namespace) -> programs.Compiled:
-    from benchmarks.h200 import jax_programs  # needs JAX and optax
-
     attention = "cudnn" if options.attention == "auto" else options.attention
     if attention not in ("cudnn", "xla"):
         options.parser.error(f"argument --attention: JAX has cudnn and xla, not {attention}")
+    from benchmarks.h200 import jax_programs  # needs JAX and optax
+
     return jax_programs.gpt(programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options)))
 
 
