@@ -16,6 +16,7 @@ import time
 import faulty_command
 import keras
 import pytest
+import small_disk
 
 pytestmark = pytest.mark.faults
 
@@ -143,12 +144,8 @@ def test_ctrl_c_while_it_compiles(tmp_path, source):
 @pytest.fixture
 def disk(tmp_path):
     """A file system of 6 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs to be permitted")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], capture_output=True)
+    with small_disk.mounted(tmp_path / "disk", "6m") as path:
+        yield path
 
 
 def test_a_full_disk_then_files_over_the_limit(disk, source):

@@ -13,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import small_disk
 
 from fastaccum import Trainer
 from fastaccum.step import compile_cache, xla_cache
@@ -262,12 +263,8 @@ def test_two_processes_at_once_and_one_that_is_killed(tmp_path):
 @pytest.fixture
 def full(tmp_path):
     """A file system with room for less than a program."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(path)], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs to be permitted")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], capture_output=True)
+    with small_disk.mounted(tmp_path / "disk", "100k") as path:
+        yield path
 
 
 @pytest.mark.faults
