@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
-LINES = 19_500
+LINES = 20_000
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 

@@ -4,8 +4,6 @@ import functools
 import json
 import math
 import re
-import sys
-from pathlib import Path
 
 import h200
 import numpy as np
@@ -287,11 +285,10 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
 
 
 @pytest.mark.golden
-def test_cudnns_calls_are_jaxs(monkeypatch):
+def test_cudnns_calls_are_jaxs():
     """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's gradient."""
     jax = pytest.importorskip("jax")
     pytest.importorskip("optax")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])  # the benchmarks are not installed
     from benchmarks.h200 import jax_programs as programs
 
     for sizes, options in CUDNN_TAKES.values():
