@@ -486,9 +486,10 @@ class Trainer:
         compiled so far. Compiles the step where that was not done yet; runs nothing.
 
         Args:
-            x, y, sample_weight: as `fit` takes them; only shapes and dtypes are read. None for those of the data that
-                the trainer has seen first.
+            x: as `fit` takes it; only shapes and dtypes are read. None for the data that the trainer has seen first.
+            y: as `fit` takes it.
             batch_size: rows of a micro-batch, as in `fit`; a dataset's, too, whose batches may differ.
+            sample_weight: as `fit` takes it.
             verbose: False prints nothing.
 
         Returns:

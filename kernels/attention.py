@@ -120,9 +120,11 @@ def attention_implementation(
     scores, and where T or S is not known, as in a symbolic call; "blockwise" beyond.
 
     Args:
-        query_shape, key_shape: [B, T, H, K] and [B, S, G, K].
-        block_size, causal: as in `attention`.
+        query_shape: [B, T, H, K].
+        key_shape: [B, S, G, K].
+        block_size: as in `attention`.
         dtype: of query, key and value.
+        causal: as in `attention`.
         packed: whether queries and keys have the same `segment_ids`.
         jit_compile: whether XLA compiles the program.
 

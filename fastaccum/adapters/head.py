@@ -48,12 +48,16 @@ class LinearCrossEntropy(keras.losses.Loss):
             any property that computes one (a head tied to an embedding), and its output is the model's. None: the
             layer with the output's name, or else the last Dense layer.
         ignore_index: the label of tokens that do not count, neither above nor below the line: Keras's `ignore_class`.
-        label_smoothing, z_loss, chunk_size: as in `linear_cross_entropy`.
-        reduction, name: as in Keras's losses.
+        label_smoothing: as in `linear_cross_entropy`.
+        z_loss: as in `linear_cross_entropy`.
+        chunk_size: as in `linear_cross_entropy`.
+        reduction: as in Keras's losses.
+        name: as in Keras's losses.
 
     Raises:
-        TypeError, ValueError: a number out of its range; once the model is known, a head that is not a linear layer,
-            or metrics of the same output, which would need the logits.
+        TypeError: raised if an argument is of another type.
+        ValueError: raised if a number is out of its range; once the model is known, if the head is not a linear layer,
+            or if there are metrics of the same output, which would need the logits.
 
     >>> import numpy as np, fastaccum as fa
     >>> ids = keras.Input((4,), dtype="int32")

@@ -1,0 +1,94 @@
+"""What the site needs beside mkdocs.yml: pages from outside docs/, and an entry in docs/api for every public name."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "fastaccum": "fastaccum/__init__.pyi",
+    "fastaccum.checkpoint": "fastaccum/checkpoint/__init__.py",
+    "fastaccum.kernels": "kernels/__init__.py",
+}  # where each has its public names: all that it imports
+OUTSIDE = "project"  # where what lies outside docs/ stands on the site
+LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
+log = logging.getLogger("mkdocs.hooks.fastaccum")  # warnings fail a strict build
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the files outside docs/ that pages and the navigation lead to, and those that these lead to."""
+    pages = [file.src_uri for file in files.documentation_pages()]
+    waiting = [target for page in pages for target in _links(f"docs/{page}")]
+    waiting += [path.name for path in ROOT.glob("*.md")]
+    while waiting:
+        path = waiting.pop()
+        uri = _uri(path)
+        if path.startswith("docs/") or files.get_file_from_path(uri) or not (ROOT / path).is_file():
+            continue  # a link to nothing is found by mkdocs itself
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+        waiting += _links(path)
+    _check_public_names()
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links between files of the repository become links between pages of the site."""
+    here = _path(page.file.src_uri)
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[2]))
+        uri = posixpath.relpath(_uri(target), posixpath.dirname(page.file.src_uri) or ".")
+        return match[1] + uri + match[3]
+
+    return LINK.sub(rewritten, markdown)
+
+
+class Doctests(griffe.Extension):
+    """Examples in docstrings are written as doctests, which Markdown would take for quotations."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value)
+
+
+def _links(path: str) -> Iterator[str]:
+    if path.endswith(".md"):
+        for match in LINK.finditer((ROOT / path).read_text(encoding="utf-8")):
+            yield posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
+
+
+def _uri(path: str) -> str:
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"{OUTSIDE}/{path}"
+
+
+def _path(uri: str) -> str:
+    return uri.removeprefix(f"{OUTSIDE}/") if uri.startswith(f"{OUTSIDE}/") else f"docs/{uri}"
+
+
+def _check_public_names() -> None:
+    """Warns of a public name that no page of docs/api has, and of an entry that is no public name."""
+    public = {
+        f"{package}.{alias.asname}"
+        for package, path in PACKAGES.items()
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } - PACKAGES.keys()
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    entries = {name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)}
+    for name in sorted(public - entries):
+        log.warning("%s is public, and no page of docs/api has `::: %s`", name, name)
+    for name in sorted(entries - public):
+        log.warning("docs/api has `::: %s`, which is no public name of fastaccum", name)
