@@ -1,0 +1,100 @@
+"""The shell commands that the documentation prints: programs, options, paths and extras that there are."""
+
+import importlib.metadata
+import importlib.util
+import itertools
+import re
+import shlex
+
+import pytest
+from run_page import PAGES, ROOT
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import suites
+from fastaccum import cli
+from fastaccum.app import options
+
+FENCE = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROGRAMS = r"fastaccum|pytest|pip|python -m|python3\.11 -m|\.ci/\w+"
+INLINE = re.compile(rf"`((?:\.venv/bin/)?(?:{PROGRAMS})\b[^`]*)`")
+PLACEHOLDER = re.compile(r"\b(FOLDER|RUN|FILE)\b|<[a-z]+>")
+
+
+def commands(text):
+    """Every command of a page, split into words, without what the environment is given for it."""
+    blocks = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    for line in blocks + INLINE.findall(text):
+        words = shlex.split(line.replace("\n", " "), comments=True)
+        command = []
+        for word in [*words, "&&"]:
+            if word in ("&&", "|", ";"):
+                if command:
+                    yield command
+                command = []
+            elif command or not re.match(r"[A-Z_]+=", word):
+                command.append(word.removeprefix(".venv/bin/"))
+
+
+FOUND = sorted({(str(page.relative_to(ROOT)), *command) for page in PAGES for command in commands(page.read_text())})
+
+
+def check_fastaccum(words):
+    if not words:
+        return  # `fastaccum` alone is the name of the program
+    try:
+        if words[0] == "bench":
+            benchmarks._parser("fastaccum bench", suites.known(suites.FOLDER)).parse_args(words[1:])
+        else:
+            options.make_parser().parse_args(words)
+    except SystemExit as end:  # after --help and --version
+        assert not end.code
+
+
+def check_pip(words):
+    for word in words:
+        name, extras = re.fullmatch(r"([^\[]*)(?:\[(.*)\])?", word).groups()
+        if extras and name in (".", "fastaccum"):
+            assert set(extras.split(",")) <= set(importlib.metadata.metadata("fastaccum").get_all("Provides-Extra")), (
+                extras
+            )
+
+
+def check_pytest(words, markers):
+    for word in words:
+        if "/" in word or word.endswith(".py"):
+            assert (ROOT / word.partition("::")[0]).exists(), word
+    for flag, value in itertools.pairwise(words):
+        if flag == "-m":
+            assert set(re.findall(r"\w+", value)) - {"or", "and", "not"} <= markers, value
+
+
+def check_python(words):
+    if words[:1] == ["-m"]:
+        assert importlib.util.find_spec(words[1]), words[1]
+        if words[1] == "fastaccum":
+            check_fastaccum(words[2:])
+
+
+CHECKS = {"fastaccum": check_fastaccum, "pip": check_pip, "python": check_python, "python3.11": check_python}
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("command", FOUND, ids=lambda command: " ".join(command)[:100])
+def test_a_command_can_be_run(command, pytestconfig):
+    _, program, *words = command
+    words = [PLACEHOLDER.sub("folder", word) for word in words]
+    if program == "pytest":
+        check_pytest(words, {line.partition(":")[0] for line in pytestconfig.getini("markers")})
+    elif program in CHECKS:
+        CHECKS[program](words)
+    elif program.startswith((".ci/", "./")):
+        assert (ROOT / program).exists()
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize(
+    "words", [["devices"], ["plan", "--global-batch", "8", "--memory-limit", "4GiB"]], ids=" ".join
+)
+def test_small_commands_run(words, capsys):
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out

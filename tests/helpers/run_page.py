@@ -1,0 +1,63 @@
+"""Runs a page of the documentation as its reader would: `python run_page.py PAGE`, in an empty folder.
+
+Every ```python block runs as printed, from the top of the page to its end, in one namespace. What the reader is to
+bring (data, a model) comes from invisible blocks of Sybil, in HTML comments:
+
+    <!-- invisible-code-block: python
+    x = np.zeros((8, 3), "float32")
+    -->
+
+A ```text block after the comment `<!-- output -->` is what the block above prints; "..." stands for any text. A page
+that begins with `<!-- needs: torch -->` is skipped where that module is missing.
+"""
+
+import doctest
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+
+from sybil import Region, Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+ROOT = Path(__file__).parents[2]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
+SKIPPED = 5  # pytest's exit code for no tests
+
+
+def outputs(document):
+    """A parser of Sybil for what the blocks print."""
+    for match in re.finditer(r"^<!-- output -->\n+```text\n(.*?)^```", document.text, re.DOTALL | re.MULTILINE):
+        yield Region(match.start(), match.end(), match[1], compare)
+
+
+def compare(example):
+    printed = sys.stdout.getvalue()
+    if not doctest.OutputChecker().check_output(example.parsed, printed, FLAGS):
+        place = f"{example.path}, line {example.line}"
+        raise AssertionError(f"{place}: the page says that this is printed:\n{example.parsed}\nIt was:\n{printed}")
+
+
+def missing(text):
+    """The modules that the page says it needs and that are not installed."""
+    match = re.match(r"<!-- needs: (.*?) -->", text)
+    return [name for name in match[1].split(", ") if importlib.util.find_spec(name) is None] if match else []
+
+
+def main(path):
+    if lacks := missing(Path(path).read_text()):
+        print(f"{path} needs {', '.join(lacks)}")
+        return SKIPPED
+    document = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), outputs]).parse(Path(path))
+    document.namespace["__name__"] = "__main__"
+    for example in document.examples():
+        if example.region.evaluator is not compare:
+            sys.stdout = io.StringIO()  # what this block prints
+        example.evaluate()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
