@@ -163,7 +163,10 @@ def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
         return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
     # Gathered to where TensorFlow can use it as it is: its own copy takes twice as long as the gather.
     taken = _aligned((*rows.shape, *array.shape[1:]), dtype)
-    array.take(rows, axis=0, out=taken, mode="clip")  # "raise", the default, would gather into a buffer first
+    if array.dtype == dtype:
+        array.take(rows, axis=0, out=taken, mode="clip")  # "raise", the default, would gather into a buffer first
+    else:  # `out` would first be cast to the array's dtype, with a warning where what is in memory is no number
+        taken[...] = array.take(rows, axis=0)
     return tf.experimental.dlpack.from_dlpack(taken.__dlpack__())
 
 

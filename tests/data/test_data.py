@@ -452,6 +452,16 @@ def test_a_validation_split_is_that_of_keras(rows, fraction):
             np.testing.assert_array_equal(array, other)
 
 
+def test_rows_are_cast_without_a_warning_about_what_was_in_memory(monkeypatch):
+    """A signalling NaN that somebody left there raised "invalid value encountered in cast"."""
+    monkeypatch.setattr(in_rows, "_aligned", lambda shape, dtype: np.full(shape, 0x7FA00000, "uint32").view(dtype))
+    array = np.arange(12.0).reshape(6, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken = in_rows.take(array, np.array([[4, 0]]))
+    assert taken.dtype == "float32" and taken.numpy().tolist() == [[[8, 9], [0, 1]]]
+
+
 def test_a_batch_names_what_it_leaves_out():
     assert Batch(1, 2).weights is None
     assert Batch(1, 2).mask is None
