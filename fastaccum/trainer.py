@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import models, optimizers, own_loss
-from fastaccum.adapters.callbacks import Callbacks, LateLogs
+from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
 from fastaccum.adapters.callbacks import require as require_callbacks
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
@@ -52,6 +52,7 @@ class Trainer:
 
     where the denominator is the one that the loss's `reduction` defines over the full batch. A short last stack and
     batches of varying size count exactly, by the rows that they hold. Batch statistics are those of the micro-batches.
+    The model is trained in place: save it, as any Keras model, by `trainer.model.save("model.keras")`.
     The gradient of an embedding is summed by id before the optimizer has it, as in tf_keras; Keras 3's own `fit` hands
     it over unsummed, and most of its optimizers then square what comes for the same id one by one.
 
@@ -93,8 +94,10 @@ class Trainer:
             is set that the train step was built with.
 
     >>> import numpy as np
-    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="line")
     >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
+    >>> trainer
+    Trainer(Sequential 'line', optimizer=SGD, gradient_accumulation_steps=4, precision=float32)
     >>> x = np.random.default_rng(0).normal(size=(100, 2)).astype("float32")
     >>> history = trainer.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=20, verbose=0)
     >>> history.history["loss"][-1] < history.history["loss"][0] / 5
@@ -173,6 +176,17 @@ class Trainer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
+
+    def __repr__(self) -> str:
+        parts = {
+            "optimizer": type(self.optimizer).__name__,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "precision": self._model.compute_dtype,
+        }
+        if not isinstance(self.loss_scale, loss_scales.NoLossScale):
+            parts["loss_scale"] = self.loss_scale
+        model = f"{type(self.model).__name__} {self.model.name!r}"
+        return f"Trainer({', '.join([model, *(f'{name}={value}' for name, value in parts.items())])})"
 
     @property
     def optimizer(self) -> Any:
@@ -286,7 +300,8 @@ class Trainer:
                 diagnosis.require_statistics(step.cycle, step.objective)
             hooks.list.on_train_begin()
             saver.begin()
-            position = self._backed_up(position)
+            if epoch := backed_up_epoch(self.model, stacks.steps_per_epoch):
+                position = Position(epoch, epoch)
             last = position.epoch if saver.stopped else schedule.epochs
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
                 step.running.reset()
@@ -335,13 +350,6 @@ class Trainer:
         self._identity.require_alike("plan", **asked)
         with self._explained():
             return planner.plan(self._builder, self._present_options, sample, replicas=self._replicas, **asked)
-
-    def _backed_up(self, position: Position) -> Position:
-        """Where Keras's BackupAndRestore goes on, which it leaves for this fit only; else `position`."""
-        if not (epoch := getattr(self.model, "_initial_epoch", None)):
-            return position
-        self.model._initial_epoch = None
-        return Position(epoch, epoch)
 
     def _train_epoch(self, step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, Any]:
         begin, end = hooks.hooks("train")

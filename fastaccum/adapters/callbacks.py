@@ -33,10 +33,10 @@ class LateLogs(dict):
     A dict, since callbacks ask for one (TensorBoard ignores anything else).
     """
 
-    def __init__(self, tensors: Mapping[str, tf.Tensor], check: Callable[[], None] | None = None):
-        super().__init__(tensors)
+    def __init__(self, tensors: Mapping[str, tf.Tensor] | None = None, check: Callable[[], None] | None = None):
+        super().__init__(tensors or {})
         self._check = check
-        self._late = True
+        self._late = tensors is not None  # tf.nest, with which tf_keras's callbacks copy logs, fills an empty one
 
     def __iter__(self) -> Iterator[str]:
         # Overridden, or `dict(logs)` would copy the tensors behind this class's back.
@@ -65,6 +65,21 @@ for _name in (
     setattr(LateLogs, _name, _fetching(_name))
 
 
+class _Progress(keras.callbacks.ProgbarLogger):
+    """Keras's progress line, without what says nothing: a loss scale of 1, no skipped steps."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, _worth_saying(logs))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, _worth_saying(logs))
+
+
+def _worth_saying(logs: Any) -> dict[str, Any]:
+    says_nothing = {"loss_scale": 1, "skipped_steps": 0}
+    return {name: value for name, value in (logs or {}).items() if says_nothing.get(name) != value}
+
+
 class Callbacks:
     """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any.
 
@@ -76,7 +91,9 @@ class Callbacks:
         require(callbacks, verbose)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             params = {"verbose": verbose, "epochs": epochs, "steps": steps}
-            callbacks = keras.callbacks.CallbackList(callbacks, history, verbose != 0, model, **params)
+            given = [] if callbacks is None else tf.nest.flatten(callbacks)
+            bar = [] if verbose == 0 or any(_is(each, "ProgbarLogger") for each in given) else [_Progress()]
+            callbacks = keras.callbacks.CallbackList([*given, *bar], history, model=model, **params)
         self.list = callbacks
         # Prints to a terminal, where there is one to print to.
         heard = verbose != 0 and sys.stdout.isatty() and keras.config.is_interactive_logging_enabled()
@@ -87,16 +104,20 @@ class Callbacks:
     def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
         """The batch-begin and batch-end hooks; logs are made only if somebody asks."""
         name = f"on_{kind}_batch_end"
-        others = [c for c in self.list.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
+        others = [c for c in self.list.callbacks if not _is(c, "ProgbarLogger")]
         begins = [getattr(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
         ends = [(c, getattr(c, name)) for c in others if _overrides(c, kind, "end")]
-        bars = [getattr(c, name) for c in self.list.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
+        bars = [getattr(c, name) for c in self.list.callbacks if _is(c, "ProgbarLogger")]
 
         def begin(batch: int) -> None:
             for hook in begins:
                 hook(batch, logs={})
 
+        boards = [c for c in others if "tf_keras.TensorBoard" in kinds(c)] if kind == "train" else []
+
         def end(batch: int, read: Logs) -> None:
+            for board in boards:  # which takes the number of a step from what tf_keras's own loop counts with
+                board.model._train_counter.assign(board._global_train_batch)
             logs = read() if ends else {}
             for callback, hook in ends:
                 hook(batch, logs=logs if _records(callback) else {})
@@ -119,11 +140,30 @@ def require(callbacks: Any, verbose: Any, legacy: bool = False) -> None:
             raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
         if legacy and "tf_keras.Callback" not in kinds(callback):
             raise TypeError(f"callbacks holds {callback!r}: a tf_keras model's own loop takes tf_keras's callbacks.")
-        if isinstance(callback, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorboard") is None:
+        if _is(callback, "TensorBoard") and importlib.util.find_spec("tensorboard") is None:
             raise ImportError(
                 "callbacks holds a TensorBoard, which needs the package tensorboard: pip install fastaccum[tensorboard]"
             )
     checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
+
+
+def _is(callback: Any, name: str) -> bool:
+    """Whether it is a callback of Keras 3's or of tf_keras's of this name."""
+    return not {f"keras.{name}", f"tf_keras.{name}"}.isdisjoint(kinds(callback))
+
+
+def backed_up_epoch(model: Any, steps_per_epoch: int | None) -> int | None:
+    """The epoch at which a BackupAndRestore, which has restored the model, has this fit begin; else None.
+
+    It leaves that with the model, and Keras 3 would have all later fits begin there too.
+    """
+    if state := getattr(model, "_training_state", None):  # tf_keras's
+        epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
+        return int(epoch) or None
+    epoch = getattr(model, "_initial_epoch", None)
+    if epoch:
+        model._initial_epoch = None
+    return epoch
 
 
 def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool:
@@ -136,8 +176,11 @@ def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool
 
 
 def _records(callback: Any) -> bool:
-    """False for a TensorBoard in a step that it does not record: it looks at the logs all the same."""
-    if not isinstance(callback, keras.callbacks.TensorBoard):
+    """False for a TensorBoard in a step that it does not record: it looks at the logs all the same.
+
+    True within a profile, which is to end after its last step, hence waits for it.
+    """
+    if not _is(callback, "TensorBoard"):
         return True
     every: Any = callback.update_freq
-    return every != "epoch" and callback._global_train_batch % every == 0
+    return callback._is_tracing or (every != "epoch" and callback._global_train_batch % every == 0)

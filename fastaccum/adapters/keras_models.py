@@ -15,6 +15,7 @@ from fastaccum import checks
 from fastaccum.adapters import added_losses, assigned, coupling, embeddings
 from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import raw, replaced
+from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.packages import of_keras, package
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.layer_stack import LayerStack
@@ -324,17 +325,18 @@ class Model:
         found = [layer for layer in self.layers if not getattr(layer, "supports_jit", True)]
         return [f"{layer.name} ({type(layer).__name__})" for layer in found]
 
-    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
+    def adopt(self, optimizer: Any, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
         if not isinstance(optimizer, keras.Optimizer):
             self.model.optimizer = optimizer
             return
         # Keras's own: a `compile` that the model overrides takes other arguments, and was called by the user.
         weights = tf.nest.map_structure(lambda w: None if w is None else float(w), loss_weights)
-        keras.Model.compile(self.model, optimizer, loss, loss_weights=weights, auto_scale_loss=False)
+        own = metrics.for_compile(self.legacy)
+        keras.Model.compile(self.model, optimizer, loss, loss_weights=weights, auto_scale_loss=False, **own)
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
         with DotNotTrackScope():
-            self.model._compile_metrics = metrics
+            self.model._compile_metrics = metrics.compiled
 
     def observed_ids(self, observe: Callable[[int, tf.Tensor], None]) -> contextlib.AbstractContextManager[None]:
         """Within the scope, the ids that embedding i of `lookups` looks up first pass to `observe(i, ids)`."""

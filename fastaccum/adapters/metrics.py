@@ -29,6 +29,7 @@ class Metrics:
                 if isinstance(each, type):
                     raise TypeError(f"{name}={each!r} must be a Keras 3 metric object: call the class.")
                 require_known(name, each, "Keras 3 metric", keras.metrics.get, _SHORTHANDS)
+        self._passed = metrics, weighted_metrics
         self.user = _of_keras_3(metrics), _of_keras_3(weighted_metrics)
         self.compiled: CompileMetrics  # from `build` on
         self.own: list[Any] = []
@@ -72,6 +73,13 @@ class Metrics:
     def given(self) -> bool:
         """Whether the user passed any."""
         return any(each is not None for each in self.user)
+
+    def for_compile(self, legacy: bool) -> dict[str, Any]:
+        """What the user passed, as arguments of the model's `compile`; none of it where some is of the other Keras."""
+        other = "keras.Metric" if legacy else "tf_keras.Metric"
+        if any(other in kinds(each) for each in tf.nest.flatten(self._passed)):
+            return {}
+        return {name: each or None for name, each in zip(("metrics", "weighted_metrics"), self._passed, strict=True)}
 
     def _with_names(self, outputs: Outputs, taken: Sequence[str]) -> list[tuple[str, keras.Metric]]:
         """The metrics by the names that Keras logs them by, in its order."""

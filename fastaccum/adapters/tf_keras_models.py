@@ -14,6 +14,7 @@ from fastaccum import checks
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.keras_models import Model, never_draws
+from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.packages import kinds
 
 
@@ -61,12 +62,13 @@ class LegacyModel(Model):
         losses = [loss for loss in losses if loss is not None]
         return tf.add_n(losses) if losses else None
 
-    def adopt(self, optimizer: Any, metrics: keras.Metric, loss: Any, loss_weights: Any) -> None:
+    def adopt(self, optimizer: Any, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
         losses = [each for each in tf.nest.flatten(loss) if each is not None]
         of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
         if losses and not of_keras_3 and self.model.compiled_loss is None:
             # tf_keras's own, as above; without it `save` leaves the optimizer out.
-            self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights)
+            own = metrics.for_compile(self.legacy)
+            self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
 
     @contextmanager

@@ -132,7 +132,7 @@ def prepare(callbacks: Callbacks) -> None:
 def require_one_resume(callbacks: Callbacks) -> None:
     """Raises ValueError if a callback would resume as well."""
     for callback in callbacks.list.callbacks:
-        if _kind(callback) == "BackupAndRestore":
+        if "BackupAndRestore" in (base.__name__ for base in type(callback).__mro__ if of_keras(base)):
             raise ValueError(
                 f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it out with "
                 "checkpoint_dir."

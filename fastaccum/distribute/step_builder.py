@@ -69,7 +69,7 @@ class StepBuilder:
         self._model.require_inputs(sample.x)
         if self.step is None:
             self.step, self.sample = self._build(sample, options), sample
-            self._model.adopt(self._optimizer.optimizer, self._metrics.compiled, **self._given)
+            self._model.adopt(self._optimizer.optimizer, self._metrics, **self._given)
             self._moving = self._model.moving_layers
             with replicas.first_of(self._replicas):
                 self.felt_by = probe(self.step.objective, sample)
