@@ -17,18 +17,25 @@ _HEAD = """# Models
 
 <!-- written by: .venv/bin/pytest -q tests/zoo -m zoo --models-page docs/models.md -->
 
-Models and idioms that this project did not write, at a tiny size, each trained by the code its users would write: one
-update over micro-batches, beside the model's own full-batch step in Keras (a loop over micro-batches where there are
-batch statistics). {summary} *By TrainStep* are loops of one's own, several models or several optimizers, which `fit`
-takes in no Keras: there the loop over `fastaccum.TrainStep` is compared with the plain one. {largest}
+This page lists the models and training scripts of other projects that fastaccum was tried on: KerasHub, Hugging Face,
+keras.applications, the examples of keras.io, tensorflow-addons and others. Look here to see whether your kind of model
+works, and what to do where it doesn't.
 
-*error* is the largest difference of a weight, beyond its last bit, relative to the update of its variable, in float32.
-*float16* and *bfloat16* are the distance of the whole update from the float32 one under `mixed_float16` and
-`mixed_bfloat16`, relative to the update, and in brackets that of Keras's own step. In float32, where the comparison is
-with Keras's `fit`, loss and metrics are compared too. *remat*: as *error*, of the step with `fa.remat(model)` beside
-ours without; or why the model does not take it; empty where that was not tried.
+Each was trained at a tiny size, with the code that its users would write. One update over several micro-batches was
+compared with one update of the full batch by the model's own Keras. Where a model treats a batch as a whole (batch
+normalization, a loss that compares rows), no split into micro-batches equals the full batch. It was then compared with a
+plain loop over the same micro-batches.
 
-{versions}
+{summary} {largest}
+
+| column | what it says |
+| --- | --- |
+| result | *works*: `fa.Trainer` trains it as it is written. *by TrainStep*: it has a loop of its own, several models or several optimizers, which Keras's `fit` can't train either; a loop with `fa.TrainStep` does. *refused*: an error says, before a weight changes, why not and what to do. The note quotes it |
+| error | the largest difference between a weight after our update and after Keras's, in float32, as a fraction of the update of its variable. A difference in a weight's last bit does not count. Where the comparison is with Keras's `fit`, the loss and the metrics were compared too |
+| float16, bfloat16 | how far the update under `mixed_float16` or `mixed_bfloat16` is from the float32 update, as a fraction of it. In brackets: how far Keras's own is. 1.0 there means that Keras skipped its first step, because its loss scale was too high |
+| remat | the error of our step with `fa.remat(model)`, compared with ours without it, or why `fa.remat` refuses the model |
+
+An empty cell was not tried. The versions: {versions}
 """
 
 
@@ -54,13 +61,18 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
     failed = sum(cells["failed"] for cells in rows.values())
     by_hand = sum(cells.get("by_train_step", False) and not cells["failed"] for cells in rows.values())
     summary = (
-        f"{len(rows)} rows: {len(rows) - refused - failed - by_hand} work as written, {by_hand} by TrainStep, "
-        f"{refused} are refused by name, {failed} fail."
+        f"Of {len(rows)} rows, {len(rows) - refused - failed - by_hand} work as written, {by_hand} work by TrainStep, "
+        f"{refused} are refused, and {failed} fail."
     )
     versions = f"{versions}; {platform.machine()} CPU."
     lines = [_HEAD.format(summary=summary, largest=_largest(rows), versions=versions)]
     for family in dict.fromkeys(family for family, _ in rows):
-        lines += [f"## {family}", "", "| model | | error | float16 | bfloat16 | remat | note |", "|---" * 7 + "|"]
+        lines += [
+            f"## {family}",
+            "",
+            "| model | result | error | float16 | bfloat16 | remat | note |",
+            "|---" * 7 + "|",
+        ]
         lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
         lines.append("")
     return "\n".join([*lines, notes.rstrip(), ""])
@@ -78,8 +90,8 @@ def _largest(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         return ""
     parameters, seconds, name = max(trained)
     return (
-        f"The largest, {name}, has {parameters:,} weights; making its trainer and the first step took {seconds:.0f} s, "
-        "beside another test on two CPU cores."
+        f"The largest, {name}, has {parameters:,} weights. Its trainer and first step took {seconds:.0f} s, on two CPU "
+        "cores beside another test."
     )
 
 

@@ -134,8 +134,14 @@ def test_bert_tokens():
     return Case(model, x, words(x, of=5), loss=cross_entropy(ignore_class=-100), micro_batches=3)
 
 
-KEYS = "the keys' biases have gradients of 0 (a softmax over keys): 2e-10 of rounding in both steps"
-NO_GRADIENT = "the last layer's bias has a gradient of 0 (a softmax over time): 3e-9 of rounding in both steps"
+KEYS = (
+    "The largest error is in the biases of attention's keys. Their exact gradient is 0; both steps compute rounding "
+    "errors of 2e-10."
+)
+NO_GRADIENT = (
+    "The largest error is in the last layer's bias. Its exact gradient is 0, because of a softmax over time; both "
+    "steps compute rounding errors of 3e-9."
+)
 
 
 @row(FAMILY, "BERT, question answering: losses given", tolerance=3e-4, note=NO_GRADIENT)
@@ -313,7 +319,8 @@ def test_vit_own():
     FAMILY,
     "SegFormer: its own loss, pixels without a label, batch statistics",
     tolerance=1e-4,
-    note="the biases before the BatchNormalization have gradients of 0: 7e-10 of rounding in both steps",
+    note="The largest error is in biases before BatchNormalization. Their exact gradient is 0; both steps "
+    "compute rounding errors of 7e-10.",
 )
 def test_segformer():
     model, x = _segformer()
@@ -323,7 +330,8 @@ def test_segformer():
 @row(
     FAMILY,
     "CLIP: a contrastive loss of its own",
-    note="its rows are compared with those of the same micro-batch, as a warning says: compared with a loop over these",
+    note="The loss compares the rows of a micro-batch with each other, as a warning says. Compared with a loop"
+    " over micro-batches.",
 )
 def test_clip():
     config = transformers.CLIPConfig(

@@ -88,8 +88,8 @@ def test_vae_add_loss_alone():
 @row(
     FAMILY,
     "variational autoencoder: sampling by a SeedGenerator",
-    note="Each micro-batch draws its own noise: compared with a loop over micro-batches, and without XLA, which draws "
-    "other normal numbers from a seed.",
+    note="Each micro-batch draws its own noise. Compared with a loop over micro-batches, without XLA, which "
+    "draws other normal numbers from the same seed.",
 )
 def test_vae_sampling():
     images, z_mean, z_log_var = _encoder()
@@ -150,7 +150,7 @@ class VAEWithTrainStep(VAE):
     FAMILY,
     "variational autoencoder: overridden train_step",
     refused="train_step",
-    why="Override `compute_loss`, or write the step's loss for `TrainStep`.",
+    why="Override `compute_loss`, or use `TrainStep`.",
 )
 def test_vae_train_step_refused():
     noise = np.random.default_rng(1).normal(size=(8, 2)).astype("float32")
@@ -246,7 +246,7 @@ class GAN(keras.Model):
     FAMILY,
     "DCGAN: overridden train_step and compile, two optimizers",
     refused="train_step",
-    why="Two objectives are two `TrainStep`s.",
+    why="Use two `TrainStep`s, one for each objective.",
 )
 def test_gan_refused():
     generator, discriminator = _gan(batch_norm=False)
@@ -489,7 +489,7 @@ class OldDistiller(Distiller):
     FAMILY,
     "knowledge distillation: overridden train_step",
     refused="train_step",
-    why="Override `compute_loss`, as the example for Keras 3 does.",
+    why="Override `compute_loss`, as the Keras 3 version of the example does.",
 )
 def test_distillation_train_step_refused():
     distiller = _distiller()
@@ -583,7 +583,7 @@ class EmbeddingModel(keras.Model):
 @row(
     FAMILY,
     "metric learning: anchors against all positives of the batch",
-    note="The loss compares the rows of a batch: that of the micro-batches, with which it is compared.",
+    note="The loss compares the rows of a micro-batch with each other. Compared with a loop over micro-batches.",
 )
 def test_metric_learning():
     return Case(EmbeddingModel(_embedding_model()), [_images(8), _images(8, 1)], by_micro_batch=True)
@@ -604,7 +604,7 @@ class SimCLR(EmbeddingModel):
 @row(
     FAMILY,
     "SimCLR: contrastive loss of two augmentations",
-    note="The loss compares the rows of a batch: that of the micro-batches, with which it is compared.",
+    note="The loss compares the rows of a micro-batch with each other. Compared with a loop over micro-batches.",
 )
 def test_simclr():
     return Case(SimCLR(_embedding_model()), [_images(12), _images(12, 1)], micro_batches=3, by_micro_batch=True)
@@ -614,7 +614,7 @@ def test_simclr():
     FAMILY,
     "supervised contrastive learning: a Loss that overrides __call__ and compares rows",
     refused="__call__|returned shape",
-    why="Such a loss belongs in `compute_loss`, and is then that of the micro-batches.",
+    why="Override `compute_loss` for such a loss. It then compares the rows of each micro-batch.",
 )
 def test_supervised_contrastive():
     class SupervisedContrastiveLoss(keras.losses.Loss):

@@ -222,8 +222,8 @@ class NeuralDecisionTree(keras.Model):
     FAMILY,
     "deep neural decision forest: models within a model",
     tolerance=1e-4,
-    note="Keras subtracts the gradient of each occurrence of an id from its row, and rounds each time: 3e-5 from "
-    "float64, from which ours is 2e-6.",
+    note="Keras updates an embedding's row once for each time that its id occurs, and rounds each time. Its "
+    "step differs from float64 by 3e-5, ours by 2e-6.",
 )
 def test_decision_forest():
     class NeuralDecisionForest(keras.Model):
@@ -278,7 +278,7 @@ def test_collaborative_filtering():
 @row(
     FAMILY,
     "collaborative filtering as in the example: tensordot over the rows of the batch",
-    note="Its `tensordot(user, movie, 2)` sums over the rows of the batch: compared with a loop over micro-batches.",
+    note="Its `tensordot(user, movie, 2)` sums over the rows of a batch. Compared with a loop over micro-batches.",
 )
 def test_collaborative_filtering_tensordot():
     class RecommenderNet(keras.Model):
@@ -459,7 +459,7 @@ def test_message_passing():
     FAMILY,
     "message passing as in the example: one graph of a whole batch, x with more rows than y",
     refused="have different numbers of rows",
-    why="Give each molecule a row, padded to a fixed number of atoms, and flatten within the model.",
+    why="Make each molecule a row, padded to a fixed number of atoms, and flatten it within the model.",
 )
 def test_message_passing_merged_graphs():
     atoms, indicator = keras.Input((4,), name="atoms"), keras.Input((), dtype="int32", name="indicator")
@@ -489,7 +489,8 @@ def _series(rows=10, length=12, features=3):
     FAMILY,
     "time series classification: Transformer with Conv1D",
     tolerance=1e-4,
-    note="LayerNormalization of three features: Keras's own step with `jit_compile=True` is as far from float64, 3e-5.",
+    note="LayerNormalization of only three features magnifies rounding: Keras's own step with "
+    "`jit_compile=True` differs from float64 by as much, 3e-5.",
 )
 def test_timeseries_transformer():
     inputs = keras.Input((12, 3))

@@ -157,7 +157,7 @@ def _by_padded_batches(length):
     FAMILY,
     "text classification: padded_batch to the longest sentence of each micro-batch",
     refused="rows of different shapes",
-    why="Name the length: `padded_shapes=([9], [1])`.",
+    why="Pad all to one length: `padded_shapes=([9], [1])`.",
 )
 def test_padded_batches_refused():
     return _by_padded_batches(None)
@@ -477,7 +477,7 @@ class Switch(layers.Layer):
 @row(
     FAMILY,
     "Switch Transformer: mixture of experts with a load-balancing add_loss",
-    note="The experts' load and capacity are those of a micro-batch: compared with a loop over micro-batches.",
+    note="The experts' load and capacity depend on the micro-batch. Compared with a loop over micro-batches.",
 )
 def test_switch_transformer():
     inputs = keras.Input(shape=(4,), dtype="int32")
@@ -494,8 +494,8 @@ def test_switch_transformer():
     FAMILY,
     "babi memory network: attention over an embedded story, then an LSTM",
     tolerance=1e-4,
-    note="Keras subtracts the gradient of each occurrence of an id from its row, and rounds each time: 3e-6 from "
-    "float64, from which ours is 4e-8.",
+    note="Keras updates an embedding's row once for each time that its id occurs, and rounds each time. Its "
+    "step differs from float64 by 3e-6, ours by 4e-8.",
 )
 def test_memory_network():
     story_maxlen, query_maxlen, vocab_size = 6, 3, 12

@@ -378,7 +378,7 @@ class RunningMean(layers.Layer):
 @row(
     OWN,
     "a running mean in add_weight(trainable=False)",
-    note="State that moves with each micro-batch: compared with a loop over micro-batches.",
+    note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
 def test_running_mean():
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8), RunningMean(), layers.ReLU(), layers.Dense(4)])
@@ -409,7 +409,7 @@ def _both_by_micro_batch(model, x, y, loss):
 @row(
     OWN,
     "a counter in a tf.Variable that call assigns",
-    note="State that moves with each micro-batch: compared with a loop over micro-batches.",
+    note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
 def test_tf_variable_state():
     class Annealed(layers.Layer):
@@ -429,7 +429,7 @@ def test_tf_variable_state():
 @row(
     OWN,
     "LSTM(stateful=True): truncated back-propagation, a micro-batch after the other",
-    note="State that moves with each micro-batch: compared with a loop over micro-batches.",
+    note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
 def test_stateful_lstm():
     inputs = keras.Input(batch_shape=(4, 5, 3))
@@ -444,7 +444,7 @@ def test_stateful_lstm():
 @row(
     OWN,
     "SpectralNormalization around convolutions",
-    note="Its vector moves with each micro-batch: compared with a loop over micro-batches.",
+    note="Its vector changes with each micro-batch. Compared with a loop over micro-batches.",
 )
 def test_spectral_normalization():
     model = keras.Sequential(
@@ -558,7 +558,7 @@ def test_int8_lora():
     TUNING,
     "float8 training: model.quantize('float8')",
     refused="float8|overwrite",
-    why="Its scales are overwritten with their gradients: train in mixed_bfloat16.",
+    why="Its gradients are new values for its scales, which can't be added up. Train in mixed_bfloat16.",
 )
 def test_float8():
     model = _mlp()

@@ -10,8 +10,8 @@ import fastaccum as fa
 
 FAMILY = "keras.io: vision and speech"
 _BIAS_BEFORE_NORM = (
-    "Batch statistics: compared with a loop over micro-batches. What differs are biases before BatchNormalization, "
-    "whose gradient is 0 but for rounding (1e-17 in float64)."
+    "Compared with a loop over micro-batches. The largest error is in biases before BatchNormalization, "
+    "whose exact gradient is 0 (1e-17 in float64)."
 )
 
 
@@ -54,7 +54,7 @@ def _mlp(x, hidden_units):
     "Vision Transformer from scratch: patches, position embedding, head in float32",
     mixed=True,
     tolerance=1e-4,
-    note="The bias of attention's keys has no gradient but rounding (5e-19 in float64), which is what differs.",
+    note="The largest error is in the bias of attention's keys, whose exact gradient is 0 (5e-19 in float64).",
 )
 def test_vision_transformer():
     inputs = keras.Input(shape=(8, 8, 3))
@@ -476,8 +476,8 @@ _LABELS = (np.arange(8) % 2).astype("float32")[:, None]
 @row(
     FAMILY,
     "image classification from scratch: RandomFlip, RandomContrast and Rescaling in the model",
-    note="Each micro-batch draws its own augmentations: compared with a loop over micro-batches, compiled too, since "
-    "XLA draws other numbers from a seed.",
+    note="Each micro-batch draws its own augmentations. Compared with a loop over micro-batches that is "
+    "compiled too, because XLA draws other numbers from the same seed.",
 )
 def test_augmentation_in_the_model():
     model = _augmented(layers.RandomFlip("horizontal", seed=1), layers.RandomContrast(0.1, seed=2))
@@ -514,7 +514,7 @@ def test_rotation_in_the_model():
 @row(
     FAMILY,
     "image classification from scratch: RandomRotation in the model, jit_compile=False",
-    note="Each micro-batch draws its own augmentations: compared with a loop over micro-batches.",
+    note="Each micro-batch draws its own augmentations. Compared with a loop over micro-batches.",
 )
 def test_rotation_without_xla():
     model = _augmented(layers.RandomFlip("horizontal", seed=1), layers.RandomRotation(0.1, seed=2))

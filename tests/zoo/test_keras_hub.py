@@ -73,7 +73,7 @@ def _images(model, size=32, rows=4, classes=3, **options):
 
 # Decoders.
 
-COUPLED = "The balance between experts is that of a micro-batch, so compared with a loop over micro-batches."
+COUPLED = "The balance between experts is that of a micro-batch. Compared with a loop over micro-batches."
 
 
 def _even(case):
@@ -197,8 +197,8 @@ def test_gpt_oss():
 ENCODER = {**DECODER, **HEADS}
 LONGER = {"max_sequence_length": 8}
 SEGMENTS = (
-    "The largest error is in the segment's embedding: every token has it, so the normalization after it takes nearly "
-    "all of its gradient away. Keras's step is as far from float64 there."
+    "The largest error is in the segment's embedding. The normalization after it removes nearly all of "
+    "its gradient, because every token has it. Keras's step differs from float64 by as much."
 )
 
 
@@ -339,8 +339,8 @@ def test_whisper():
 # Images.
 
 NO_GRADIENT = (
-    "The largest error is that of a bias whose gradient is 0 in exact arithmetic, a key's or one before a "
-    "normalization: noise of either step's rounding, in float64 as far from Keras's as from ours."
+    "The largest error is in a bias whose exact gradient is 0: of attention's keys, or before a "
+    "normalization. Both steps compute rounding errors there, equally far from float64."
 )
 
 
@@ -381,8 +381,8 @@ def test_resnet_frozen():
     "KerasHub",
     "DenseNet, image classifier",
     tolerance=1e-4,
-    note="The largest error is in the first normalization's beta, whose gradients cancel to a thousandth of the "
-    "others: 2e-5 from float64 in Keras's step, 1e-5 in ours.",
+    note="The largest error is in the first normalization's bias, whose gradients nearly cancel. Keras's step "
+    "differs from float64 by 2e-5 there, ours by 1e-5.",
 )
 def test_densenet():
     backbone = hub.DenseNetBackbone([2, 2], image_shape=(32, 32, 3), growth_rate=4)
@@ -484,7 +484,7 @@ def _retinanet():
     "KerasHub",
     "RetinaNet, object detector",
     refused="RetinaNetObjectDetector.compute_loss weights its compiled loss",
-    why="It divides a sum by the positives of the batch, which no micro-batch knows: see the next row.",
+    why="Its loss divides a sum by the positives of the whole batch, which no micro-batch knows. See the next row.",
 )
 def test_retinanet():
     return _retinanet()
@@ -506,7 +506,11 @@ def _by_hand(case):
     return Steps(model.trainable_variables, ours, lambda: step_of_keras(case), model.non_trainable_variables)
 
 
-@row("KerasHub", "RetinaNet, frozen encoder, with TrainStep", note="The positives are those of a micro-batch.")
+@row(
+    "KerasHub",
+    "RetinaNet, frozen encoder, with TrainStep",
+    note="The loss divides by the positives of each micro-batch.",
+)
 def test_retinanet_by_hand():
     case = _retinanet()
     case.model.backbone.image_encoder.trainable = False
@@ -528,7 +532,7 @@ def _siglip():
     "KerasHub",
     "SigLIP, images against captions",
     refused="There is no y, so compute_loss makes the targets",
-    why="It hands Keras targets of its own making: see the next row.",
+    why="It makes the targets of its loss itself. See the next row.",
 )
 def test_siglip():
     return _siglip()
@@ -537,8 +541,8 @@ def test_siglip():
 @row(
     "KerasHub",
     "SigLIP with TrainStep",
-    note="Negatives are those of a micro-batch. Attention over a few patches is nearly uniform, and its "
-    "query's gradient cancels: 2e-5 from float64 in Keras's step and in ours.",
+    note="The negatives are those of a micro-batch. The largest error is in attention's query, whose gradients"
+    " nearly cancel: both steps differ from float64 by 2e-5.",
     tolerance=2e-4,
 )
 def test_siglip_by_hand():

@@ -96,7 +96,7 @@ class Lists(keras.Model):
         return ops.squeeze(scores, axis=-1)
 
 
-SHIFT = "The largest error is that of the last bias, which moves all scores alike: its gradient is 0 but for rounding."
+SHIFT = "The largest error is in the last bias, which shifts all scores alike: its exact gradient is 0."
 
 
 def _lists(loss, **options):
@@ -194,7 +194,7 @@ class InBatch(keras.Model):
 @row(
     "keras-rs",
     "Two towers against in-batch negatives: hard negatives, sampling correction, accidental hits",
-    note="Negatives are those of a micro-batch, so compared with a loop over micro-batches.",
+    note="The negatives are those of a micro-batch. Compared with a loop over micro-batches.",
 )
 def test_in_batch():
     users, movies, probability = _ids(8)
@@ -271,8 +271,8 @@ class SasRec(keras.Model):
 @row(
     "keras-rs",
     "SASRec on padded sequences",
-    note="It divides by the tokens of what it is given, which are those of a micro-batch, and leaves out its "
-    "regularizer, so compared with a loop over micro-batches.",
+    note="Its own loss divides by the tokens of a micro-batch and leaves out the regularizer. Compared with a "
+    "loop over micro-batches.",
 )
 def test_sas_rec():
     rng = np.random.default_rng(0)

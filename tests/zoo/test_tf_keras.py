@@ -48,8 +48,8 @@ def cross_entropy():
     FAMILY,
     "MobileNet: batch statistics",
     tolerance=1e-3,
-    note="against float64 ours is within 3e-4, Keras within 6e-5, where no unit lies on a kink of ReLU6: one that "
-    "does, within 1e-7, is on either side in either step, and 6e-2 of a kernel's update",
+    note="Our step differs from float64 by 3e-4, Keras's by 6e-5. Where an input of ReLU6 is within 1e-7 of "
+    "its kink, the steps may take different sides, and a kernel's update then differs by 6e-2.",
 )
 def test_mobilenet():
     tf_keras.utils.set_random_seed(1)
@@ -117,7 +117,7 @@ def test_spectral_normalization():
     FAMILY,
     "SharpnessAwareMinimization, which has a train_step of its own",
     refused="SharpnessAwareMinimization",
-    why="Two gradients at two places make one step: no sum of micro-batches' does.",
+    why="It takes a second gradient at other weights, which a sum over micro-batches is not.",
 )
 def test_sharpness_aware_minimization():
     x, y = points()
@@ -129,7 +129,7 @@ def test_sharpness_aware_minimization():
     FAMILY,
     "WideDeepModel with an optimizer for each part",
     refused="WideDeepModel",
-    why="A plain tf_keras.Model that adds the parts' outputs trains, with one optimizer or tensorflow-addons' "
+    why="Use a plain tf_keras.Model that adds the parts' outputs, with one optimizer or tensorflow-addons' "
     "MultiOptimizer.",
 )
 def test_wide_and_deep():
@@ -177,7 +177,8 @@ def test_addons_spectral_normalization():
     ADDONS,
     "GroupNormalization, InstanceNormalization, FilterResponseNormalization",
     tolerance=1e-4,
-    note="InstanceNormalization takes out the biases before it: gradients of 0, with 1e-9 of rounding in both steps",
+    note="The largest error is in biases before InstanceNormalization. Their exact gradient is 0; both steps "
+    "compute rounding errors of 1e-9.",
     quick=True,
 )
 def test_normalizations():
@@ -241,7 +242,7 @@ def test_cohen_kappa():
     ADDONS,
     "SigmoidFocalCrossEntropy() as its documentation has it",
     refused="reduction=None, which leaves no scalar",
-    why="Pass a reduction: its default adds up the rows, so that the learning rate is the batch size's.",
+    why="Pass a reduction. The default adds up the rows, so the update would grow with the batch.",
 )
 def test_focal_without_reduction():
     x, y = points()
@@ -278,7 +279,12 @@ def test_triplet():
     return Case(model, x, y, loss=tfa.losses.TripletSemiHardLoss())
 
 
-@row(ADDONS, "WeightedKappaLoss", refused="WeightedKappaLoss, which compares the rows", why="It is one of a batch.")
+@row(
+    ADDONS,
+    "WeightedKappaLoss",
+    refused="WeightedKappaLoss, which compares the rows",
+    why="It compares the rows of a batch with each other.",
+)
 def test_kappa():
     x, y = points()
     model = classifier(tf_keras.layers.Softmax())
@@ -298,7 +304,7 @@ def _tagger():
     ADDONS,
     "CRFModelWrapper, which has a train_step of its own",
     refused="CRFModelWrapper",
-    why="TrainStep with crf_log_likelihood trains it: the next row.",
+    why="Use TrainStep with crf_log_likelihood. See the next row.",
 )
 def test_crf_wrapper():
     inputs, h, ids, tags = _tagger()
