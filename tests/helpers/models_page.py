@@ -23,17 +23,24 @@ works, and what to do where it doesn't.
 
 Each was trained at a tiny size, with the code that its users would write. One update over several micro-batches was
 compared with one update of the full batch by the model's own Keras. Where a model treats a batch as a whole (batch
-normalization, a loss that compares rows), no split into micro-batches equals the full batch. It was then compared with a
-plain loop over the same micro-batches.
+normalization, a loss that compares rows), no split into micro-batches equals the full batch. It was then compared with
+a plain loop over the same micro-batches.
 
 {summary} {largest}
 
-| column | what it says |
-| --- | --- |
-| result | *works*: `fa.Trainer` trains it as it is written. *by TrainStep*: it has a loop of its own, several models or several optimizers, which Keras's `fit` can't train either; a loop with `fa.TrainStep` does. *refused*: an error says, before a weight changes, why not and what to do. The note quotes it |
-| error | the largest difference between a weight after our update and after Keras's, in float32, as a fraction of the update of its variable. A difference in a weight's last bit does not count. Where the comparison is with Keras's `fit`, the loss and the metrics were compared too |
-| float16, bfloat16 | how far the update under `mixed_float16` or `mixed_bfloat16` is from the float32 update, as a fraction of it. In brackets: how far Keras's own is. 1.0 there means that Keras skipped its first step, because its loss scale was too high |
-| remat | the error of our step with `fa.remat(model)`, compared with ours without it, or why `fa.remat` refuses the model |
+The columns:
+
+- *result*. *works*: `fa.Trainer` trains it as it is written. *by TrainStep*: it has a loop of its own, several models
+  or several optimizers, which Keras's `fit` can't train either; a loop with `fa.TrainStep` does. *refused*: an error
+  says, before a weight changes, why not and what to do. The note quotes it.
+- *error*: the largest difference between a weight after our update and after Keras's, in float32, as a fraction of
+  the update of its variable. A difference in a weight's last bit does not count. Where the comparison is with Keras's
+  `fit`, the loss and the metrics were compared too.
+- *float16*, *bfloat16*: how far the update under `mixed_float16` or `mixed_bfloat16` is from the float32 update, as a
+  fraction of it. In brackets: how far Keras's own is. 1.0 there means that Keras skipped its first step, because its
+  loss scale was too high.
+- *remat*: the error of our step with `fa.remat(model)`, compared with ours without it, or why `fa.remat` refuses the
+  model.
 
 An empty cell was not tried. The versions: {versions}
 """
