@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,18 @@ def test_editable_install_is_a_path_that_type_checkers_follow(base, editable):
         assert [path.name for path in (source / "src").iterdir() if path.suffix != ".egg-info"] == ["fastaccum"]
     else:
         assert [line.split()[0] for line in lines] == ["import"], "without links, Python's import hook"
+
+
+def test_links_of_the_description_work_on_a_package_index(plain):
+    """An index shows README.md, and has none of the files beside it."""
+    metadata = next(plain[2].glob("fastaccum-*.dist-info")) / "METADATA"
+    _, _, text = metadata.read_text().partition("\n\n")
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall("^#+ (.*)", text, re.M)
+    }
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert text.startswith("# fastaccum") and "docs/memory.md" in text
+    assert not [link for link in links if not link.startswith("https://") and link.removeprefix("#") not in headings]
 
 
 def test_type_checkers_see_the_installed_package(plain, editable, base):
