@@ -6,10 +6,12 @@ import ast
 import logging
 import posixpath
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import absl.logging  # noqa: F401  before the gallery runs, which lends it a stderr that it could not close at exit
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -25,6 +27,7 @@ OUTSIDE = "project"  # where what lies outside docs/ stands on the site
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.fastaccum")  # warnings fail a strict build
+warnings.simplefilter("ignore", DeprecationWarning)  # mkdocs shows other packages' in the output of the gallery
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
