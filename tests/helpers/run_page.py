@@ -55,7 +55,10 @@ def main(path):
     for example in document.examples():
         if example.region.evaluator is not compare:
             sys.stdout = io.StringIO()  # what this block prints
-        example.evaluate()
+        try:
+            example.evaluate()
+        finally:
+            sys.__stdout__.write("" if example.region.evaluator is compare else sys.stdout.getvalue())
     return 0
 
 
