@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import posixpath
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ PACKAGES = {
 }  # where each has its public names: all that it imports
 OUTSIDE = "project"  # where what lies outside docs/ stands on the site
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
+HELP = "<!-- help of every command -->"
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.fastaccum")  # warnings fail a strict build
 warnings.simplefilter("ignore", DeprecationWarning)  # mkdocs shows other packages' in the output of the gallery
@@ -55,7 +59,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = posixpath.relpath(_uri(target), posixpath.dirname(page.file.src_uri) or ".")
         return match[1] + uri + match[3]
 
-    return LINK.sub(rewritten, markdown)
+    return LINK.sub(rewritten, markdown.replace(HELP, _help() if HELP in markdown else ""))
+
+
+def _help() -> str:
+    """What `fastaccum` and each of its commands say of themselves."""
+
+    def of(*command: str) -> str:
+        environment = os.environ | {"COLUMNS": "100"}
+        command = (sys.executable, "-m", "fastaccum", *command, "--help")
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    commands = [[], *([name] for name in re.findall(r"^    (\w+)  ", of(), re.MULTILINE))]
+    return "\n".join(f"## {' '.join(['fastaccum', *each])}\n\n```text\n{of(*each)}```\n" for each in commands)
 
 
 class Doctests(griffe.Extension):
