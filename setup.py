@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: where the packages are, and README.md as a package index shows it."""
 
 import re
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -20,10 +21,10 @@ def description() -> str:
 
 # `src` holds a link to fastaccum alone. As the source root it makes an editable install a plain path, which type
 # checkers and editors follow, while `kernels` beside fastaccum stays out of reach. Where git wrote its links as text
-# files (Windows), setuptools' import hook does, which only Python follows.
-linked = Path("src/fastaccum/kernels/__init__.py").exists()
+# files (Windows), setuptools' import hook does, which only Python follows. Source distributions hold no links.
+by_path = "editable_wheel" in sys.argv and Path("src/fastaccum/kernels/__init__.py").exists()
 setup(
-    package_dir={"": "src"} if linked else {"fastaccum.kernels": "kernels"},
+    package_dir={"": "src"} if by_path else {"fastaccum.kernels": "kernels"},
     long_description=description(),
     long_description_content_type="text/markdown",
 )

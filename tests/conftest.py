@@ -1,6 +1,7 @@
 """The order of the files, and what one test must not leave behind for the next."""
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -24,6 +25,17 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(items):
     """Begins with the files that take longest, so that no worker is left with one while the others have nothing."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """What uses tensorflow-addons is skipped where it cannot be installed: its wheels end at Python 3.11."""
+    try:
+        return (yield)
+    except ImportError as error:
+        if "tensorflow-addons" not in str(error) or importlib.util.find_spec("tensorflow_addons"):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session", autouse=True)

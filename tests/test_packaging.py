@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CITATION.cff")
 OUTER = sysconfig.get_path("purelib")
 
 # Asks the import system as `import` would, but runs no fastaccum/__init__.py and so waits for no TensorFlow.
@@ -36,7 +38,7 @@ def checkout(folder, link=True):
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("fastaccum", "kernels", "src"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt", "LICENSE", *PAGES):
         shutil.copy(ROOT / name, folder)
     if not link:
         for path in (folder / "fastaccum" / "kernels", folder / "src" / "fastaccum"):
@@ -67,6 +69,12 @@ def found(python, *flags, cwd, **env):
     return json.loads(run(python, *flags, "-c", FIND, *names, cwd=cwd, **env))
 
 
+def linked_from(folder, pages):
+    """The files of the repository that these pages link to and show."""
+    links = re.findall(r"\]\((?!\w+:)([^)#\s]+)", "".join((folder / page).read_text() for page in pages))
+    return {link.rstrip("/") for link in links}
+
+
 def found_in(package, kernels, result):
     """Whether every module of the package comes from these two folders."""
     return (
@@ -74,6 +82,10 @@ def found_in(package, kernels, result):
         and result["fastaccum.kernels"] == str(kernels / "__init__.py")
         and result["fastaccum.kernels.gradients"] == str(kernels / "gradients.py")
     )
+
+
+if not (ROOT / "src").is_dir():
+    pytest.skip("these install a checkout, and a source distribution is none", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +176,15 @@ def test_type_checkers_see_the_installed_package(plain, editable, base):
 
 def test_source_distribution(base, tmp_path):
     source = checkout(tmp_path / "source")
+    for name in (".ci", "benchmarks", "docs", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", build, tmp_path, cwd=source, PYTHONPATH=OUTER)
     (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {name.partition("/")[2] for name in tar.getnames()}
+    assert linked_from(source, PAGES) <= held
+    assert {path.relative_to(source).as_posix() for path in (source / "tests").rglob("*.py")} <= held
     _, site_packages = install(tmp_path / "venv", archive)
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastaccum").rglob("*.py*")}
     installed = {path.relative_to(site_packages).as_posix() for path in (site_packages / "fastaccum").rglob("*.py*")}
@@ -185,9 +203,13 @@ def test_import_statements_run(plain, base):
     _, python, site_packages = plain
     # A line in a .pth file extends the path at its end: the outer environment's own fastaccum stays hidden.
     (site_packages / "outer.pth").write_text(OUTER)
-    code = "import fastaccum.kernels; from fastaccum import kernels; print(kernels.__file__)"
-    out = run(python, "-c", code, cwd=base / "elsewhere", TF_CPP_MIN_LOG_LEVEL="2").split()
-    assert out == [str(site_packages / "fastaccum" / "kernels" / "__init__.py")]
+    code = (
+        "import importlib.metadata, fastaccum.kernels; from fastaccum import kernels\n"
+        "print(kernels.__file__, fastaccum.__version__, importlib.metadata.version('fastaccum'))"
+    )
+    file, *versions = run(python, "-c", code, cwd=base / "elsewhere", TF_CPP_MIN_LOG_LEVEL="2").split()
+    assert file == str(site_packages / "fastaccum" / "kernels" / "__init__.py")
+    assert len(set(versions)) == 1, versions
 
 
 def test_ci_runs_the_commands_of_the_readme():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -191,6 +191,16 @@ class Optimizer:
         raise NotImplementedError
 
 
+class _Constraint(keras.constraints.Constraint):
+    """A function, in the one form that a variable of Keras takes before 3.15."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self._function = function
+
+    def __call__(self, value: Any) -> Any:
+        return self._function(value)
+
+
 class _Keras(Optimizer):
     """Keras 3."""
 
@@ -204,7 +214,7 @@ class _Keras(Optimizer):
         # Muon and Adafactor read what a tf.Variable has not, `path` and a name without slashes.
         if id(variable) not in self._seen_as:
             seen = keras.Variable(variable, name=variable.name.split(":")[0].replace("/", "_"))
-            seen.constraint = variable.constraint
+            seen.constraint = variable.constraint and _Constraint(variable.constraint)
             self._seen_as[id(variable)] = seen
         return self._seen_as[id(variable)]
 
