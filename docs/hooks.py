@@ -52,6 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links between files of the repository become links between pages of the site."""
+    if page.file.src_uri.startswith("generated/"):
+        return markdown  # a page of the gallery leads to its own .py, to be downloaded
     here = _path(page.file.src_uri)
 
     def rewritten(match: re.Match[str]) -> str:
@@ -89,6 +91,9 @@ def _links(path: str) -> Iterator[str]:
 
 
 def _uri(path: str) -> str:
+    if path.startswith("docs/gallery/"):  # the page that is made of it
+        stem = posixpath.splitext(posixpath.basename(path))[0]
+        return f"generated/gallery/{'index' if stem == 'README' else stem}.md"
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{OUTSIDE}/{path}"
 
 

@@ -67,7 +67,7 @@ def make_trainer():
 #
 # With `checkpoint_dir`, `fit` saves what it needs to go on: the weights, the state of the optimizer, of random numbers
 # and of callbacks, and the place in the data. It does so at the end of each epoch, unless `checkpoint_every` says
-# otherwise. An epoch here is 10 updates.
+# otherwise ([Resuming](../../guides/resuming.md)). An epoch here is 10 updates.
 #
 # One callback notes the loss after each update, and another stands in for the crash. A callback of your own is saved
 # with the rest if it has `get_state` and `set_state`.

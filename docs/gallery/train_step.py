@@ -108,7 +108,8 @@ plt.show()
 # ## The same update from one batch
 #
 # One micro-batch of all 1,024 points gives the same loss and the same gradient, up to the rounding of float32. The
-# learning rate here is 0, so that both steps begin with the same variables.
+# learning rate here is 0, so that both steps begin with the same variables. The
+# [reference](../../api/train-step.md) has the exact formula.
 
 # %%
 still = fa.TrainStep(loss_fn, [centres, stretch, shares], keras.optimizers.SGD(0.0))
