@@ -7,8 +7,9 @@ bring (data, a model) comes from invisible blocks of Sybil, in HTML comments:
     x = np.zeros((8, 3), "float32")
     -->
 
-A ```text block after the comment `<!-- output -->` is what the block above prints; "..." stands for any text. A page
-that begins with `<!-- needs: torch -->` is skipped where that module is missing.
+A ```text block after the comment `<!-- output -->` is what the block above prints; "..." stands for any text. Where a
+module is missing, a page that begins with `<!-- needs: torch -->` is skipped, and so is a block right below that
+comment; the rest of the page runs.
 """
 
 import doctest
@@ -40,26 +41,33 @@ def compare(example):
         raise AssertionError(f"{place}: the page says that this is printed:\n{example.parsed}\nIt was:\n{printed}")
 
 
-def missing(text):
-    """The modules that the page says it needs and that are not installed."""
-    match = re.match(r"<!-- needs: (.*?) -->", text)
+def missing(above):
+    """The modules that a comment at the end of this text says are needed, and that are not installed."""
+    match = re.search(r"<!-- needs: (.*?) -->\s*\Z", above)
     return [name for name in match[1].split(", ") if importlib.util.find_spec(name) is None] if match else []
 
 
 def main(path):
-    if lacks := missing(Path(path).read_text()):
+    if lacks := missing(Path(path).read_text().partition("\n")[0]):
         print(f"{path} needs {', '.join(lacks)}")
         return SKIPPED
     document = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS), outputs]).parse(Path(path))
     document.namespace["__name__"] = "__main__"
+    left_out = set()
     for example in document.examples():
         if example.region.evaluator is not compare:
+            lacks = missing(document.text[: example.region.start])
+            left_out.update(lacks)
             sys.stdout = io.StringIO()  # what this block prints
+        if lacks:
+            continue
         try:
             example.evaluate()
         finally:
             sys.__stdout__.write("" if example.region.evaluator is compare else sys.stdout.getvalue())
-    return 0
+    if left_out:
+        sys.__stdout__.write(f"{path} ran, but for the blocks that need {', '.join(sorted(left_out))}")
+    return SKIPPED if left_out else 0
 
 
 if __name__ == "__main__":
