@@ -68,7 +68,7 @@ def _help() -> str:
     """What `fastaccum` and each of its commands say of themselves."""
 
     def of(*command: str) -> str:
-        environment = os.environ | {"COLUMNS": "100"}
+        environment = os.environ | {"COLUMNS": "92"}
         command = (sys.executable, "-m", "fastaccum", *command, "--help")
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
