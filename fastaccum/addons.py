@@ -1,13 +1,16 @@
 """tensorflow-addons on current TensorFlow: `fastaccum.addons` is the package `tensorflow_addons` itself.
 
 >>> import fastaccum.addons
->>> optimizer = fastaccum.addons.optimizers.LAMB(1e-3)
->>> type(optimizer).__module__
-'tensorflow_addons.optimizers.lamb'
+>>> import tensorflow_addons as tfa
+>>> optimizer = tfa.optimizers.LAMB(1e-3)
+>>> fastaccum.addons.optimizers is tfa.optimizers
+True
 
-Nothing is imported before the first attribute is asked for. tensorflow-addons 0.23, its last release, fails to import
-on TensorFlow 2.16 and later for two reasons: it finds Keras 3 behind `tf.keras`, and it imports `keras.src.engine`.
-Here both lead to tf_keras (Keras 2): `tf.keras` for the rest of the process. `import keras` gives Keras 3 as before.
+tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and later for two reasons: it finds Keras 3
+behind `tf.keras`, and it imports `keras.src.engine`. Once this module is imported, `import tensorflow_addons` works:
+both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process. `import keras` gives Keras 3 as
+before. Its compiled operations fit no current TensorFlow: what needs one raises a NotImplementedError that says what to
+use instead.
 """
 
 from __future__ import annotations
@@ -18,51 +21,154 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
+_ADDONS = "tensorflow_addons"
 _KERAS_3_BOUND = """\
 tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already and got Keras 3. \
-Add this line at the top of the program, before `import tensorflow`:
+Put `import fastaccum.addons` before `import tensorflow`, or add this line at the top of the program:
 
     import os; os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
 `tf.keras` and `from tensorflow.keras import ...` are then tf_keras; write `import keras` for Keras 3."""
+
+# By the operation: what needs it, and what to use instead.
+_COMPILED = {
+    "addons_parse_time": ("text.parse_time", "datetime.strptime in the input pipeline"),
+    "addons_skip_gram_generate_candidates": (
+        "text.skip_gram_sample",
+        "tf_keras.preprocessing.sequence.skipgrams in the input pipeline",
+    ),
+    "addons_resampler": ("image.resampler", 'tensorflow_addons.image.interpolate_bilinear(..., indexing="xy")'),
+    "addons_image_connected_components": (
+        "image.connected_components",
+        "scipy.ndimage.label in the input pipeline",
+    ),
+    "addons_euclidean_distance_transform": (
+        "image.euclidean_dist_transform",
+        "scipy.ndimage.distance_transform_edt in the input pipeline",
+    ),
+    "addons_embedding_bag": (
+        "layers.EmbeddingBag",
+        "tf_keras.layers.Embedding, and tf.reduce_sum or tf.reduce_mean over axis -2 of what it returns",
+    ),
+    "addons_correlation_cost": (
+        "layers.CorrelationCost",
+        "tf.reduce_mean(a * tf.roll(b, [dy, dx], [1, 2]), -1) for each displacement, on maps padded with zeros",
+    ),
+    # These two have a form in Python too, which is used unless a program asks for the compiled one.
+    "addons_gather_tree": ("seq2seq.gather_tree", "tensorflow_addons.options.disable_custom_kernel()"),
+    "addons_adjust_hsv_in_yiq": ("image.adjust_hsv_in_yiq", "tensorflow_addons.options.disable_custom_kernel()"),
+}
 
 
 def __getattr__(name: str) -> Any:
     # Import machinery, doctest and inspect probe for dunders; they must not cost an import.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_tensorflow_addons(), name)
+    value = getattr(importlib.import_module(_ADDONS), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return dir(_tensorflow_addons())
+    return dir(importlib.import_module(_ADDONS))
 
 
-def _tensorflow_addons() -> ModuleType:
-    for package in ("tensorflow_addons", "tf_keras"):
-        if package not in sys.modules and importlib.util.find_spec(package) is None:
-            raise ImportError(_not_installed(package, sys.version_info[:2]))
+class _Finder:
+    """Lets `import tensorflow_addons` find `_Loader`, or say why it cannot."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name != _ADDONS:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not cls]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        for package, found in ((_ADDONS, spec), ("tf_keras", importlib.util.find_spec("tf_keras"))):
+            if found is None:
+                raise ModuleNotFoundError(_not_installed(package, sys.version_info[:2]), name=package)
+        assert spec is not None and spec.origin is not None
+        spec.loader = _Loader(name, spec.origin)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        import tensorflow as tf
+
+        _bind_tf_keras(tf)
+        with _keras_src_engine(), warnings.catch_warnings():
+            # It announces its end of life and the TensorFlow versions it was tested with, three times over.
+            warnings.filterwarnings("ignore", category=UserWarning, module=rf"{_ADDONS}\.")
+            super().exec_module(module)
+        _mend(module)
+
+
+def _mend(addons: ModuleType) -> None:
+    import numpy as np
     import tensorflow as tf
-
-    _bind_tf_keras(tf)
-    with _keras_src_engine(), warnings.catch_warnings():
-        # It announces its end of life and the TensorFlow versions it was tested with, three times over.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"tensorflow_addons\.")
-        addons = importlib.import_module("tensorflow_addons")
     from tensorflow_addons.optimizers import discriminative_layer_training
+    from tensorflow_addons.seq2seq import beam_search_decoder
+    from tensorflow_addons.utils import resource_loader
     from tf_keras.src import backend
     from tf_keras.src.utils import tf_utils
 
     # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
     discriminative_layer_training.backend = backend
     discriminative_layer_training.tf_utils = tf_utils
-    return addons
+    addons.options.disable_custom_kernel()
+    resource_loader.LazySO.ops = _Refused()
+    # It takes `np.Inf`, which NumPy 2 has no more.
+    beam_search_decoder.np = SimpleNamespace(Inf=np.inf, int64=np.int64)
+    # It has an `if` of a tensor, which only a tf.function takes in a graph.
+    for name in ("update_state", "result"):
+        setattr(addons.metrics.GeometricMean, name, tf.function(getattr(addons.metrics.GeometricMean, name)))
+    _follow_weights(addons.optimizers.SWA)
+    _assign_to_keras_3(addons.optimizers.AveragedOptimizerWrapper)
+
+
+class _Refused:
+    """In the place of the library of a compiled operation."""
+
+    def __getattr__(self, operation: str) -> NoReturn:
+        if operation not in _COMPILED:
+            raise AttributeError(operation)
+        what, instead = _COMPILED[operation]
+        raise NotImplementedError(
+            f"{_ADDONS}.{what} needs an operation that was compiled for TensorFlow 2.15, and that no later one can "
+            f"load: use {instead}."
+        )
+
+
+def _follow_weights(swa: Any) -> None:
+    """Until `start_averaging`, the averages are the weights, as those of MovingAverage are; they would be 0, and so
+    would be the weights that are evaluated with averages swapped in.
+    """
+    average_op = vars(swa)["average_op"]
+
+    def following(self: Any, var: Any, average_var: Any, local_apply_state: Any) -> Any:
+        import tensorflow as tf
+
+        early = self.iterations < self._get_hyper("start_averaging", tf.int64)
+        average_var.assign(tf.where(early, var, average_var))
+        return average_op.__get__(self, swa)(var, average_var, local_apply_state)
+
+    swa.average_op = following
+
+
+def _assign_to_keras_3(wrapper: Any) -> None:
+    """`assign_average_vars` takes the variables of Keras 3's models too, which it would leave as they are."""
+    assign = wrapper.assign_average_vars
+
+    def assign_average_vars(self: Any, var_list: Any) -> Any:
+        import keras
+
+        return assign(self, [v.value if isinstance(v, keras.Variable) else v for v in var_list])
+
+    wrapper.assign_average_vars = assign_average_vars
 
 
 def _not_installed(package: str, python: tuple[int, int]) -> str:
@@ -70,8 +176,9 @@ def _not_installed(package: str, python: tuple[int, int]) -> str:
     text = f"fastaccum.addons needs {name}, which is not installed: pip install fastaccum[addons]"
     if python >= (3, 12):
         text += (
-            f". This is Python {python[0]}.{python[1]}, and the wheels of tensorflow-addons end at 3.11:"
-            " use Python 3.10 or 3.11, or a Keras 3 optimizer"
+            f". This is Python {python[0]}.{python[1]}, where that installs nothing, since the wheels of"
+            " tensorflow-addons end at Python 3.11: use Python 3.10 or 3.11, or what Keras 3 has"
+            " (keras.optimizers.Lamb, AdamW, SGD(use_ema=True), ...; docs/guides/addons.md lists it)"
         )
     return text
 
@@ -108,3 +215,9 @@ def _keras_src_engine() -> Iterator[None]:
         yield
     finally:
         del sys.modules["keras.src.engine"]
+
+
+# For `from tensorflow.keras import layers`, which goes by what this is when tensorflow is imported.
+if "tensorflow" not in sys.modules and all(map(importlib.util.find_spec, (_ADDONS, "tf_keras"))):
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
+sys.meta_path.insert(0, _Finder)

@@ -1,8 +1,18 @@
 """tensorflow-addons as `fastaccum.addons`: imported when used, beside a Keras 3 that goes on as before."""
 
+import functools
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
 
 PROLOGUE = "import os; os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'; import sys\n"
 
@@ -27,8 +37,11 @@ assert "tensorflow_addons" not in sys.modules and "tf_keras" not in sys.modules
 import warnings
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
-from fastaccum.addons import optimizers
+from tensorflow.keras import layers
 import tensorflow_addons
+from fastaccum.addons import optimizers
+import tf_keras
+assert layers.Dense is tf_keras.layers.Dense
 assert optimizers is tensorflow_addons.optimizers
 assert addons.losses is tensorflow_addons.losses and "image" in dir(addons)
 assert addons.__name__ == "fastaccum.addons"
@@ -126,7 +139,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 import fastaccum.addons
 for Without.hidden in ("tensorflow_addons", "tf_keras"):
     try:
-        fastaccum.addons.optimizers
+        import tensorflow_addons
     except ImportError as error:
         assert Without.hidden.replace("_", "-") in str(error) and "pip install fastaccum[addons]" in str(error)
     else:
@@ -138,6 +151,64 @@ def test_where_its_wheels_end():
     from fastaccum.addons import _not_installed
 
     assert "3.11" not in _not_installed("tensorflow_addons", (3, 11))
-    assert "This is Python 3.12, and the wheels of tensorflow-addons end at 3.11" in _not_installed(
-        "tensorflow_addons", (3, 12)
-    )
+    text = _not_installed("tensorflow_addons", (3, 12))
+    assert "This is Python 3.12, where that installs nothing, since the wheels of tensorflow-addons end at" in text
+    assert "keras.optimizers.Lamb" in text
+
+
+def test_what_needs_a_compiled_operation_is_refused_by_name():
+    image, layers, text = fa.addons.image, fa.addons.layers, fa.addons.text
+    grid = tf.zeros([1, 4, 4, 1])
+    calls = {
+        "text.parse_time": lambda: text.parse_time("2026", "%Y", "SECOND"),
+        "text.skip_gram_sample": lambda: text.skip_gram_sample(tf.constant(["a", "b"])),
+        "image.resampler": lambda: image.resampler(grid, tf.zeros([1, 2])),
+        "image.connected_components": lambda: image.connected_components(grid[0, :, :, 0]),
+        "image.euclidean_dist_transform": lambda: image.euclidean_dist_transform(tf.zeros([4, 4, 1], tf.uint8)),
+        "layers.EmbeddingBag": lambda: layers.EmbeddingBag(4, 4)(tf.zeros([2, 2], tf.int32)),
+        "layers.CorrelationCost": lambda: layers.CorrelationCost(1, 1, 1, 1, 1, "channels_last")([grid, grid]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=rf"tensorflow_addons\.{name} needs an operation .* use "):
+            call()
+    assert image.adjust_hsv_in_yiq(tf.zeros([4, 4, 3]), 0.1).shape == (4, 4, 3)  # written in Python, too
+
+
+def test_averages_are_swapped_in_for_an_evaluation():
+    """SWA's are the weights until its averages begin; a Keras 3 model's can be kept."""
+    import tf_keras
+
+    x = np.ones((8, 2), "float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    inner = tf_keras.optimizers.legacy.SGD(0.01)
+    swa = fa.addons.optimizers.SWA(inner, start_averaging=2, average_period=1)
+    trainer = fa.Trainer(model, swa, "mse", gradient_accumulation_steps=2)
+    swap, weights = keras.callbacks.SwapEMAWeights(), []
+    for _ in range(2):
+        history = trainer.fit(x, x[:, :1], batch_size=2, verbose=0, validation_data=(x, x[:, :1]), callbacks=[swap])
+        weights.append(model.get_weights()[0])
+        plain = trainer.evaluate(x, x[:, :1], verbose=0)
+        averaged = trainer.evaluate(x, x[:, :1], verbose=0, callbacks=[swap])
+        assert history.history["val_loss"] == pytest.approx([averaged], rel=1e-5)
+        assert (averaged == pytest.approx(plain, rel=1e-5)) == (len(weights) == 1)
+        np.testing.assert_allclose(model.get_weights()[0], weights[-1], rtol=1e-5)
+    swa.assign_average_vars(model.trainable_variables)
+    assert trainer.evaluate(x, x[:, :1], verbose=0) == pytest.approx(averaged, rel=1e-5)
+
+
+PAGE = Path(__file__).parents[1] / "docs/guides/addons.md"
+
+
+def test_the_guide_says_of_each_compiled_operation_what_to_use_instead():
+    from fastaccum.addons import _COMPILED
+
+    page = PAGE.read_text().replace("`", "")
+    told = [f"| tfa.{what} | {instead} |" for what, instead in _COMPILED.values() if "disable" not in instead]
+    assert [row for row in told if row not in page] == [] and len(told) == 7
+
+
+def test_keras_has_what_the_guide_says():
+    names = set(re.findall(r"`keras\.([\w.]+)", PAGE.read_text()))
+    assert len(names) > 15
+    for name in names:
+        functools.reduce(getattr, name.split("."), keras)

@@ -17,7 +17,7 @@ from fastaccum.adapters import coupling
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known, whole
-from fastaccum.adapters.packages import of_keras, package
+from fastaccum.adapters.packages import kinds, of_keras
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
@@ -37,6 +37,27 @@ class Output(NamedTuple):
     loss: Any
     weight: float
     classes: int | None
+
+
+_OF_ALL_ROWS = {
+    f"tensorflow_addons.{name}"
+    for name in (
+        *("TripletSemiHardLoss", "TripletHardLoss", "LiftedStructLoss", "NpairsLoss", "NpairsMultilabelLoss"),
+        "WeightedKappaLoss",
+    )
+}
+
+
+class _OfAllRows:
+    """A loss that is one number for all rows of a batch, as one for each row: their mean is that number."""
+
+    reduction = "sum_over_batch_size"
+
+    def __init__(self, loss: Any):
+        self.loss, self.name = loss, type(loss).__name__
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        return tf.fill([y_pred.shape[0]], self.loss.call(y_true, y_pred))
 
 
 class Losses:
@@ -80,7 +101,10 @@ class Losses:
             for loss, weight in _with_weights(of_output, weights[i], name):
                 if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
                     loss = get_loss(loss, target, outputs.specs[i])
-                _require_sum_of_rows(loss, name, outputs.specs[i])
+                if _OF_ALL_ROWS & kinds(loss).keys():
+                    loss = _OfAllRows(loss)
+                else:
+                    _require_sum_of_rows(loss, name, outputs.specs[i])
                 classes = None
                 if takes_class_indices(loss):
                     shape, axis = tuple(outputs.specs[i].shape), getattr(loss, "_fn_kwargs", {}).get("axis", -1)
@@ -232,7 +256,9 @@ def term(
 
 
 def _mixing(loss: Any, target: Any, outputs: Outputs, output: Output) -> str | None:
-    """The operation by which a loss that is not Keras's own makes of a row what depends on others, if one is seen."""
+    """By what a loss makes of a row what depends on others, if that is known, or seen where it is not Keras's own."""
+    if isinstance(loss, _OfAllRows) or _loss_name(loss) == "circle":
+        return loss.name
     if of_keras(getattr(loss, "fn", type(loss))):
         return None
     try:
@@ -262,31 +288,18 @@ def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
     return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
 
 
-# Of Keras, and of tensorflow-addons.
-_COMPARE_ROWS = {
-    *("Circle", "TripletSemiHardLoss", "TripletHardLoss", "LiftedStructLoss", "NpairsLoss", "NpairsMultilabelLoss"),
-    "WeightedKappaLoss",
-}
-
-
 def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
-    theirs = (c for c in type(loss).__mro__ if package(c) in ("keras", "tensorflow_addons"))
-    if any(c.__name__ in _COMPARE_ROWS for c in theirs):
-        raise ValueError(
-            f"The loss of output {name!r} is {type(loss).__name__}, which compares the rows of a batch with each "
-            "other: no sum over micro-batches equals it. Pass a loss of single rows."
-        )
-    if _reduction(loss) is None:
-        raise ValueError(
-            f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
-            "reduction='sum_over_batch_size' (the mean) or 'sum'."
-        )
     called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
     if not of_keras(called):
         raise ValueError(
             f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ {called.__name__} overrides: "
             "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
             "loss for each row; or the model's compute_loss, with a loss that compares rows."
+        )
+    if _reduction(loss) is None:
+        raise ValueError(
+            f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
+            "reduction='sum_over_batch_size' (the mean) or 'sum'."
         )
     if _loss_name(loss) in ("dice", "tversky"):
         axis, rank = loss._fn_kwargs.get("axis"), len(spec.shape)
@@ -333,7 +346,7 @@ def _require_per_example(loss: Any, values: Any, rows: int | None) -> None:
 
 
 # Keras's other losses compare target and prediction element by element, and would broadcast one to the other.
-_TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy", "ctc")
+_TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy", "ctc", "circle")
 
 
 def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:

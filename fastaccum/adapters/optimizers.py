@@ -326,6 +326,13 @@ class _Legacy(_TFKeras):
     def _create(self, variables: list[Any]) -> None:
         with tf.name_scope(self.optimizer._name):  # as in its `apply_gradients`, for the names of the slots
             self.optimizer._create_all_weights(variables)
+        if "tensorflow_addons.AveragedOptimizerWrapper" in kinds(self.optimizer):
+            # What keras.callbacks.SwapEMAWeights swaps, by the names of Keras 3.
+            self.optimizer._trainable_variables = variables
+            averages = [self.optimizer.get_slot(v, "average") for v in variables]
+            self.optimizer._model_variables_moving_average = averages
+            if self.optimizer._distribution_strategy is None:
+                self.optimizer._distribution_strategy = tf.distribute.get_strategy()
 
 
 class _AddonsMulti(Optimizer):

@@ -260,10 +260,16 @@ def test_only_labels_that_are_class_indices_are_observed(family):
     assert [labels.numpy().tolist() for labels in losses.class_indices(outputs.match(y_true, "y"))] == [[0, 2]]
 
 
-def test_a_loss_that_compares_rows_is_refused():
-    losses = Losses(LOSSES.Circle())
-    with pytest.raises(ValueError, match="Circle, which compares the rows"):
-        losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))
+def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
+    """Told of, and without padding; tensorflow-addons' is one number for all rows, whose own reduction is none."""
+    pytest.importorskip("tf_keras")
+    y_pred, labels = tf.math.l2_normalize(tf.constant([[1.0, 2], [3, 1], [2, 2], [0, 1]]), 1), tf.constant([0, 0, 1, 1])
+    for loss in (LOSSES.Circle(), fa.addons.losses.TripletSemiHardLoss()):
+        losses, outputs = Losses(loss), Outputs(["a"], y_pred)
+        losses.build(outputs, labels)
+        assert losses.mixing == {"a": loss.name if isinstance(loss, LOSSES.Circle) else type(loss).__name__}
+        (term,) = losses.terms(outputs.matched(labels, y_pred, None), None, {})
+        np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
 
 
 class Halved(LOSSES.MeanSquaredError):
@@ -308,13 +314,6 @@ def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_ke
     assert history["loss"] == pytest.approx([float(loss)], rel=1e-5)
     for ours, theirs in zip(trainer.model.get_weights(), full.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-def test_a_loss_of_addons_that_compares_rows_is_refused_for_that():
-    pytest.importorskip("tf_keras")
-    losses = Losses(fa.addons.losses.TripletSemiHardLoss())  # whose reduction is none
-    with pytest.raises(ValueError, match="TripletSemiHardLoss, which compares the rows"):
-        losses.build(Outputs(["a"], tf.ones([4, 3])), tf.zeros([4], tf.int32))
 
 
 def test_an_output_may_have_no_loss():
