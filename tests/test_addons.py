@@ -54,6 +54,7 @@ else:
 """)
 
 
+@pytest.mark.faults
 def test_keras_3_goes_on_beside_it(tmp_path):
     """A Keras 3 model made before, trained, saved and loaded after; tf.keras is tf_keras in every spelling."""
     succeeds(f"""
@@ -97,6 +98,7 @@ assert keras.__version__.startswith("3.") and not issubclass(keras.Model, tf_ker
 LINE = 'import os; os.environ["TF_USE_LEGACY_KERAS"] = "1"'
 
 
+@pytest.mark.faults
 def test_tf_keras_bound_to_keras_3_before():
     """The error says the line to add, and leaves everything as it was."""
     succeeds(f"""
@@ -116,6 +118,7 @@ assert not {{"tensorflow_addons", "keras.src.engine"}} & (set(sys.modules) - mod
 """)
 
 
+@pytest.mark.faults
 def test_tf_keras_bound_by_an_import():
     code = """
 from tensorflow.keras.layers import Dense
