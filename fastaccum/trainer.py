@@ -43,55 +43,57 @@ Verbose = Literal["auto", 0, 1, 2]
 
 
 class Trainer:
-    """Trains a Keras model with gradient accumulation, each cycle one XLA program.
+    """Trains a Keras model with gradient accumulation.
 
-    A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies one update,
-    equal to float32 rounding to the update of Keras's own step on all their rows at once:
+    A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies one update, all in
+    one XLA program. The update equals, to float32 rounding, that of Keras's own step on all these rows at once:
 
         update = optimizer( sum_ij w_ij * grad(l_ij) / denominator )     i: micro-batches, j: rows or tokens
 
-    where the denominator is the one that the loss's `reduction` defines over the full batch. A short last stack and
-    batches of varying size count exactly, by the rows that they hold. Batch statistics are those of the micro-batches.
+    The denominator is the one that the loss's `reduction` defines over the full batch. A short last batch counts by the
+    rows that it holds. Batch statistics, as of BatchNormalization, are those of each micro-batch.
+
     The model is trained in place: save it, as any Keras model, by `trainer.model.save("model.keras")`.
-    The gradient of an embedding is summed by id before the optimizer has it, as in tf_keras; Keras 3's own `fit` hands
-    it over unsummed, and most of its optimizers then square what comes for the same id one by one.
+
+    Embeddings differ from Keras 3 on purpose. Their gradient is summed by id before the optimizer sees it, as in
+    tf_keras. Keras 3's `fit` doesn't sum it, and optimizers such as Adam then square each part of an id by itself.
 
     Args:
         model: a Keras 3 model, or a tf_keras model.
-        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name. Its schedules and `iterations`
-            count updates. That of a compiled model is not taken by itself: pass `model.optimizer`.
-        loss: a Keras loss or its name; `fn(y_true, y_pred)` that returns one loss per example or per token, each of
-            that row alone; or a list or dict of these by output. None: the model's own, as in Keras: what it was
-            compiled with (then its metrics too, if none are given), a `compute_loss` that it overrides, what it adds
-            by `add_loss`, or the loss that a Hugging Face model returns. `y` may be left out where the loss needs none.
-        metrics: as in Keras's `compile`; computed inside the program.
+        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or the name of a Keras optimizer. Its schedules
+            and `iterations` count updates. To use the one that a model was compiled with, pass `model.optimizer`.
+        loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per row or per token; or
+            a list or dict of these, by output. None for the model's own loss: the one that it was compiled with (with
+            its metrics, if none are given), its `compute_loss`, its `add_loss`, or the loss that a Hugging Face model
+            returns. `y` may be left out where the loss doesn't need it.
+        metrics: as in Keras's `compile`.
         loss_weights: factors of the outputs' losses, as in `compile`.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
         gradient_accumulation_steps: micro-batches per update.
-        loss_scale: "auto" for `DynamicLossScale()` under float16 compute and none otherwise; or a loss scale.
-        clip_norm: the largest global norm of the final, unscaled gradient.
-        fp32_weight_gradients: under float16 and bfloat16 compute, take the gradients of kernels and biases in
-            float32, as `fastaccum.kernels.fp32_weight_gradients` does, but only within the train step: the model
-            itself stays as it is. Changes nothing in float32, nor for a tf_keras model.
-        jit_compile: compile with XLA; False runs the same step op by op.
-        steps_per_execution: train steps per dispatch, as one more loop in the same program. Callbacks see the last
-            step of each dispatch, as in Keras.
-        on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite although the loss scale
-            cannot go lower (no scaling, a static scale, or a dynamic one at its floor). Such a step changes nothing.
-            "skip" goes on, and raises after 10 of them in a row; "raise" raises at the first.
-        own_loss_reduction: what a scalar that the model computes itself (by `compute_loss`, or added by `add_loss`) is
-            over the rows of a micro-batch: their "mean", or their "sum", which nothing else tells. What is linear in
-            `super().compute_loss(...)` is exact either way. A penalty on weights within a sum counts for each
-            micro-batch: make it a regulariser. A loss that is neither sum nor mean (a masked mean, a comparison of
-            rows) is that of each micro-batch, with a warning where it is seen.
-        compile_cache: a folder in which compiled programs are kept: the next process loads them instead of compiling
-            them. It is the whole process's, from here on, and read only for the same versions, device and flags.
+        loss_scale: a loss scale, or a number for a static one. "auto" for `DynamicLossScale()` if the model computes in
+            float16, and none otherwise.
+        clip_norm: clip the gradient of the whole update to this global norm. None for no clipping.
+        fp32_weight_gradients: if the model computes in float16 or bfloat16, compute the gradients of its kernels and
+            biases in float32, as `fastaccum.kernels.fp32_weight_gradients` does, but within the train step alone: the
+            model stays as it is. No effect in float32 and on tf_keras models.
+        jit_compile: compile with XLA. False runs the same step operation by operation.
+        steps_per_execution: train steps in one call of the program. Callbacks see the last step of each call, as in
+            Keras.
+        on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale
+            is left to try. Such a step never changes anything. "skip" goes on, and raises `NonFiniteError` after 10 of
+            them in a row. "raise" raises it at the first.
+        own_loss_reduction: whether a scalar that the model computes itself (in `compute_loss`, or for `add_loss`) is
+            the "mean" or the "sum" over the rows of a micro-batch, which fastaccum can't see. With "sum", a penalty on
+            weights counts once for each micro-batch: make it a regularizer. A loss that is neither (a masked mean, a
+            comparison of rows) is computed for each micro-batch by itself, with a warning where that can be seen.
+        compile_cache: a folder for compiled programs. The next process loads them from there instead of compiling
+            them again, if versions, device and flags are the same. It applies to the whole process from here on.
 
     Raises:
-        TypeError: raised if the model, optimizer, loss or a metric is not one.
-        ValueError: raised if a number is out of its range, a name unknown, if the model overrides `train_step` or there
-            is no loss, if the optimizer accumulates or scales by itself, or XLA cannot compile a layer; or if an option
-            is set that the train step was built with.
+        TypeError: if the model, optimizer, loss or a metric is not one.
+        ValueError: if a number is out of its range, a name is unknown, the model overrides `train_step`, there is no
+            loss, the optimizer accumulates or scales by itself, or XLA cannot compile a layer. Later: if an attribute
+            is set after the train step was built with it.
 
     >>> import numpy as np
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="line")
@@ -219,37 +221,38 @@ class Trainer:
     ) -> keras.callbacks.History:
         """Trains for `epochs` passes, with the arguments and callbacks of Keras's `fit`.
 
-        What differs from Keras: `batch_size` is that of a micro-batch; `steps_per_epoch` and the batch number that
-        callbacks see count train steps (updates); `class_weight` and `sample_weight` multiply; and logs add
-        `grad_norm` and `loss_scale` (the last step's) and `skipped_steps` (in the epoch so far, for a gradient, loss
-        or statistics that were not finite). Logs reach batch callbacks as a mapping that waits for the step only when
-        it is read.
+        These things differ from Keras:
 
-        A KerasHub task that has a preprocessor is given its raw inputs, which keep their order, as in its own `fit`.
+        - `batch_size` is that of a micro-batch.
+        - `steps_per_epoch` and the batch numbers that callbacks see count train steps, that is, updates.
+        - `class_weight` and `sample_weight` are multiplied if both are given.
+        - The logs also have `grad_norm` and `loss_scale`, of the last step, and `skipped_steps`, the steps of the epoch
+          so far that changed nothing because a value was not finite.
+        - The logs that batch callbacks get are a mapping, which waits for the step only when it is read.
 
-        Shuffling follows `keras.utils.set_random_seed`. As in Keras, data that ends before `steps_per_epoch` ends the
-        epoch, with a warning.
+        As in Keras, `keras.utils.set_random_seed` determines the order of shuffled rows, and data that ends before
+        `steps_per_epoch` ends the epoch with a warning. A KerasHub task that has a preprocessor gets its raw inputs,
+        in order, as in its own `fit`.
 
-        With `checkpoint_dir` the training state is saved there, between train steps and at the end, and a fit that
-        finds checkpoints there goes on from the last good one, bit-identical to one that was never interrupted
-        (docs/reliability.md). With another `batch_size`, accumulation or number of replicas of the same product it
-        goes on in these pieces, equal to float32 rounding. A fit that was complete returns its History at once.
-        SIGTERM saves, then raises `fastaccum.Preempted`, which ends the process with code 143. Data that Python code
-        yields (generators, `keras.utils.PyDataset`, a `tf.py_function`) is read again from the start of the pass, and
-        what was used is dropped, so it must yield the same again.
+        With `checkpoint_dir`, `fit` saves the state of the training there. The same call, made again, continues from
+        the last good checkpoint, with the same results, bit for bit, as if it had never stopped (docs/reliability.md).
+        It may split the same update into other pieces, by another `batch_size`, accumulation or number of devices; the
+        results are then equal to float32 rounding. If the training was complete, it returns the `History` at once.
+        SIGTERM saves, then raises `fastaccum.Preempted`, which ends the process with code 143. Data from Python code
+        (generators, `keras.utils.PyDataset`, `tf.py_function`) is read again from the start of the epoch and must be
+        the same.
 
         Args:
-            checkpoint_dir: a folder for checkpoints, of this training alone. Where it holds some, the last good one
-                says where to go on, whatever `initial_epoch`.
-            checkpoint_every: train steps from one to the next, at the end of a dispatch; None for the end of every
-                epoch.
-            keep: how many of the newest are kept.
-            global_batch_size: rows of an update, with `batch_size="auto"`: the micro-batch is then the largest that
-                fits the device, as `fastaccum.plan` finds it, and `gradient_accumulation_steps` is set to make up the
-                rest. It equals a fit with that `batch_size`, bit for bit. Batches of a tf.data.Dataset are cut anew.
+            checkpoint_dir: a folder for the checkpoints of this training alone. If it holds some, the last good one
+                determines where training continues, and `initial_epoch` is ignored.
+            checkpoint_every: the number of train steps between two checkpoints. None for one after every epoch.
+            keep: how many checkpoints are kept, the newest ones.
+            global_batch_size: rows of an update, with `batch_size="auto"`. The micro-batch is then the largest that
+                fits the device, as `fastaccum.plan` finds it, and `gradient_accumulation_steps` is set accordingly. The
+                result is the same, bit for bit, as with that `batch_size`. Batches of a `tf.data.Dataset` are cut anew.
 
         Returns:
-            The `History`, also found as `model.history`.
+            The `History`, which is also `model.history`.
 
         Raises:
             TypeError, ValueError: raised before any weight moves if data does not fit, or if none of the checkpoints in
@@ -390,11 +393,11 @@ class Trainer:
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> float | list[float] | dict[str, float]:
-        """Loss and metrics over a whole set, with the arguments of Keras's `evaluate`.
+        """Computes loss and metrics over a whole data set, with the arguments of Keras's `evaluate`.
 
-        The loss is that of all rows as one batch: `loss_sum / weight_sum` over the set, not a mean of the batches'
-        means. Weights and state stay as they are. `steps`, and the numbers that callbacks see, count batches, as in
-        Keras: those of the first and the last of a dispatch, which takes as many as in training.
+        The loss is that of all rows as one batch: the sum of the losses divided by the sum of the weights, not a mean
+        of the batches' means. Weights and state stay as they are. `steps` and the numbers that callbacks see count
+        batches, as in Keras.
 
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
@@ -589,30 +592,30 @@ def plan(
     recompute: Literal["auto"] | None = None,
     verbose: Verbose = "auto",
 ) -> Plan:
-    """The micro-batch with which an update of `global_batch_size` rows fits the device and is fastest.
+    """Finds the micro-batch with which an update of `global_batch_size` rows fits the device and is fastest.
 
-    Programs are compiled for at most about five micro-batches, and XLA's plans of their memory read; nothing is run
-    to find out, and no data is made. Trainer and model stay as they are, and no program is kept. `fit(...,
-    batch_size="auto", global_batch_size=N)` does the same with its own data.
+    It compiles the train step for about five micro-batches at most, and reads XLA's plan of the memory of each. No data
+    is made, no program is kept, and trainer and model stay as they are. `fit(..., batch_size="auto",
+    global_batch_size=N)` does the same with its own data.
 
-    The micro-batch is a divisor of the global batch, and a multiple of the replicas: the largest that fits, unless a
-    smaller one is faster, which only a GPU is asked (for a few steps on rows that only pad, which move no weight;
-    not where such rows would be felt, as by batch statistics). Worker processes agree on what all can hold.
+    The micro-batch divides the global batch, and is a multiple of the number of devices. It is the largest that fits.
+    On a GPU a few sizes are also timed, on padding that moves no weight, and a smaller one is chosen if it is faster;
+    not so if padding would change batch statistics. Worker processes agree on one that fits all of them.
 
     Args:
         trainer: a `Trainer`, trained or not.
-        sample: data as `fit` takes it: `(x, y)`, `(x, y, sample_weight)`, or a tf.data.Dataset of batches. Only the
+        sample: data as `fit` takes it: `(x, y)`, `(x, y, sample_weight)`, or a `tf.data.Dataset` of batches. Only the
             shapes of its rows are read.
         global_batch_size: rows of an update.
-        memory_limit: bytes of each device, or a text such as "16GiB"; by default what the device has, less what others
-            use of it and a twentieth for gaps, or FASTACCUM_MEMORY_LIMIT of the environment.
-        recompute: "auto" to look, where no micro-batch fits, for a policy of `fastaccum.remat` with which one does,
-            the one that recomputes least first. The model stays as it is: pass it to `fastaccum.remat` then.
-        verbose: 0 for no line that says what is being compiled, on a terminal.
+        memory_limit: bytes of each device, or a string such as "16GiB". By default the environment variable
+            FASTACCUM_MEMORY_LIMIT, or else what is free on the device, less a twentieth.
+        recompute: "auto" to look for a policy of `fastaccum.remat` if no micro-batch fits, the one that computes least
+            again first. The model stays as it is: pass it to `fastaccum.remat` with that policy.
+        verbose: 0 for no messages on a terminal about what is being compiled.
 
     Returns:
-        A `Plan`; to train by it, set `trainer.gradient_accumulation_steps = plan.accumulation_steps` and pass
-        `batch_size=plan.batch_size`.
+        A `Plan`. To train with it, set `trainer.gradient_accumulation_steps = plan.accumulation_steps` and pass
+        `batch_size=plan.batch_size` to `fit`.
 
     Raises:
         OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.

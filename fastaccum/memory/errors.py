@@ -16,7 +16,9 @@ _ELSE = "Take a smaller model, or a device with more memory."
 
 
 class OutOfMemoryError(MemoryError):
-    """Raised before a program runs that a device's memory cannot hold, or where TensorFlow ran out of it.
+    """A train step needs more memory than the device has.
+
+    Raised before the step runs if its compiled program cannot fit, or when TensorFlow runs out of memory.
 
     Attributes:
         memory: what the program takes, a `StepMemory`; None where that is not known.

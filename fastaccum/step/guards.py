@@ -18,8 +18,9 @@ PATIENCE = 10
 
 
 class NonFiniteError(FloatingPointError):
-    """Training can only skip its steps: their gradient, loss or statistics are not finite, and no lower loss scale is
-    left to try. Weights, slots and statistics are those of the last good step.
+    """Training cannot go on: gradients, losses or statistics are not finite, and no lower loss scale is left to try.
+
+    Weights, optimizer slots and statistics are those of the last good step.
     """
 
 
