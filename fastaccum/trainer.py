@@ -48,10 +48,11 @@ class Trainer:
     A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies one update, all in
     one XLA program. The update equals, to float32 rounding, that of Keras's own step on all these rows at once:
 
-        update = optimizer( sum_ij w_ij * grad(l_ij) / denominator )     i: micro-batches, j: rows or tokens
+        update = optimizer( sum_ij w_ij * grad(l_ij) / denominator )
 
-    The denominator is the one that the loss's `reduction` defines over the full batch. A short last batch counts by the
-    rows that it holds. Batch statistics, as of BatchNormalization, are those of each micro-batch.
+    Here i counts the micro-batches and j their rows or tokens; w are their weights and l their losses. The denominator
+    is the one that the loss's `reduction` defines over the full batch. A short last batch counts by the rows that it
+    holds. Batch statistics, as of BatchNormalization, are those of each micro-batch.
 
     The model is trained in place: save it, as any Keras model, by `trainer.model.save("model.keras")`.
 
