@@ -1,4 +1,4 @@
-"""The `fastaccum` command: `fastaccum train | plan | bench | devices`.
+"""The `fastaccum` command: `fastaccum train | generate | plan | bench | devices`.
 
 TensorFlow is imported by the subcommand that needs it, so that `fastaccum --help` answers at once.
 """
@@ -29,12 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = options.make_parser()
     if argv[:1] == ["bench"]:
         # Its options are known in a clone only, and the suites' processes import TensorFlow themselves.
-        return _bench(argv[1:], parser)
-    parsed = parser.parse_args(argv)
-    _import_tensorflow()
+        return _bench(argv[1:])
+    parsed = options.parse(argv)
+    told = sys.stdout if parsed.command in ("train", "plan") else sys.stderr
+    if told is sys.stdout or told.isatty():
+        print("loading   TensorFlow", file=told, flush=True)  # which takes some seconds
+    _import_tensorflow(parsed.tensorflow_log)
     if parsed.command == "devices":
         for kind, name in options.device_names():
             print(f"{kind:5}{name}")
@@ -43,18 +45,23 @@ def _main(argv: Sequence[str]) -> int:
         from fastaccum.app import plan
 
         return plan.plan(parsed)
+    if parsed.command == "generate":
+        from fastaccum.app import generate
+
+        return generate.generate(parsed)
     from fastaccum.app import train
 
     return train.train(parsed)
 
 
-def _bench(argv: Sequence[str], parser: options.Parser) -> int:
+def _bench(argv: Sequence[str]) -> int:
     """`python -m benchmarks` of the clone that this package is part of."""
     clone = pathlib.Path(__file__).resolve().parent.parent
     if not (clone / "benchmarks" / "__main__.py").exists():
-        parser.error(
+        raise options.BadArgument(
             "the benchmarks are not part of an installed package: "
-            "run `python -m benchmarks` in a clone of the repository, or `pip install -e .` there."
+            "run `python -m benchmarks` in a clone of the repository, or `pip install -e .` there.",
+            "fastaccum bench",
         )
     sys.path.insert(0, str(clone))
     from benchmarks.__main__ import main
@@ -62,16 +69,20 @@ def _bench(argv: Sequence[str], parser: options.Parser) -> int:
     return main(argv, prog="fastaccum bench")
 
 
-def _import_tensorflow() -> None:
-    """Imports TensorFlow without its start-up lines, unless TF_CPP_MIN_LOG_LEVEL says which ones to print.
+def _import_tensorflow(log: bool = False) -> None:
+    """Imports TensorFlow without its log lines, or with all of them if `log`.
 
     The first of them are written to the file descriptor before TensorFlow reads any level, so the descriptor is
     redirected during the import and the search for devices. If they fail, everything is printed.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever Keras's other programs are to use
-    if "TF_CPP_MIN_LOG_LEVEL" in os.environ or "tensorflow" in sys.modules:
+    if "tensorflow" in sys.modules:
         return
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0" if log else "3"  # an error that matters is a Python exception, too
+    if log:
+        return
+    for name in ("TF_CPP_MAX_VLOG_LEVEL", "TF_CPP_VMODULE"):
+        os.environ.pop(name, None)
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as lines:
@@ -79,6 +90,7 @@ def _import_tensorflow() -> None:
         try:
             import tensorflow as tf
 
+            tf.get_logger().setLevel("ERROR")
             tf.config.list_physical_devices()
         except BaseException:
             lines.seek(0)

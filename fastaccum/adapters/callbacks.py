@@ -95,8 +95,9 @@ class Callbacks:
             bar = [] if verbose == 0 or any(_is(each, "ProgbarLogger") for each in given) else [_Progress()]
             callbacks = keras.callbacks.CallbackList([*given, *bar], history, model=model, **params)
         self.list = callbacks
-        # Prints to a terminal, where there is one to print to.
-        heard = verbose != 0 and sys.stdout.isatty() and keras.config.is_interactive_logging_enabled()
+        # Prints where somebody reads as it goes: to a terminal, or to a notebook.
+        read = sys.stdout.isatty() or "ipykernel" in sys.modules
+        heard = verbose != 0 and read and keras.config.is_interactive_logging_enabled()
         self.say: Callable[[str], None] | None = functools.partial(print, end="", flush=True) if heard else None
         self._last_draw = 0.0
         self._previous: Logs = dict

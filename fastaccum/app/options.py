@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 EPILOG = """\
@@ -17,6 +18,8 @@ However a run ended, `fastaccum train --resume FOLDER` continues from its last c
 """
 MOST = 10**6  # windows in a micro-batch, micro-batches in an update
 MOST_STEPS = 10**9
+STEPS = 300
+PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
 
 
 class BadArgument(Exception):
@@ -35,16 +38,62 @@ class Parser(argparse.ArgumentParser):
             epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
 
+        self.register("action", None, _Store)
+
     def error(self, message: str) -> NoReturn:
         # Without the usage: the one line that matters would be the last of many.
         raise BadArgument(message, self.prog)
 
 
+class _Store(argparse.Action):
+    """Stores a value, and the option that it came by in `given`: one that equals the default is given, too."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = [*getattr(namespace, "given", ()), *([option_string] if option_string else [])]
+
+
+class _Version(argparse.Action):
+    """Prints the versions, which are looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        others = ", ".join(f"{name} {version(name.lower())}" for name in ("TensorFlow", "Keras"))
+        print(f"fastaccum {version('fastaccum')} ({others}, Python {platform.python_version()})")
+        parser.exit()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, parsed: `command` and `parser` are the subcommand's, `given` the options that it names.
+
+    Raises:
+        BadArgument: raised for what is not an option, with the one that was probably meant, and for a missing file.
+    """
+    parser = make_parser()
+    if not argv:
+        parser.error("name a COMMAND: train, generate, plan, bench or devices; `fastaccum --help` says what each does")
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        from difflib import get_close_matches
+
+        names = re.findall(r"--[\w-]+", parsed.parser.format_help())
+        meant = next((found for each in unknown for found in get_close_matches(each.split("=")[0], names, 1)), None)
+        hint = f": did you mean {meant}?" if meant else f"; `{parsed.parser.prog} --help` lists the options"
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    for path in getattr(parsed, "paths", ()):
+        if not os.path.lexists(path):
+            parsed.parser.error(f"{path!r} does not exist: give a text file, or a folder of them.")
+    return parsed
+
+
 def make_parser() -> Parser:
-    """The parser of the command line; what it parses has the subcommand's name and parser as `command`, `parser`."""
+    """The parser of the command line."""
     parser = Parser(
         prog="fastaccum", description="Trains on TensorFlow, a whole gradient-accumulation cycle as one XLA program."
     )
+    version = "print the versions of fastaccum, TensorFlow, Keras and Python"
+    parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -56,7 +105,7 @@ def make_parser() -> Parser:
     add = train.add_argument
     text = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", type=_path, metavar="FILE or FOLDER", help=text)
-    add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help="optimizer updates (%(default)s)")
+    add("--steps", type=_whole(1, MOST_STEPS), metavar="N", help=f"optimizer updates in all ({STEPS})")
     add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help="windows in a micro-batch (%(default)s)")
     add("--accum", type=_whole(1, MOST), default=4, metavar="N", help="micro-batches in an update (%(default)s)")
     _add_model(add)
@@ -67,11 +116,12 @@ def make_parser() -> Parser:
     add("--out", type=_path, metavar="FOLDER", help=out)
     every = "updates between checkpoints (%(default)s)"
     add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
-    resume = "continue the run in FOLDER, from its last checkpoint and with its own options: give no others"
+    resume = "continue the run in FOLDER from its last checkpoint; with --steps N, to N steps in all"
     add("--resume", type=_path, metavar="FOLDER", help=resume)
     cache = "compile anew, and keep nothing in $FASTACCUM_COMPILE_CACHE (~/.cache/fastaccum)"
     add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
-    train.set_defaults(command="train", parser=train)
+    _finish(train, "train")
+    _add_generate(commands)
     plan = commands.add_parser(
         "plan",
         help="find the micro-batch that fits the device",
@@ -86,11 +136,35 @@ def make_parser() -> Parser:
     add("--memory-limit", type=_path, metavar="SIZE", help=limit)
     add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
     add("--plot", type=_path, metavar="FILE", help="draw memory over micro-batches to FILE")
-    plan.set_defaults(command="plan", parser=plan)
+    _finish(plan, "plan")
     commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
     devices = commands.add_parser("devices", help="list what TensorFlow can train on")
-    devices.set_defaults(command="devices", parser=devices)
+    _finish(devices, "devices")
     return parser
+
+
+def _finish(parser: Parser, command: str) -> None:
+    """What every subcommand has."""
+    log = "print TensorFlow's own log lines too, which are left out otherwise whatever the environment says"
+    parser.add_argument("--tensorflow-log", action="store_true", help=log)
+    parser.set_defaults(command=command, parser=parser, given=())
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with the model of a run",
+        description="Prints a text and how the model that `fastaccum train` saved in a run folder continues it.",
+    )
+    generate.epilog = "exit codes: 0 done; 2 bad arguments, nothing generated."
+    add = generate.add_argument
+    add("run", type=_path, metavar="RUN", help="a run folder, with the model.keras of a run that ended")
+    add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")
+    add("--length", type=_whole(1, MOST), default=400, metavar="N", help="bytes to generate (%(default)s)")
+    temperature = "near 0: always the likeliest byte; 1: as likely as the model says (%(default)s)"
+    add("--temperature", type=_positive, default=0.8, metavar="T", help=temperature)
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of what is drawn (%(default)s)")
+    _finish(generate, "generate")
 
 
 def _add_model(add: Callable[..., Any]) -> None:
@@ -98,7 +172,8 @@ def _add_model(add: Callable[..., Any]) -> None:
     precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
     precision = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
     add("--precision", choices=precisions, default="auto", help=precision)
-    add("--preset", default="nano", metavar="NAME", help="model size: nano (default), micro, 124m, 350m, 1.3b")
+    preset = f"model size: {', '.join(PRESETS)} (%(default)s)"
+    add("--preset", type=str.lower, choices=PRESETS, default="nano", metavar="NAME", help=preset)
     optimizer = (
         "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
         "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
@@ -121,11 +196,13 @@ def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
 
 def _path(value: str) -> str:
     if not value or "\0" in value:
-        raise argparse.ArgumentTypeError(f"{value!r} is no path")
+        raise argparse.ArgumentTypeError(f"{value!r} is not a path")
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{value!r} is no path: its characters cannot be in a file's name") from None
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a path: its characters cannot be in a file's name"
+        ) from None
     return value
 
 

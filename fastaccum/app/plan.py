@@ -9,7 +9,7 @@ import numpy as np
 
 from fastaccum import trainer
 from fastaccum.app.options import BadArgument, as_options
-from fastaccum.app.run import chosen_precision, learning_rate, make_optimizer, make_trainer, require_preset, say
+from fastaccum.app.run import chosen_precision, learning_rate, make_optimizer, make_trainer, say
 from fastaccum.memory import device
 from fastaccum.memory.plan import Plan
 from fastaccum.transformer import PRESETS
@@ -33,7 +33,7 @@ def plan(options: argparse.Namespace) -> int:
         ]
         given = "".join(f" --{name} {getattr(options, name)}" for name in names)
         cut = f"--batch-size {found.batch_size} --accum {found.accumulation_steps}"
-        say("to train", f"fastaccum train{given} {cut}")
+        say("to train", f"fastaccum train{given} {cut}", wraps=False)
     if options.plot is not None:
         try:
             found.plot(options.plot)
@@ -44,7 +44,6 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _found(options: argparse.Namespace) -> Plan:
-    require_preset(options.preset)
     limit = None if options.memory_limit is None else device.size(options.memory_limit, "--memory-limit")
     optimizer = make_optimizer(options.optimizer, learning_rate(1.0, 1))
     made = make_trainer(options.preset, chosen_precision(options.precision), optimizer)

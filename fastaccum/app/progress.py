@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 
 class Display:
-    """Notes, above a bar on a terminal; in a file or a pipe where they are rare, the status twice a minute."""
+    """Lines of a table, above a bar on a terminal; in a file or a pipe where they are rare, one twice a minute."""
 
     def __init__(self, total: int, stream: TextIO | None = None):
         self.total = total
         self._console = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            TimeRemainingColumn(compact=True),
+            BarColumn(12, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+            _Status(),
             console=self._console,
         )
-        self._task = self._bar.add_task("", total=total, status="compiling")
+        self._task = self._bar.add_task("", total=total, status="")
         self._has_bar = self._console.file.isatty()
         self._last = time.monotonic()
+        self._heard, self._headed, self._scaled = "", False, False
 
     def __enter__(self) -> Display:
         if self._has_bar:
@@ -36,14 +40,47 @@ class Display:
         if self._has_bar:
             self._bar.stop()
 
-    def update(self, step: int, status: str) -> None:
-        """`step` steps are done; `status` is a short text."""
+    def hear(self, part: str) -> None:
+        """Part of a line that says what is traced and compiled, shown as it comes."""
         if self._has_bar:
-            self._bar.update(self._task, completed=step, status=status)
-        elif time.monotonic() - self._last > 30:
-            self.note(f"step {step:,}/{self.total:,}  {status}")
+            self._heard += part
+            self.status(self._heard.rpartition(". ")[2].rstrip(": "))
+            if part.endswith("\n"):
+                self._print(self._heard.rstrip())
+        else:
+            self._console.out(part, end="")
+            self._console.file.flush()
 
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        self._console.print(text, soft_wrap=True)
+    def status(self, text: str, step: int | None = None) -> None:
+        """What is being done, beside the bar, and how many steps are done if that is new."""
+        self._bar.update(self._task, completed=step, status=text)
+
+    def update(self, step: int, bits: float, rate: float, scale: float = 1, skipped: int = 0) -> None:
+        """`step` steps are done, with so many bits per byte, and tokens a second or NaN. A loss scale of 1 is none."""
+        speed = "" if math.isnan(rate) else f"  {rate:,.0f} tokens/s"
+        more = f"  loss scale {scale:,.0f}" * (scale != 1) + f"  {skipped} skipped" * bool(skipped)
+        self._bar.update(self._task, completed=step, status=f"{bits:.3f} bits/byte{speed}{more}")
+        if not self._has_bar and time.monotonic() - self._last > 30:
+            self.row(step, bits, math.nan, rate, scale, skipped)
+
+    def row(self, step: int, bits: float, held_out: float, rate: float, scale: float = 1, skipped: int = 0) -> None:
+        """A line of the table: `update`, and the bits per byte of the text held out, or NaN."""
+        width = max(4, len(f"{self.total:,}"))
+        if not self._headed:
+            self._scaled, self._headed = scale != 1, True
+            self._print(f"{'step':>{width}}  bits/byte  held out  tokens/s{'  loss scale' * self._scaled}")
+        known, speed = ("" if math.isnan(x) else f"{x:,.{digits}f}" for x, digits in ((held_out, 3), (rate, 0)))
+        more = f"  {scale:10,.0f}" * self._scaled + f"  {skipped} skipped" * bool(skipped)
+        self._print(f"{step:>{width},}  {bits:9.3f}  {known:>8}  {speed:>8}{more}")
+        self.update(step, bits, rate, scale, skipped)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=not self._has_bar)
         self._last = time.monotonic()
+
+
+class _Status(ProgressColumn):
+    """The one column that gives way where a terminal is narrow."""
+
+    def render(self, task: Any) -> Text:
+        return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")

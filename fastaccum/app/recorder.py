@@ -14,6 +14,7 @@ from fastaccum.app.progress import Display
 from fastaccum.app.run import Run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint.signals import EndRequest
+from fastaccum.step import program
 
 ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
@@ -30,36 +31,41 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self.run, self.folder, self.interrupt, self.display = run, folder, interrupt, display
         self.total = run.options.steps
-        self.steps_per_row = math.ceil(self.total / ROWS)
-        self.rows = math.ceil(self.total / self.steps_per_row)
+        # A run that is extended goes on in rows of that many steps, and may have had a short one at each of its ends.
+        self.steps_per_row = math.ceil([*run.earlier_steps, self.total][0] / ROWS)
+        self.rows = math.ceil(self.total / self.steps_per_row) + len(run.earlier_steps)
         # A run that had ended has nothing left to train, and reports what it reached.
         last = folder.rows[-1] if folder.rows else {}
-        self.steps, self.skipped = self.total, int(last.get("skipped_steps", 0))
+        self.steps, self.skipped = 0, int(last.get("skipped_steps", 0))
         self.held_out = last.get("held_out_bits_per_byte", math.nan)
         self.shown = self.row_started = time.monotonic()
         self.started = self.shown - last.get("seconds", 0)
-        self.steps_before = 0
+        self.row_began = 0  # after so many steps
         self.steps_at_row: int | None = None  # None until a step has run
         self.rate = math.nan
         self.logs: Mapping[str, Any] = {}
 
     def get_state(self) -> dict[str, Any]:
-        """Nothing for the checkpoint: what a resumed run needs to know is in metrics.csv."""
-        return {}
+        """Where in the run and in its rows a checkpoint stands; all else that a resumed run needs is in metrics.csv."""
+        return {"steps": self.steps, "row_began": self.row_began}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Puts that back; ValueError if it is nothing that `get_state` returns."""
+        steps, row_began = state["steps"], state["row_began"]
+        if not (type(steps) is type(row_began) is int and 0 <= row_began <= steps <= self.total):
+            raise ValueError(f"no run of {self.total} steps is at {state}")
+        self.steps, self.row_began = steps, row_began
+        self.display.status("", steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.steps_before = epoch * self.steps_per_row
         if self.run.rows is not None and self.steps_at_row is None:
             # Without what was written after the checkpoint from which the run goes on, if only in part.
-            self.folder.keep_rows(self.steps_before)
+            self.folder.keep_rows(self.row_began)
             self.skipped = int(self.folder.rows[-1]["skipped_steps"]) if self.folder.rows else 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.logs = logs
-        self.steps = self.steps_before + batch + 1
+        self.steps += 1
         if self.steps_at_row is None:
             # Until here it compiled, which says nothing of its speed.
             float(logs["loss"])
@@ -70,12 +76,14 @@ class Recorder(keras.callbacks.Callback):
             EndRequest.entered[signal.SIGTERM].requested = True
         # A look at the logs waits for the step, so it must be rare.
         if time.monotonic() - self.shown > SHOW_SECONDS:
-            self.display.update(self.steps, self._status(self.skipped + int(logs["skipped_steps"])))
+            skipped = self.skipped + int(logs.get("skipped_steps", 0))
+            self.display.update(self.steps, _bits(logs), self.rate, _scale(logs), skipped)
             self.shown = time.monotonic()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.logs = logs
         self._end_row()
+        self.row_began = self.steps
 
     def finish(self) -> None:
         """Completes metrics.csv after an interruption, and evaluates where no row says what was reached."""
@@ -87,12 +95,12 @@ class Recorder(keras.callbacks.Callback):
     def _end_row(self) -> None:
         """Writes a row of metrics.csv for the steps since the last one."""
         now = time.monotonic()
-        self.skipped += int(self.logs["skipped_steps"])
+        self.skipped += int(self.logs.get("skipped_steps", 0))
         row = {
             "step": self.steps,
             "seconds": round(now - self.started, 2),
             "bits_per_byte": _bits(self.logs),
-            "loss_scale": float(self.logs["loss_scale"]),
+            "loss_scale": _scale(self.logs),
             "grad_norm": float(self.logs["grad_norm"]),
             "skipped_steps": self.skipped,
         }
@@ -103,23 +111,23 @@ class Recorder(keras.callbacks.Callback):
         last = self.steps == self.total or self.interrupt.requested
         if last or self.steps // self.steps_per_row % math.ceil(self.rows / EVALUATIONS) == 0:
             self.held_out = row["held_out_bits_per_byte"] = self._evaluate()
-            self.display.note(
-                f"step {self.steps:,}/{self.total:,}  held out {self.held_out:.3f} bits per byte  "
-                f"{self._status(self.skipped)}"
+            self.display.row(
+                self.steps, row["bits_per_byte"], self.held_out, self.rate, row["loss_scale"], self.skipped
             )
         self.folder.add_row(row)
         self.row_started, self.steps_at_row = time.monotonic(), self.steps
 
     def _evaluate(self) -> float:
         x, y = self.run.held_out
-        return _bits(
-            self.run.trainer.evaluate(x, y, batch_size=self.run.options.batch_size, return_dict=True, verbose=0)
-        )
+        self.display.status("evaluating")
+        with program.announced(lambda _: self.display.status("compiling the evaluation")):
+            logs = self.run.trainer.evaluate(x, y, batch_size=self.run.options.batch_size, return_dict=True, verbose=0)
+        return _bits(logs)
 
-    def _status(self, skipped: int) -> str:
-        rate = f"{self.rate:,.0f} tokens/s" if math.isfinite(self.rate) else "compiled"
-        scale = float(self.logs["loss_scale"])
-        return f"loss {_bits(self.logs):.3f} bits  {rate}  loss scale {scale:g}  skipped {skipped}"
+
+def _scale(logs: Any) -> float:
+    """Of the loss: 1 without loss scaling."""
+    return float(logs.get("loss_scale", 1))
 
 
 def _bits(logs: Any) -> float:

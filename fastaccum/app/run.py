@@ -7,7 +7,11 @@ import hashlib
 import inspect
 import json
 import platform
+import shutil
+import sys
+import textwrap
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from fastaccum import lines
 from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import run_folder, text
-from fastaccum.app.options import BadArgument, device_names
+from fastaccum.app.options import MOST, MOST_STEPS, STEPS, BadArgument, device_names
 from fastaccum.checkpoint import store
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
@@ -29,19 +33,23 @@ HELD_OUT_WINDOWS = 512  # 64 KiB at 128 a window: a standard error of about 0.02
 BYTES = 256
 # What `--resume` takes from config.json, and what must not have changed.
 OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
+CHANGED = ("steps", "earlier_steps", "options_sha256")  # where a run is extended
 SAME = ("text_sha256", "parameters", "options_sha256")
 
 
 class Run:
     """All that a run needs, made from the options and checked: text, model, trainer.
 
-    A run that is resumed has in `rows` what metrics.csv holds so far.
+    A run that is resumed has in `rows` what metrics.csv holds so far; one that was extended has in `earlier_steps` how
+    many it was to take before.
     """
 
-    def __init__(self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None):
-        self.options, self.rows = options, rows
+    def __init__(
+        self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None, earlier_steps: Sequence[int] = ()
+    ):
+        self.options, self.rows, self.earlier_steps = options, rows, list(earlier_steps)
+        options.steps = options.steps or STEPS
         keras.utils.set_random_seed(options.seed)
-        require_preset(options.preset)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
         self.device = " ".join(device_names()[0])
         self.precision = chosen_precision(options.precision)
@@ -52,8 +60,9 @@ class Run:
         if 8 * self.tokens_per_step > device.available("CPU:0").free:
             raise MemoryError  # for a step's ids and labels alone
         self.text = text.read_text(options.paths)
+        # More than any run takes: they stay the same where it is extended.
         self.windows = text.RandomWindows(
-            self.text.train, self.context, options.batch_size, options.steps * options.accum, options.seed
+            self.text.train, self.context, options.batch_size, MOST_STEPS * MOST, options.seed
         )
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
         if options.compile_cache and (cache := compile_cache.user_folder()) is not None:
@@ -68,7 +77,12 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What config.json holds."""
-        options = {**{name: getattr(self.options, name) for name in OPTIONS}, "precision": self.precision}
+        return self.config_of([*self.earlier_steps, self.options.steps])
+
+    def config_of(self, steps: Sequence[int]) -> dict[str, Any]:
+        """What it would hold had the run been extended to each of these numbers of steps but the first, in turn."""
+        options = {name: getattr(self.options, name) for name in OPTIONS}
+        options |= {"precision": self.precision, "steps": steps[-1], "earlier_steps": list(steps[:-1])}
         return {
             **options,
             "options_sha256": hashlib.sha256(json.dumps(options).encode()).hexdigest(),
@@ -88,6 +102,8 @@ class Run:
         options = self.options
         skipped = f"; {self.text.skipped} that are not text left out" if self.text.skipped else ""
         source = ", ".join(options.paths) or "Python's standard library"
+        if binary := self.text.binary:
+            say("warning", f"{', '.join(binary)}: holds NUL bytes, so this may be no text; trained on as it is")
         say("device", self.device)
         say("precision", self.precision)
         say("text", f"{source}: {self.text.files:,} file{'s' * (self.text.files != 1)}{skipped}")
@@ -101,11 +117,13 @@ class Run:
 
 
 def folder_to_resume(options: argparse.Namespace) -> Path:
-    """The folder `options.resume`; raises ValueError if it is no run's, or if there are other options."""
-    given = {name for name, value in vars(options).items() if value != options.parser.get_default(name)}
-    named = [f"--{name.replace('_', '-')}" for name in sorted(given - {"resume", "paths", "compile_cache"})]
+    """The folder `options.resume`; raises ValueError if it is no run's, or if there are options it cannot change."""
+    named = sorted({*options.given} - {"--resume", "--steps"})
     if extra := named + ["FILE or FOLDER"] * bool(options.paths):
-        raise ValueError(f"--resume {options.resume}: the run has its options; leave out {', '.join(extra)}")
+        raise ValueError(
+            f"--resume {options.resume}: a run keeps the options that it began with, but for --steps; "
+            f"leave out {', '.join(extra)}"
+        )
     path = Path(options.resume)
     run_folder.require_own_files(path)
     run_folder.read_config(path)
@@ -113,11 +131,13 @@ def folder_to_resume(options: argparse.Namespace) -> Path:
 
 
 def resumed(options: argparse.Namespace) -> Run:
-    """The `Run` that continues in the folder `options.resume`; raises ValueError if it cannot as it began."""
-    path = Path(options.resume)
+    """The `Run` that continues in the folder `options.resume`, to `options.steps` if that is given; raises ValueError
+    if it cannot as it began.
+    """
+    path, asked = Path(options.resume), options.steps
     file = repr(str(path / "config.json"))
     config = run_folder.read_config(path)
-    if missing := sorted({*OPTIONS, "paths", *SAME} - config.keys()):
+    if missing := sorted({*OPTIONS, "earlier_steps", "paths", *SAME} - config.keys()):
         raise ValueError(f"{file} lacks {', '.join(missing)}: the run cannot be resumed")
     # Through the parser again: it knows what each may be.
     arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
@@ -128,8 +148,16 @@ def resumed(options: argparse.Namespace) -> Run:
         parsed = options.parser.parse_args([*arguments, "--", *paths], options)
     except BadArgument as error:
         raise ValueError(f"{file}: {error}") from None
-    run = Run(parsed, run_folder.read_rows(path, parsed.steps))
-    now = run.config
+    earlier = config["earlier_steps"]
+    if not isinstance(earlier, list) or not all(type(each) is int and 0 < each < parsed.steps for each in earlier):
+        raise ValueError(f"{file}: earlier_steps={earlier!r} is not a list of numbers of steps below {parsed.steps}")
+    steps = [*earlier, parsed.steps]
+    if asked and asked < steps[-1]:
+        raise ValueError(f"--steps {asked}: the run in {path} is one of {steps[-1]:,} steps: give more, to extend it")
+    parsed.steps = asked or parsed.steps
+    extended = steps[-1:] * (parsed.steps > steps[-1])
+    run = Run(parsed, run_folder.read_rows(path, steps[-1]), [*steps[:-1], *extended])
+    now = run.config_of(steps)
     if other := sorted(config.keys() ^ now.keys()):
         raise ValueError(f"{file} is of another version of fastaccum, which cannot continue it: {', '.join(other)}")
     if any(config[name] != now[name] for name in (*OPTIONS, "options_sha256")):
@@ -140,6 +168,9 @@ def resumed(options: argparse.Namespace) -> Run:
         warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
         found = store.latest(path / run_folder.CHECKPOINTS)
     say("resuming", f"{path}: " + (f"{found.step:,} steps are done" if found else "no checkpoint, so from the start"))
+    if extended:
+        rate = "the learning rate now follows the schedule of the longer run"
+        say("extending", f"from {steps[-1]:,} to {parsed.steps:,} steps; {rate}")
     for name in ("device", "versions"):
         if config.get(name) != now[name]:
             say("note", f"{name} was {config.get(name)}, is {now[name]}: results will differ by rounding")
@@ -152,12 +183,6 @@ def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.Lear
     return keras.optimizers.schedules.CosineDecay(
         0.0, max(1, steps - warmup), alpha=0.02, warmup_target=highest, warmup_steps=warmup
     )
-
-
-def require_preset(name: str) -> None:
-    """Raises ValueError if no preset has this name."""
-    if name not in PRESETS:
-        raise ValueError(f"--preset {name!r} is unknown: choose {', '.join(PRESETS)}")
 
 
 def chosen_precision(name: str) -> str:
@@ -193,6 +218,10 @@ def make_optimizer(name: str, rate: Any) -> Any:
         raise ValueError(f"--optimizer {name!r} cannot be made from a learning rate alone: {error}") from error
 
 
-def say(topic: str, message: str) -> None:
-    """Prints a line with its topic in a column of its own."""
-    print(f"{topic:10}{lines.one_line(message)}", flush=True)
+def say(topic: str, message: str, *, wraps: bool = True) -> None:
+    """Prints a line with its topic in a column of its own; on a terminal it is wrapped, unless it is to be copied."""
+    line = f"{topic:10}{lines.one_line(message)}"
+    if wraps and sys.stdout.isatty():
+        columns = max(30, shutil.get_terminal_size().columns)
+        line = textwrap.fill(line, columns, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False)
+    print(line, flush=True)

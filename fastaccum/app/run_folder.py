@@ -72,6 +72,12 @@ class RunFolder:
                 leftover.unlink()
         self._write_config()
 
+    def change_config(self, values: dict[str, Any]) -> None:
+        """Writes config.json with other values."""
+        self.config = {**self.config, **values}
+        with self._replacing("config.json") as path:
+            path.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+
     def keep_rows(self, last_step: int) -> None:
         """Takes the rows beyond `last_step`, which a resumed run will write again, off metrics.csv."""
         self.rows = [row for row in self.rows if row["step"] <= last_step]
@@ -99,7 +105,9 @@ class RunFolder:
             points = [(row["step"], row[column]) for row in self.rows if column in row]
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
-        axes.set(xlabel="step", ylabel="bits per byte")
+        config = {"preset": "", "optimizer": "", **self.config}
+        title = f"{config['preset']}, {config['optimizer']}: bits per byte of text over training steps"
+        axes.set(xlabel="step", ylabel="bits per byte", title=title)
         axes.grid(alpha=0.3)
         axes.legend()
         with self._replacing("curve.png") as path:
@@ -118,8 +126,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.held.acquire()
         if not os.path.lexists(self.path / "config.json"):
-            with self._replacing("config.json") as path:
-                path.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            self.change_config({})
         elif read_config(self.path) != self.config:
             raise FileExistsError(errno.EEXIST, "another run has taken this folder", str(self.path))
 

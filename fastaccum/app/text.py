@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ class Text(NamedTuple):
     held_out: np.ndarray
     files: int
     skipped: int  # files in the folders that hold a NUL byte: not text
+    binary: list[str]  # files that were named and hold one
 
     @property
     def sha256(self) -> str:
@@ -58,12 +60,15 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
     size, memory = sum(file.stat().st_size for file in files), physical_memory()
     if 2 * size > memory:  # the files, and then their text as one
         raise ValueError(f"the text has {size:,} bytes, which the {memory:,} of memory here cannot hold: give less.")
-    contents = [c for path, named in files.items() if b"\0" not in (c := path.read_bytes()) or named]
+    read = {path: path.read_bytes() for path in files}
+    binary = {path for path, content in read.items() if b"\0" in content}
+    contents = [content for path, content in read.items() if path not in binary or files[path]]
     if not any(contents):
         where = ", ".join(repr(str(path)) for path in paths)
         raise ValueError(f"no text in {where}: give a file or a folder that holds some.")
     train, held_out = split(contents)
-    return Text(train, held_out, len(contents), skipped=len(files) - len(contents))
+    named = sorted(str(path) for path in binary if files[path])
+    return Text(train, held_out, len(contents), skipped=len(files) - len(contents), binary=named)
 
 
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -111,11 +116,19 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
 
 
 def generate(model: Any, prompt: bytes, length: int, context: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """The `length` bytes after `prompt`, each drawn from `softmax(logits / temperature)`.
+    """The first `length` bytes of `drawn`."""
+    return bytes(itertools.islice(drawn(model, prompt, context, temperature=temperature, seed=seed), length))
+
+
+def drawn(model: Any, prompt: bytes, context: int, *, temperature: float = 0.8, seed: int = 0) -> Iterator[int]:
+    """The bytes after `prompt`, without end, each drawn from `softmax(logits / temperature)`.
 
     Args:
         model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
         prompt: at least one byte; the model sees the last `context`.
+
+    Raises:
+        ValueError: raised if the model's logits are not finite.
     """
     import tensorflow as tf
 
@@ -125,22 +138,31 @@ def generate(model: Any, prompt: bytes, length: int, context: int, *, temperatur
 
     random = np.random.default_rng(seed)
     ids = list(prompt)
-    for _ in range(length):
+    while True:
         seen = ids[-context:]
         # Padded behind to one shape, so that one program serves: a causal model never looks there.
         padded_BT = np.zeros((1, context), np.int32)
         padded_BT[0, : len(seen)] = seen
         scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64) / temperature
+        if not np.isfinite(scores).all():
+            raise ValueError("the model's logits are not finite: its training has diverged, and a lower --lr may help")
         chances = np.exp(scores - scores.max())
         ids.append(int(random.choice(len(chances), p=chances / chances.sum())))
-    return bytes(ids[len(prompt) :])
+        yield ids[-1]
 
 
-def printable(data: bytes) -> str:
-    """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD."""
-    # A cut inside the last character is no error.
-    text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+def printable(data: bytes, decoder: codecs.IncrementalDecoder | None = None) -> str:
+    """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
+
+    A character may begin in the bytes of one call and end in those of the next with the same `decoder`.
+    """
+    text = (decoder or utf8_decoder()).decode(data)  # a cut inside the last character is no error
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def utf8_decoder() -> codecs.IncrementalDecoder:
+    """One that replaces what is not UTF-8."""
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

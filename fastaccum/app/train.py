@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import shlex
 import signal
 import sys
 import time
@@ -13,15 +14,17 @@ from pathlib import Path
 import tensorflow as tf
 
 from fastaccum.app import text
+from fastaccum.app.extend import adopt_last
 from fastaccum.app.options import BadArgument, as_options
 from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
-from fastaccum.app.run import Run, folder_to_resume, resumed, say
+from fastaccum.app.run import CHANGED, Run, folder_to_resume, resumed, say
 from fastaccum.app.run_folder import CHECKPOINTS, RunFolder, new_path, read_config, require_free
 from fastaccum.checkpoint.lock import FolderInUseError, FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.memory.errors import OutOfMemoryError
+from fastaccum.step import program
 from fastaccum.step.guards import NonFiniteError
 
 SAMPLE_BYTES = 400
@@ -58,7 +61,11 @@ def _begin(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Run
         lock = held.enter_context(FolderLock(path))
         run = resumed(options)
         run.announce()
-        return run, RunFolder(path, read_config(path), run.rows or (), lock)
+        folder = RunFolder(path, read_config(path), run.rows or (), lock)
+        if run.earlier_steps:
+            folder.change_config({name: run.config[name] for name in CHANGED})
+            adopt_last(run, path / CHECKPOINTS)
+        return run, folder
     if options.out is not None:
         require_free(options.out)
     run = Run(options)
@@ -78,7 +85,7 @@ def _train(run: Run, folder: RunFolder) -> int:
         display = Display(run.options.steps)
         recorder = Recorder(run, folder, interrupt, display)
         try:
-            with display:
+            with display, program.announced(display.hear):
                 run.trainer.fit(
                     run.windows,
                     epochs=recorder.rows,
@@ -90,7 +97,7 @@ def _train(run: Run, folder: RunFolder) -> int:
                     checkpoint_every=run.options.checkpoint_every,
                 )
         except Preempted:
-            say("to resume", f"fastaccum train --resume {folder.path}")
+            say("to resume", f"fastaccum train --resume {shlex.quote(str(folder.path))}", wraps=False)
             if not interrupt.requested:
                 raise
         _finish(run, folder, recorder, sample=not interrupt.requested)
@@ -100,7 +107,7 @@ def _train(run: Run, folder: RunFolder) -> int:
 def _out_of_memory(options: argparse.Namespace) -> str:
     return (
         f"out of memory at --batch-size {options.batch_size}, --accum {options.accum}: "
-        "a smaller micro-batch with more accumulation computes the same updates in less"
+        "halve the one and double the other, which makes the same updates in less memory"
     )
 
 
@@ -121,3 +128,4 @@ def _finish(run: Run, folder: RunFolder, recorder: Recorder, sample: bool) -> No
         continuation = text.generate(run.model, prompt, SAMPLE_BYTES, run.context, seed=run.options.seed)
         say("sample", f"continues the first {len(prompt)} bytes held out")
         print(text.printable(prompt) + "│" + text.printable(continuation))
+        say("generate", f"fastaccum generate {shlex.quote(str(folder.path))} --prompt TEXT", wraps=False)

@@ -77,7 +77,9 @@ class Plan:
     def __str__(self) -> str:
         out = io.StringIO()
         terminal = sys.stdout.isatty()
-        console = Console(file=out, force_terminal=terminal, width=None if terminal else 100, emoji=False)
+        console = Console(
+            file=out, force_terminal=terminal, width=None if terminal else 100, emoji=False, force_jupyter=False
+        )
         console.print(self, end="")
         return out.getvalue() + self.summary
 

@@ -142,7 +142,12 @@ class Planner:
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
         self._dispatched, self._timed = dispatched, timed
-        self._console = Console(stderr=True, highlight=False, quiet=not (verbose and sys.stderr.isatty()))
+        # In a notebook rich would ask for a package of widgets: the lines that the spinner has are printed there.
+        self._prints = bool(verbose) and "ipykernel" in sys.modules
+        spins = bool(verbose) and not self._prints and sys.stderr.isatty()
+        self._console = Console(
+            stderr=True, highlight=False, quiet=not spins, force_terminal=spins, force_jupyter=False
+        )
         self._started = time.monotonic()
         self._memory: dict[tuple[str, int], StepMemory] = {}
         self._considered: list[Considered] = []
@@ -166,6 +171,11 @@ class Planner:
                     if chosen is not None:
                         return self._planned(policy, self._fastest(policy, chosen))
         raise self._nothing_fits(rows[0], policies)
+
+    def _say(self, text: str) -> None:
+        self._status.update(text)
+        if self._prints:
+            print(text, flush=True)
 
     def _limit_of(self, given: int | str | None) -> int:
         if given is not None:
@@ -205,7 +215,7 @@ class Planner:
     def _peak(self, policy: Policy, rows: int) -> int:
         """Compiles the step for micro-batches of so many rows."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
-        self._status.update(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
+        self._say(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
         programs = compiled(self._step, Dispatch((stacked(self._specs(rows), steps),)))
         memory, flops = held(self._step, programs), sum(cost.of_program(proto).flops for _, proto in programs)
         # A dispatch of several train steps holds the data of all of them.
@@ -225,7 +235,7 @@ class Planner:
         fit = [c for c in self._considered if c.recompute == policy and c.fits and self._timed]
         shortest: float | None = None
         for each in sorted(fit, key=lambda c: -c.batch_size)[:TIMED]:
-            self._status.update(f"plan: timing micro-batches of {each.batch_size:,} rows")
+            self._say(f"plan: timing micro-batches of {each.batch_size:,} rows")
             try:
                 seconds = self._seconds(each)
             except (tf.errors.ResourceExhaustedError, OutOfMemoryError):  # the limit is above what there is

@@ -84,7 +84,9 @@ class Summary:
                 table.add_row(name, value)
             table.add_section()
         file = io.StringIO()
-        Console(file=file, width=100, markup=False, highlight=False).print(table)
+        Console(file=file, width=100, markup=False, highlight=False, force_terminal=False, force_jupyter=False).print(
+            table
+        )
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     def _sizes(self) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import tiny_command
 
 from fastaccum import cli
-from fastaccum.app import options, progress, text, train
+from fastaccum.app import options, progress, recorder, text, train
 from fastaccum.app import plan as app_plan
 from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
@@ -39,8 +40,8 @@ def source(tmp_path):
 
 
 def start(arguments, cwd, command=("-m", "fastaccum"), **environment):
-    environment = {**os.environ, **environment}
-    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    asked = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1"}  # for log lines, which there must not be
+    environment = {**os.environ, **asked, **environment}
     return subprocess.Popen(
         [sys.executable, *command, *map(str, arguments)],
         cwd=cwd,
@@ -227,17 +228,17 @@ def rewrite(run, **values):
     [
         ([], "COMMAND"),
         (["train", "--resume", "empty"], "'empty/config.json' cannot be read"),
-        (["train", "--resume", "used", "--steps", "3", "SOURCE"], "leave out --steps, FILE or FOLDER"),
+        (["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"], "leave out --lr, FILE or FOLDER"),
         (["train", "--checkpoint-every", "0"], "--checkpoint-every: '0' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "0"], r"--steps: '0' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "1000000001"], "--steps: '1000000001' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "9" * 5000], "must be a whole number from 1 to 1000000000"),
         (["train", "--batch-size", "1000001"], "--batch-size: '1000001' must be"),
         (["train", "--accum", "1000000", "--batch-size", "1000000", "SOURCE"], "out of memory at --batch-size 1000000"),
-        (["train", ""], "'' is no path"),
-        (["train", "SOURCE", "--out", "a\0b"], r"--out: 'a\x00b' is no path"),
-        (["train", "SOURCE", "--out", ""], "--out: '' is no path"),
-        (["train", "--resume", "\ud800"], r"--resume: '\ud800' is no path"),
+        (["train", ""], "'' is not a path"),
+        (["train", "SOURCE", "--out", "a\0b"], r"--out: 'a\x00b' is not a path"),
+        (["train", "SOURCE", "--out", ""], "--out: '' is not a path"),
+        (["train", "--resume", "\ud800"], r"--resume: '\ud800' is not a path"),
         (["train", "SOURCE", "--a\nb\x1b[2J"], r"unrecognized arguments: --a b\x1b[2J"),
         (["bench", "--from", "SOURCE"], "cannot be read: Expecting value"),
         (["bench", "--from", "used"], "it must be a file"),
@@ -251,9 +252,13 @@ def rewrite(run, **values):
         (["train", "--lr", "1e-50"], r"--lr: '1e-50' must be a positive number"),
         (["train", "--lr", "nan"], r"--lr: 'nan' must be a positive number"),
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
-        (["train", "--preset", "giant"], "--preset 'giant' is unknown: choose nano"),
+        (["train", "--preset", "giant"], "--preset: invalid choice: 'giant'"),
         (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a Keras optimizer"),
-        (["train", "--step", "3"], "unrecognized arguments: --step"),
+        (["train", "--step", "3"], "unrecognized arguments: --step: did you mean --steps?"),
+        (["train", "--batch_size=3", "nofile"], "unrecognized arguments: --batch_size=3: did you mean --batch-size?"),
+        (["generate", "empty"], "'empty/config.json' cannot be read"),
+        (["generate", "empty", "--temperature", "0"], "--temperature: '0' must be a positive number"),
+        (["generate", "empty", "--prompt", ""], "--prompt '' is empty"),
         (["train", "missing.txt"], "'missing.txt' does not exist"),
         (["train", "empty"], "no text in 'empty'"),
         (["train", "short.txt"], "held-out text has 10 bytes, but a window takes 129"),
@@ -279,6 +284,89 @@ def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monke
     assert len(lines) == 1
     assert message in lines[0]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_versions(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert re.fullmatch(
+        r"fastaccum [\d.]+ \(TensorFlow [\d.]+, Keras [\d.]+, Python [\d.]+\)\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"), [(["-c", "import fastaccum"], 0.2), (["-m", "fastaccum", "-h"], 0.3)]
+)
+@pytest.mark.faults
+def test_what_needs_no_tensorflow_is_quick(arguments, seconds):
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - start)
+    assert min(times) < seconds
+
+
+@pytest.mark.faults
+def test_the_first_line_comes_at_once_and_log_lines_when_they_are_asked_for(tmp_path):
+    begun = time.monotonic()
+    process = start(["train", "--tensorflow-log", "--optimizer", "none", __file__], tmp_path)
+    assert process.stdout.readline() == "loading   TensorFlow\n" and time.monotonic() - begun < 2
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and "cpu_feature_guard" in errors
+
+
+def train_here(*arguments):
+    tiny = ["--batch-size", "1", "--accum", "1", "--optimizer", "sgd"]
+    assert cli.main(["train", *arguments, *([] if "--resume" in arguments else tiny)]) == 0
+
+
+@pytest.mark.faults
+def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch, capsys):
+    """With a schedule that is another for each number of steps, and the same rate at each step: bit by bit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(PRESETS, "nano", {"width": 16, "layers": 1, "heads": 2, "context": 8})
+    cosine = keras.optimizers.schedules.CosineDecay
+    monkeypatch.setattr(app_run, "learning_rate", lambda highest, steps: cosine(highest, 10**9 + steps))
+    monkeypatch.setattr(recorder, "ROWS", 2)
+    train_here(str(source), "--steps", "20", "--out", "whole", "--preset", "Nano")
+    train_here(str(source), "--steps", "7", "--out", "run")
+    for steps in ("13", "20"):
+        train_here("--resume", "run", "--steps", steps)
+    train_here("--resume", "run")
+    printed = capsys.readouterr().out
+    assert "from 7 to 13 steps" in printed and "20 steps are done" in printed
+    runs = [what_was_learned(tmp_path / name) for name in ("whole", "run")]
+    tensors = [{k: v for k, v in run["tensors"].items() if not k.startswith("step/mean/")} for run in runs]  # of a row
+    assert tensors[0] == tensors[1] and len(tensors[0]) > 10
+    optimizer = store.latest(tmp_path / "run" / "checkpoints").manifest["description"]["optimizer"]
+    assert optimizer["learning_rate"]["config"]["decay_steps"] == 10**9 + 20
+    assert [row["step"] for row in runs[1]["rows"]] == [4, 7, 11, 13, 17, 20]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["steps"], config["earlier_steps"]) == (20, [7, 13])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "--resume", "run", "--steps", "19"])
+    assert "the run in run is one of 20 steps: give more, to extend it" in capsys.readouterr().err
+
+    # What it learned continues a text, in the same way under the same seed.
+    texts = []
+    for seed in ("0", "0", "1"):
+        assert cli.main(["generate", "run", "--prompt", "line é", "--length", "30", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("line é") and len(texts[0]) > 20
+    (tmp_path / "run" / "model.keras").write_bytes(b"PK")
+    for message in ("'run/model.keras' cannot be loaded", "'run/model.keras' is saved when training ends"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["generate", "run"])
+        assert message in capsys.readouterr().err
+        (tmp_path / "run" / "model.keras").unlink(missing_ok=True)
+
+
+def test_a_binary_file_that_is_named_is_taken_with_a_warning(tmp_path, source, capsys):
+    file = tmp_path / "text.gz"
+    file.write_bytes(TEXT + b"\0")
+    parsed = options.parse(["train", str(file), str(source)])
+    assert text.read_text(parsed.paths).binary == [str(file)]
 
 
 def test_help_answers_without_tensorflow():
@@ -309,7 +397,8 @@ def test_plan_says_what_train_takes(monkeypatch, capsys, tmp_path):
     for wrong in (["--preset", "no"], ["--memory-limit", "much"]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["plan", *wrong])
-        assert capsys.readouterr().err.startswith(f"fastaccum plan: error: {wrong[0]}")
+        error = capsys.readouterr().err
+        assert error.startswith("fastaccum plan: error: ") and wrong[0] in error
 
 
 def test_what_cannot_fit_is_told_in_the_terminal(monkeypatch, capsys):
@@ -352,19 +441,42 @@ def test_the_first_interrupt_asks_and_the_second_would_end_the_process(capfd):
     assert "Ctrl-C again to abort" in capfd.readouterr().err
 
 
-def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for stream in (io.StringIO(), Terminal()):
         with progress.Display(10, stream) as shown:
-            shown.update(4, "loss 2.000 bits")
-            shown.note("[a note]")
+            shown.hear("Tracing: 1.0 s. Compiling it: ")
+            shown.hear("2.0 s.\n")
+            shown.update(4, 2.0, 9000.0)
+            shown.row(10, 1.5, 2.5, 8000.0)
         printed = stream.getvalue()
-        assert "[a note]" in printed
-        assert ("4/10" in printed and "loss 2.000 bits" in printed) == stream.isatty()
+        rows = ["step  bits/byte  held out  tokens/s", "  10      1.500     2.500     8,000", "Compiling it: 2.0 s."]
+        assert all(line in printed for line in rows) and "loss scale" not in printed and "skipped" not in printed
+        assert ("10/10" in printed and "1.500 bits/byte  8,000 tokens/s" in printed) == stream.isatty()
+
+
+def test_half_precision_has_a_column_for_its_loss_scale(capsys):
+    with progress.Display(10) as shown:
+        shown.row(1, 8.0, math.nan, math.nan, 32768.0)
+        shown.row(2, 8.0, math.nan, 7.0, 16384.0, 1)
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith("tokens/s  loss scale")
+    assert [row.split() for row in rows] == [["1", "8.000", "32,768"], ["2", "8.000", "7", "16,384", "1", "skipped"]]
+
+
+def test_a_narrow_terminal_has_the_count_and_the_time_left(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "50")
+    with progress.Display(300, Terminal()) as shown:
+        shown.update(150, 2.0, 123_456.0, 32768.0, 3)
+        (line,) = shown._console.render_lines(shown._bar.get_renderable(), pad=False)
+    text = "".join(segment.text for segment in line)
+    assert "150/300 --:-- 2.000 bits/byte" in text and len(text) <= 50
 
 
 def test_without_matplotlib_there_is_no_curve(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ TABLE = {
         ["auto", "float32", "mixed_bfloat16"],
         ["", "float64", "auto ", "\0", "\ud800", "None", "x" * 100_000],
     ),
-    "--preset": (["nano"], ["", "NANO", "nano\n", "../nano", "\ud800", "\0", "x" * 100_000]),
+    "--preset": (["nano", "NANO"], ["", "nano\n", "../nano", "\ud800", "\0", "x" * 100_000]),
     "--optimizer": (
         ["adamw", "SGD", "lamb", "lion", "muon", "adafactor"],
         [
@@ -222,6 +222,10 @@ def other_command(rng):
         [
             ([], ["COMMAND"]),
             (["devices"], []),
+            (["generate", "nothing"], ["nothing/config.json"]),
+            (["generate", "spoilt"], ["spoilt/model.keras"]),
+            (["generate", "spoilt", "--length", "0"], ["--length"]),
+            (["generate", "spoilt", "--prompt="], ["--prompt"]),
             (["--help"], []),
             (["train", "--help"], []),
             (["devices", "x\ny"], ["arguments"]),

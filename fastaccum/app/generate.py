@@ -1,0 +1,50 @@
+"""`fastaccum generate`: a text, continued by the model that a run saved."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from fastaccum.app import run_folder, text
+from fastaccum.app.options import BadArgument
+
+PROG = "fastaccum generate"
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Prints the prompt and its continuation as the parsed `options` say, and returns the exit code."""
+    prompt = os.fsencode(options.prompt)
+    decoder = text.utf8_decoder()
+    try:
+        if not prompt:
+            raise ValueError("--prompt '' is empty: give at least one character, or leave it out")
+        model, context = _loaded(Path(options.run))
+        print(text.printable(prompt, decoder), end="", flush=True)
+        drawn = text.drawn(model, prompt, context, temperature=options.temperature, seed=options.seed)
+        for byte in itertools.islice(drawn, options.length):
+            print(text.printable(bytes([byte]), decoder), end="", flush=True)
+    except ValueError as error:
+        raise BadArgument(str(error), PROG) from error
+    print()
+    return 0
+
+
+def _loaded(run: Path) -> tuple[Any, int]:
+    """The model in a run folder, and its context; ValueError if there is none."""
+    file = run / "model.keras"
+    run_folder.require_own_files(run)
+    if not os.path.lexists(file):
+        run_folder.read_config(run)  # which says so if this is no run folder
+        raise ValueError(
+            f"{str(file)!r} is saved when training ends: `fastaccum train --resume {run}` trains to the end"
+        )
+    try:
+        model = keras.saving.load_model(file, compile=False)
+        return model, model.get_layer("context").context
+    except Exception as error:  # of Keras, of zip and of HDF5, each of its own kind
+        raise ValueError(f"{str(file)!r} cannot be loaded: {error}") from error
