@@ -172,15 +172,14 @@ def _assign_to_keras_3(wrapper: Any) -> None:
 
 
 def _not_installed(package: str, python: tuple[int, int]) -> str:
-    name = package.replace("_", "-")
-    text = f"fastaccum.addons needs {name}, which is not installed: pip install fastaccum[addons]"
-    if python >= (3, 12):
-        text += (
-            f". This is Python {python[0]}.{python[1]}, where that installs nothing, since the wheels of"
-            " tensorflow-addons end at Python 3.11: use Python 3.10 or 3.11, or what Keras 3 has"
-            " (keras.optimizers.Lamb, AdamW, SGD(use_ema=True), ...; docs/guides/addons.md lists it)"
-        )
-    return text
+    name, install = package.replace("_", "-"), "pip install fastaccum[addons]"
+    if python < (3, 12):
+        return f"fastaccum.addons needs {name}, which is not installed: {install}"
+    return (
+        f"fastaccum.addons needs tensorflow-addons, whose last release is for Python 3.11. This is Python {python[0]}."
+        f"{python[1]}. Use Python 3.10 or 3.11 ({install}), or what Keras 3 has instead: keras.optimizers.Lamb, AdamW, "
+        "SGD(use_ema=True) and others, which docs/guides/addons.md lists."
+    )
 
 
 def _bind_tf_keras(tf: ModuleType) -> None:

@@ -67,12 +67,14 @@ class Steps:
     Attributes:
         variables: those that the update trains; `state` what else it moves.
         ours, theirs: run it once; may return logs, of which those of one name are compared.
+        by_train_step: whether ours is a loop with TrainStep, not a `fit` beside something else than Keras's.
     """
 
     variables: Sequence[Any]
     ours: Callable[[], dict[str, float] | None]
     theirs: Callable[[], dict[str, float] | None]
     state: Sequence[Any] = ()
+    by_train_step: bool = True
 
 
 def row(
@@ -291,7 +293,7 @@ def _compared(what: Case | Steps, tolerance: float) -> dict[str, Any]:
         for name in shared:
             assert our_logs[name] == pytest.approx(their_logs[name], rel=max(tolerance, 1e-5), abs=1e-6), name
     size = sum(int(np.prod(v.shape)) for v in before)
-    by_hand = isinstance(what, Steps)
+    by_hand = isinstance(what, Steps) and what.by_train_step
     return {"error": error, "seconds": seconds, "parameters": size, "by_train_step": by_hand}
 
 
