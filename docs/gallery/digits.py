@@ -2,8 +2,8 @@
 """
 # Classify images
 
-Trains a small convolutional network on scikit-learn's 1,797 images of handwritten digits, in micro-batches of 16
-images. Eight micro-batches make one update of the weights, so the network trains as it would on batches of 128. The
+This page trains a small convolutional network on scikit-learn's 1,797 images of handwritten digits, in micro-batches of
+16 images. Eight micro-batches make one update of the weights, so the network trains as it would on batches of 128. The
 page checks this: the same network, given 128 images at once, follows the same curve.
 
 You need `keras`, `scikit-learn` and `matplotlib`.
@@ -84,7 +84,7 @@ history = trainer.fit(
 # ## The same as a batch of 128
 #
 # The second network starts from the same weights, and sees the same images in the same order. It gets each batch of 128
-# whole, so it needs memory for the activations of 128 images instead of 16.
+# whole, so it needs memory for what its layers compute from 128 images instead of 16.
 
 # %%
 whole = make_trainer(make_model(), accumulation_steps=1)
@@ -101,7 +101,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The losses differ by the rounding of float32 alone: the same numbers are added up in another order.
+# The losses differ only by float32 rounding: the same numbers are added up in another order.
 #
 # ## Test images
 #

@@ -2,10 +2,10 @@
 """
 # Train a language model
 
-Trains a small GPT on the text of Python's manual, stops it in the middle as a crash would, resumes it, lets it write,
-and exports it for serving.
+This page trains a small GPT on the text of Python's manual. The training crashes halfway and resumes. Then the model
+writes some text, and is exported for serving.
 
-`fa.gpt` builds the model. It works on bytes, so it needs no tokenizer. You need `matplotlib` beside fastaccum.
+`fa.gpt` builds the model. It works on bytes, so it needs no tokenizer. Besides fastaccum you need `matplotlib`.
 """
 
 # %%
@@ -24,8 +24,8 @@ import fastaccum as fa
 # %% [markdown]
 # ## The data
 #
-# Python brings the reference part of its manual along, for `help()`. The text is cut into windows of 64 bytes. For each
-# byte of a window, the model predicts the next one. The last twentieth of the text is kept out of training.
+# Python comes with the text of its language reference, for `help()`. It is cut into windows of 64 bytes. For each byte
+# of a window, the model predicts the next one. The last twentieth of the text is kept out of training.
 
 # %%
 CONTEXT = 64
@@ -46,8 +46,9 @@ print(f"{len(text):,} bytes; {len(x_train):,} windows to train on, {len(x_test):
 # %% [markdown]
 # ## The trainer
 #
-# `fa.LinearCrossEntropy` computes the model's last layer and the loss together. It never holds the scores of all
-# possible bytes for all positions at once. With a large vocabulary these scores would be most of the memory.
+# `fa.LinearCrossEntropy` computes the model's last layer and the loss together, and never holds the scores of all
+# possible next bytes for all positions at once. With a large vocabulary these scores take much memory
+# ([Large vocabularies](../../guides/large-vocabularies.md)).
 
 
 # %%
@@ -65,12 +66,12 @@ def make_trainer():
 # %% [markdown]
 # ## Train, and crash
 #
-# With `checkpoint_dir`, `fit` saves what it needs to go on: the weights, the state of the optimizer, of random numbers
-# and of callbacks, and the place in the data. It does so at the end of each epoch, unless `checkpoint_every` says
+# With `checkpoint_dir`, `fit` saves all that it needs to go on: the weights, the state of the optimizer, of random
+# numbers and of callbacks, and the place in the data. It saves at the end of each epoch, unless `checkpoint_every` says
 # otherwise ([Resuming](../../guides/resuming.md)). An epoch here is 10 updates.
 #
-# One callback notes the loss after each update, and another stands in for the crash. A callback of your own is saved
-# with the rest if it has `get_state` and `set_state`.
+# One callback records the loss after each update, and another makes the crash. A callback of your own is saved with the
+# rest if it has `get_state` and `set_state`.
 
 
 # %%
@@ -111,19 +112,20 @@ except RuntimeError as error:
 # %% [markdown]
 # ## Resume
 #
-# The same call again, with a new model, as a new process would make it. It finds the newest checkpoint, made after 60
-# updates, and goes on from there. Updates 61 to 65 run a second time, and come to the same losses, to the last bit.
+# Make the same call again, with a new model, as in a new process. It finds the newest checkpoint, saved after 60
+# updates, and goes on from there. Updates 61 to 65 run a second time, and reach the same losses, to the last bit.
 
 # %%
 resumed = Record()
 trainer = make_trainer()
 history = trainer.fit(x_train, y_train, callbacks=[resumed], **arguments).history
 
-print(f"{len(resumed.losses)} updates; updates 61 to 65 again: {crashed.losses[60:] == resumed.losses[60:65]}")
+same = crashed.losses[60:] == resumed.losses[60:65]
+print(f"{len(resumed.losses)} updates in all; the same losses in updates 61 to 65: {same}")
 
 # %% [markdown]
-# The loss in bits per byte says how well the model predicts the next byte: a blind guess takes 8. The history holds all
-# epochs, those before the crash too.
+# The loss in bits per byte says how well the model predicts the next byte: 8 is a blind guess, and less is better. The
+# history holds all epochs, also those before the crash.
 
 # %%
 updates = 10 * np.arange(1, len(history["loss"]) + 1)
@@ -139,8 +141,9 @@ print(f"held-out text: {history['val_loss'][-1] / math.log(2):.2f} bits per byte
 # %% [markdown]
 # ## Sample
 #
-# The model gives a score to each possible next byte. The function below draws one by its chance, appends it, and asks
-# again. A text shorter than the window is padded at its end, where the model, which only looks back, never sees it.
+# The model gives each possible next byte a score. The function below turns scores into probabilities, draws a byte,
+# appends it, and asks again. A text shorter than the window is padded at its end. The model only looks back, so it
+# never sees the padding.
 
 # %%
 predict = tf.function(trainer.model, jit_compile=True)
@@ -154,8 +157,8 @@ def sample(prompt, length, temperature=0.6):
         padded = np.zeros((1, CONTEXT), "int32")
         padded[0, : len(seen)] = seen
         scores = predict(padded)[0, len(seen) - 1].numpy().astype("float64") / temperature
-        chances = np.exp(scores - scores.max())
-        data.append(random.choice(len(chances), p=chances / chances.sum()))
+        probabilities = np.exp(scores - scores.max())
+        data.append(random.choice(256, p=probabilities / probabilities.sum()))
     return bytes(data).decode(errors="replace")
 
 

@@ -2,11 +2,11 @@
 """
 # Large batches with LAMB and tf_keras
 
-Trains a Keras 2 model (`tf_keras`) with LAMB, an optimizer from tensorflow-addons that was made for very large batches.
-An update takes all 1,437 training images at once, in micro-batches of 64.
+This page trains a Keras 2 model (`tf_keras`) with LAMB, an optimizer of tensorflow-addons that was made for very large
+batches. Each update takes all 1,437 training images, in micro-batches of 64.
 
-tensorflow-addons is no longer developed. Its packages end at Python 3.11, and it can't be imported on current
-TensorFlow by itself. `fa.addons` makes it work. You need the extra `addons`, `scikit-learn` and `matplotlib`.
+tensorflow-addons is no longer developed. It has no packages for Python 3.12 and later, and can't be imported on current
+TensorFlow by itself. `fa.addons` makes it work. You need fastaccum's extra `addons`, `scikit-learn` and `matplotlib`.
 """
 
 # %%

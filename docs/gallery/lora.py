@@ -59,7 +59,7 @@ print(f"{len(code[1]):,} windows of code, {len(english[1]):,} of English")
 # %% [markdown]
 # ## The base model
 #
-# This stands for the model that you would download.
+# This model stands for the one that you would download.
 
 # %%
 keras.utils.set_random_seed(0)
@@ -91,7 +91,7 @@ print(f"the base model, on English: {before:.2f} bits per byte")
 # ## LoRA
 #
 # `enable_lora` freezes the model and adds matrices of rank 8 to the layers named. Only these have gradients and a state
-# in the optimizer. So LoRA saves memory for each frozen weight, and accumulation saves memory for the rows of a batch.
+# in the optimizer. LoRA saves memory for each frozen weight, and accumulation saves memory for the rows of a batch.
 #
 # Make a new trainer after `enable_lora`, because it changes what is trained.
 
