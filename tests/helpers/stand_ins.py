@@ -16,7 +16,7 @@ def small_presets():
 
 def token_ids(rows, length):
     """Random ids `[rows, length]`, and those that follow them."""
-    ids = np.random.default_rng(0).integers(0, 256, (rows, length))
+    ids = np.random.default_rng(0).integers(0, 256, (rows, length), dtype="int32")
     return ids, np.roll(ids, -1, axis=1)
 
 
