@@ -184,8 +184,8 @@ def gpt(
 ) -> keras.Model:
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
 
-    Embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in float32, without
-    biases. Trained with `fastaccum.LinearCrossEntropy`, the head's logits are never held as a whole.
+    It consists of an embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in
+    float32, without biases. Train it with `fastaccum.LinearCrossEntropy`, and the logits are never in memory at once.
 
     Args:
         vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says otherwise.
@@ -196,10 +196,10 @@ def gpt(
         key_value_heads: heads of keys and values, fewer for grouped-query attention; by default `heads`.
         positions: "rotary" (then `width / heads` must be even), or "learned", a vector added for each position.
         tied: the head is the embedding's table, transposed (False).
-        stacked: the blocks are one `fastaccum.kernels.LayerStack` (False): of the activations only what `policy` says
-            is held of each block, and in loops compile time and program size stop growing with depth.
-        policy: of that LayerStack, what is kept for the way back. By default it is chosen by size, and on a GPU
-            with room for everything the blocks are unrolled: the step is faster, and takes longer to compile.
+        stacked: make the blocks one `fastaccum.kernels.LayerStack` (False). It keeps only those activations of each
+            block that `policy` names, and compile time and program size do not grow with depth.
+        policy: of that LayerStack: what is kept for the backward pass. By default it is chosen by size. On a GPU that
+            has memory for everything, the blocks are unrolled: the step is faster, and takes longer to compile.
         preset: a name in `PRESETS`; sizes given as arguments override it.
         dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
             global one (`keras.config.dtype_policy()`).

@@ -31,13 +31,12 @@ class LayerStack(keras.layers.Layer):
         for layer in layers:
             x = layer(x, training=training, **kwargs)
 
-    from the same initial values, with each weight stacked over the layers: `[depth, ...]`, in its own dtype. Forward
-    and backward are one loop each. `policy` says which of a layer's values the one forward keeps; from these the one
-    backward computes the others again (Chen et al., 2016, arXiv:1604.06174), so that they exist once, not `depth`
-    times. Random layers draw from seeds of their own, advanced as the plain layers' would be, and drop the same
-    elements when they are computed again.
+    with the same initial values. Each weight is stacked over the layers, `[depth, ...]`, in its own dtype. The forward
+    pass is one loop and the backward pass another. `policy` says which values of a layer the forward pass keeps. The
+    backward pass computes the others again (Chen et al., 2016, arXiv:1604.06174), so that they exist for one layer at a
+    time. Each random layer has a seed of its own, and dropout drops the same elements when it is computed again.
 
-    The policies have the words of `jax.checkpoint_policies`; the gradients are the same, to rounding:
+    The policies are named as in `jax.checkpoint_policies`. The gradients are the same, to rounding:
 
         "nothing_saveable"      each layer's input alone: the least memory, and all of the forward pass again, which
                                 is about a third more arithmetic

@@ -26,28 +26,25 @@ _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbed
 
 @keras.saving.register_keras_serializable("fastaccum")
 class LinearCrossEntropy(keras.losses.Loss):
-    """Softmax cross-entropy with integer labels, for a model that ends in a linear layer with many outputs.
+    """Softmax cross-entropy with integer labels, for a model whose last layer is linear and has many outputs.
 
-    The same loss, denominators and gradients as `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`.
-    In a `Trainer`'s train step and evaluation, the output layer (the head) is left out of the model's forward pass,
-    and a kernel computes the losses from what the head was given and from its weights, as
+    Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and gradients, but never
+    holds the logits of all tokens. In train steps and `evaluate`, a `Trainer` leaves out the model's output layer (the
+    head) and computes the losses from the head's input and weights:
 
         losses = fastaccum.kernels.linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
 
-    does. In a train step it computes their gradients with them, a slice of the tokens at a time, unless a chunk_size
-    is given.
+    A train step computes their gradients at once, a slice of the tokens at a time, unless a `chunk_size` is given.
+    `predict`, `save` and calls of the model compute the logits as before.
 
-    The model itself stays as it is: `predict`, `save` and a call of it compute the logits as ever.
-
-    The products are taken in the dtype in which the hidden states arrive at the head, summed in float32: under
-    mixed_float16 that is float16 x float16 -> float32, even for a head whose own dtype is float32. The kernel's
-    gradient is float32.
+    Products are computed in the dtype of the head's input and summed in float32: under mixed_float16 that is
+    float16 x float16 -> float32, even if the head's own dtype is float32. The kernel's gradient is float32.
 
     Args:
-        head: the name of the layer that makes the logits. It has a `kernel` [D, V] and maybe a `bias` [V], a weight or
-            any property that computes one (a head tied to an embedding), and its output is the model's. None: the
-            layer with the output's name, or else the last Dense layer.
-        ignore_index: the label of tokens that do not count, neither above nor below the line: Keras's `ignore_class`.
+        head: the name of the layer that computes the logits, whose output is the model's. It has a `kernel` [D, V] and
+            maybe a `bias` [V]; they may be properties, as in a head tied to an embedding. None for the layer with the
+            output's name, or else the last Dense layer.
+        ignore_index: the label of tokens that count neither in the sum nor in its divisor: Keras's `ignore_class`.
         label_smoothing: as in `linear_cross_entropy`.
         z_loss: as in `linear_cross_entropy`.
         chunk_size: as in `linear_cross_entropy`.

@@ -27,25 +27,22 @@ def remat(
     policy: str | Sequence[str] | None = "nothing_saveable",
     layer_names: Sequence[str] | None = None,
 ) -> AnyModel:
-    """Lets a training step compute a model's blocks again in the backward pass (Chen et al., 2016, arXiv:1604.06174).
+    """Saves memory on a GPU: a model's blocks are computed again in the backward pass, instead of being kept for it.
 
-    Of a block only its inputs are kept; its other values exist while its own gradient is computed. The gradients are
-    the same, to rounding, at about a third more arithmetic; dropout drops the same elements, and moving statistics and
-    seeds move once. That is so in a program that XLA compiles and that takes a gradient, a `Trainer`'s or Keras's own
-    with `jit_compile=True`, and saves memory on a GPU; elsewhere the model computes as ever.
+    Of each block only the inputs are kept (Chen et al., 2016, arXiv:1604.06174). The gradients are the same, to
+    rounding, for about a third more arithmetic. Dropout drops the same elements, and moving statistics move once. This
+    applies to train steps that XLA compiles, of a `Trainer` or of Keras itself with `jit_compile=True`.
 
-    Blocks are found from the outermost layers inwards: layers of one class side by side (a model's Transformer layers,
-    those of a class of your own, nested models), and else a functional or Sequential graph, which is cut into segments
-    where few values cross. Embeddings, a `LayerStack` and a linear output layer stay outside. The model's
-    weights, names, `layers`, configuration and saved form stay as they are; a loaded or a cloned model keeps everything
-    until it is passed here too.
+    A block is one of several layers of the same class side by side, such as a model's Transformer layers. If there are
+    none, a functional or Sequential model is cut into segments where few values cross. Embeddings, a `LayerStack` and a
+    linear output layer stay outside. Weights, names, `layers`, configuration and saved form of the model do not change,
+    so a loaded or cloned model has to be passed here again.
 
     Args:
         model: a Keras 3 or tf_keras model that has its weights.
-        policy: what is kept of a block besides its inputs, by the words of `fastaccum.kernels.LayerStack`:
-            "nothing_saveable", "auto" for all that has a name, or a list of names; None or "everything_saveable" for
-            a model as it was.
-        layer_names: of the layers whose calls are the blocks, in place of what is found, as in `keras.RematScope`.
+        policy: what is kept of a block besides its inputs, as in `fastaccum.kernels.LayerStack`: "nothing_saveable",
+            "auto" for every value that has a name, or a list of names. None or "everything_saveable" undoes `remat`.
+        layer_names: the names of the layers to use as blocks, instead of those that are found.
 
     Returns:
         The model itself.

@@ -30,15 +30,15 @@ from fastaccum.step.program import Program, converted
 
 
 class StepResult(NamedTuple):
-    """What one train step reports. Scalars on the device: reading one waits for the step.
+    """What one train step reports: scalars on the device. Reading one waits for the step.
 
     Attributes:
-        loss: float32, loss sum / weight sum over the whole stack (0 when the weight sum is 0).
-        weight: float32, the weight sum.
-        grad_norm: float32, global norm of the final gradient, before clipping.
-        grads_finite: bool, whether that norm, the loss and the state it would leave are finite; where one is not, the
-            step changed nothing.
-        loss_scale: float32, the loss scale as this step left it.
+        loss: the loss over all micro-batches, float32: the sum of the losses divided by `weight`, or 0 if that is 0.
+        weight: the sum of the weights, float32.
+        grad_norm: the global norm of the gradient before clipping, float32.
+        grads_finite: whether the gradient's norm, the loss and the new state are finite, bool. If not, the step changed
+            nothing.
+        loss_scale: the loss scale after the step, float32.
     """
 
     loss: tf.Tensor
@@ -134,9 +134,9 @@ class TrainStep:
     A skipped step leaves variables, slots, iterations and `state` bit-identical.
 
     Args:
-        loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`, the sum of weighted losses and what it is to
-            be divided by over the full batch; both scalars. Returning a mean and 1 would average means,
-            which is wrong as soon as micro-batches weigh differently. Traced once, by AutoGraph. Or an `Objective`.
+        loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`: two scalars, the sum of the weighted losses and the
+            sum of their weights. The step divides one total by the other. Don't return a mean and 1: a mean of means is
+            wrong if micro-batches weigh differently. AutoGraph traces the function once. Or an `Objective`.
         variables: tf.Variables or Keras variables to train.
         optimizer: Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name.
         loss_scale: a loss scale, a number for a static one; None for no scaling.
