@@ -57,7 +57,7 @@ def run(name, path, scratch, quick=False):
     done = subprocess.run(
         list(map(str, command)),
         cwd=ROOT,
-        env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

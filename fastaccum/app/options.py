@@ -90,35 +90,44 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def make_parser() -> Parser:
     """The parser of the command line."""
     parser = Parser(
-        prog="fastaccum", description="Trains on TensorFlow, a whole gradient-accumulation cycle as one XLA program."
+        prog="fastaccum",
+        description="Trains a small language model on text, with gradient accumulation in one XLA program.",
     )
     version = "print the versions of fastaccum, TensorFlow, Keras and Python"
     parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
-        help="train a small byte-level transformer on text",
-        description="Trains a byte-level decoder-only transformer on text, evaluates it on a part\n"
-        "held out, and writes a run folder: config.json, metrics.csv, curve.png, model.keras\n"
-        "and checkpoints.",
+        help="train a small language model on text",
+        description="Trains a small language model (a transformer) on text, byte by byte. A part of the text is\n"
+        "held out, and the model is evaluated on it. Writes a run folder: config.json, metrics.csv,\n"
+        "curve.png, model.keras and checkpoints.",
     )
     add = train.add_argument
     text = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", type=_path, metavar="FILE or FOLDER", help=text)
-    add("--steps", type=_whole(1, MOST_STEPS), metavar="N", help=f"optimizer updates in all ({STEPS})")
-    add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help="windows in a micro-batch (%(default)s)")
-    add("--accum", type=_whole(1, MOST), default=4, metavar="N", help="micro-batches in an update (%(default)s)")
+    add("--steps", type=_whole(1, MOST_STEPS), metavar="N", help=f"updates of the weights, in all ({STEPS})")
+    size = "pieces of text that go through the model at once, a micro-batch (%(default)s)"
+    add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help=size)
+    accum = "micro-batches whose gradients are added up for one update (%(default)s)"
+    add("--accum", type=_whole(1, MOST), default=4, metavar="N", help=accum)
     _add_model(add)
-    rate = "highest learning rate, after a warm-up; it falls along a cosine to a 50th (%(default)s)"
+    rate = "highest learning rate: it rises to this first, then falls to a 50th along a cosine (%(default)s)"
     add("--lr", type=_positive, default=0.004, metavar="RATE", help=rate)
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of weights and data (%(default)s)")
-    out = "run folder, new or empty (by default a new one: runs/PRESET-OPTIMIZER-seedN)"
+    add(
+        "--seed",
+        type=_whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="random seed of weights and data (%(default)s)",
+    )
+    out = "folder to write the run to, new or empty (by default runs/PRESET-OPTIMIZER-seedN, a new one)"
     add("--out", type=_path, metavar="FOLDER", help=out)
-    every = "updates between checkpoints (%(default)s)"
+    every = "updates from one checkpoint to the next (%(default)s)"
     add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
-    resume = "continue the run in FOLDER from its last checkpoint; with --steps N, to N steps in all"
+    resume = "continue the run in FOLDER from its last checkpoint; --steps N makes it one of N steps"
     add("--resume", type=_path, metavar="FOLDER", help=resume)
-    cache = "compile anew, and keep nothing in $FASTACCUM_COMPILE_CACHE (~/.cache/fastaccum)"
+    cache = "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
     add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
     _finish(train, "train")
     _add_generate(commands)
@@ -131,7 +140,13 @@ def make_parser() -> Parser:
     plan.epilog = "exit codes: 0 done; 1 nothing fits; 2 bad arguments, nothing started."
     add = plan.add_argument
     _add_model(add)
-    add("--global-batch", type=_whole(1, MOST), default=32, metavar="N", help="windows in an update (%(default)s)")
+    add(
+        "--global-batch",
+        type=_whole(1, MOST),
+        default=32,
+        metavar="N",
+        help="pieces of text in an update (%(default)s)",
+    )
     limit = "what the device may hold, in bytes or as 16GiB (by default what is free of it)"
     add("--memory-limit", type=_path, metavar="SIZE", help=limit)
     add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
@@ -145,7 +160,7 @@ def make_parser() -> Parser:
 
 def _finish(parser: Parser, command: str) -> None:
     """What every subcommand has."""
-    log = "print TensorFlow's own log lines too, which are left out otherwise whatever the environment says"
+    log = "print TensorFlow's own log lines, too"
     parser.add_argument("--tensorflow-log", action="store_true", help=log)
     parser.set_defaults(command=command, parser=parser, given=())
 
@@ -161,9 +176,9 @@ def _add_generate(commands: Any) -> None:
     add("run", type=_path, metavar="RUN", help="a run folder, with the model.keras of a run that ended")
     add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")
     add("--length", type=_whole(1, MOST), default=400, metavar="N", help="bytes to generate (%(default)s)")
-    temperature = "near 0: always the likeliest byte; 1: as likely as the model says (%(default)s)"
-    add("--temperature", type=_positive, default=0.8, metavar="T", help=temperature)
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of what is drawn (%(default)s)")
+    freely = "how freely to choose: near 0 always the likeliest byte, 1 as likely as the model says (%(default)s)"
+    add("--temperature", type=_positive, default=0.8, metavar="T", help=freely)
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="random seed of the choices (%(default)s)")
     _finish(generate, "generate")
 
 

@@ -306,6 +306,15 @@ def test_a_progress_line_leaves_out_what_says_nothing(trainer, capsys):
     assert "skipped_steps: 1.0000" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verbose", ["auto", 0])
+def test_a_notebook_is_told_what_is_compiled(trainer, monkeypatch, capsys, verbose):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    hooks = fa_callbacks.Callbacks(None, trainer.model, verbose=verbose, epochs=1, steps=1, history=False)
+    if verbose:
+        hooks.say("Tracing")
+    assert (hooks.say is not None, capsys.readouterr().out) == ((True, "Tracing") if verbose else (False, ""))
+
+
 def test_backup_and_restore_resumes_at_the_epoch_of_the_failure(trainer, tmp_path):
     fit(trainer, epochs=4)
     whole, updates = trainer.model.get_weights(), int(trainer.optimizer.iterations)

@@ -1,6 +1,7 @@
 """`fa.plan` and `fit(batch_size="auto")`: the choice, what it leaves as it was, and what it refuses."""
 
 import gc
+import sys
 
 import keras
 import numpy as np
@@ -140,6 +141,13 @@ def test_of_those_timed_what_runs_out_of_memory_is_not_chosen(planned, monkeypat
     found = planner.Planner(planned[0]._step, None, 8, timed=True)
     found._considered = [planner.Considered(rows, 8 // rows, None, rows, rows < 16) for rows in (4, 16, 1, 8, 2)]
     assert found._fastest(None, 8) == 4  # of the three largest; less than 3% is noise
+
+
+def test_a_notebook_is_told_what_is_compiled(planned, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    for verbose in ("auto", 0):
+        planner.Planner(planned[0]._step, None, 8, verbose=verbose)._say("plan: compiling program 1")
+    assert tuple(capsys.readouterr()) == ("plan: compiling program 1\n", "")
 
 
 def test_a_dataset_is_cut_anew():
