@@ -28,9 +28,9 @@ _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbed
 class LinearCrossEntropy(keras.losses.Loss):
     """Softmax cross-entropy with integer labels, for a model whose last layer is linear and has many outputs.
 
-    Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and gradients, but never
-    holds the logits of all tokens. In train steps and `evaluate`, a `Trainer` leaves out the model's output layer (the
-    head) and computes the losses from the head's input and weights:
+    Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and gradients, but
+    never holds the logits of all tokens. In train steps and `evaluate`, a `Trainer` leaves out the model's output layer
+    (the head) and computes the losses from the head's input and weights:
 
         losses = fastaccum.kernels.linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
 
