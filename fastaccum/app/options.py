@@ -96,6 +96,43 @@ def make_parser() -> Parser:
     version = "print the versions of fastaccum, TensorFlow, Keras and Python"
     parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_generate(commands)
+    plan = commands.add_parser(
+        "plan",
+        help="find the micro-batch that fits the device",
+        description="Finds the largest micro-batch with which `fastaccum train` fits the device, by compiling its\n"
+        "train step for a few of them. Nothing is trained.",
+    )
+    plan.epilog = "exit codes: 0 done; 1 nothing fits; 2 bad arguments, nothing started."
+    add = plan.add_argument
+    _add_model(add)
+    add(
+        "--global-batch",
+        type=_whole(1, MOST),
+        default=32,
+        metavar="N",
+        help="pieces of text in an update (%(default)s)",
+    )
+    limit = "what the device may hold, in bytes or as 16GiB (by default what is free of it)"
+    add("--memory-limit", type=_path, metavar="SIZE", help=limit)
+    add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
+    add("--plot", type=_path, metavar="FILE", help="draw memory over micro-batches to FILE")
+    _finish(plan, "plan")
+    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
+    devices = commands.add_parser("devices", help="list what TensorFlow can train on")
+    _finish(devices, "devices")
+    return parser
+
+
+def _finish(parser: Parser, command: str) -> None:
+    """What every subcommand has."""
+    log = "print TensorFlow's own log lines, too"
+    parser.add_argument("--tensorflow-log", action="store_true", help=log)
+    parser.set_defaults(command=command, parser=parser, given=())
+
+
+def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train a small language model on text",
@@ -130,39 +167,6 @@ def make_parser() -> Parser:
     cache = "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
     add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
     _finish(train, "train")
-    _add_generate(commands)
-    plan = commands.add_parser(
-        "plan",
-        help="find the micro-batch that fits the device",
-        description="Finds the largest micro-batch with which `fastaccum train` fits the device, by compiling its\n"
-        "train step for a few of them. Nothing is trained.",
-    )
-    plan.epilog = "exit codes: 0 done; 1 nothing fits; 2 bad arguments, nothing started."
-    add = plan.add_argument
-    _add_model(add)
-    add(
-        "--global-batch",
-        type=_whole(1, MOST),
-        default=32,
-        metavar="N",
-        help="pieces of text in an update (%(default)s)",
-    )
-    limit = "what the device may hold, in bytes or as 16GiB (by default what is free of it)"
-    add("--memory-limit", type=_path, metavar="SIZE", help=limit)
-    add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
-    add("--plot", type=_path, metavar="FILE", help="draw memory over micro-batches to FILE")
-    _finish(plan, "plan")
-    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
-    devices = commands.add_parser("devices", help="list what TensorFlow can train on")
-    _finish(devices, "devices")
-    return parser
-
-
-def _finish(parser: Parser, command: str) -> None:
-    """What every subcommand has."""
-    log = "print TensorFlow's own log lines, too"
-    parser.add_argument("--tensorflow-log", action="store_true", help=log)
-    parser.set_defaults(command=command, parser=parser, given=())
 
 
 def _add_generate(commands: Any) -> None:
