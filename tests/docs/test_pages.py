@@ -17,7 +17,7 @@ def test_a_page_runs_as_printed(page, tmp_path):
     """In a process of its own, so that no page leans on another, and in an empty folder."""
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "HOME": str(tmp_path), "COLUMNS": "100"}
     command = [sys.executable, run_page.__file__, str(page)]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     if result.returncode == run_page.SKIPPED:
         pytest.skip(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
