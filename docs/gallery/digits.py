@@ -92,6 +92,7 @@ whole_history = whole.fit(x_train, y_train, batch_size=128, epochs=len(history.e
 
 losses, whole_losses = np.array(history.history["loss"]), np.array(whole_history.history["loss"])
 print(f"largest relative difference between the two losses: {np.abs(losses / whole_losses - 1).max():.1e}")
+np.testing.assert_allclose(losses, whole_losses, rtol=1e-3)
 
 figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
 axes.plot(losses, "o", label="8 micro-batches of 16")

@@ -120,8 +120,8 @@ resumed = Record()
 trainer = make_trainer()
 history = trainer.fit(x_train, y_train, callbacks=[resumed], **arguments).history
 
-same = crashed.losses[60:] == resumed.losses[60:65]
-print(f"{len(resumed.losses)} updates in all; the same losses in updates 61 to 65: {same}")
+assert crashed.losses[60:] == resumed.losses[60:65]
+print(f"{len(resumed.losses)} updates in all; updates 61 to 65 reached the same losses again")
 
 # %% [markdown]
 # The loss in bits per byte says how well the model predicts the next byte: 8 is a blind guess, and less is better. The

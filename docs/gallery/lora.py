@@ -106,6 +106,7 @@ trainer = fa.Trainer(model, keras.optimizers.Adam(1e-2), loss, gradient_accumula
 trainer.fit(*english, batch_size=16, verbose=2)
 after = bits_per_byte(trainer)
 print(f"with LoRA, on English: {after:.2f} bits per byte")
+assert after < before
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
@@ -131,4 +132,6 @@ with tempfile.TemporaryDirectory() as folder:
         weight.assign(np.zeros(weight.shape))
     print(f"without the matrices: {bits_per_byte(trainer):.2f} bits per byte")
     backbone.load_lora_weights(file)
-    print(f"with those of the file: {bits_per_byte(trainer):.2f} bits per byte")
+    restored = bits_per_byte(trainer)
+np.testing.assert_allclose(restored, after, rtol=1e-5)
+print(f"with those of the file: {restored:.2f} bits per byte")

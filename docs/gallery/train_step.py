@@ -117,5 +117,6 @@ chosen = random.choice(len(points), (MICRO_BATCHES, ROWS))
 stack = points[chosen], weights[chosen]
 in_pieces = still(stack)
 whole = still(tuple(tensor.reshape(1, MICRO_BATCHES * ROWS, *tensor.shape[2:]) for tensor in stack))
-for name in ("loss", "grad_norm"):
-    print(f"{name}: {float(getattr(in_pieces, name)):.6f} in 8 pieces, {float(getattr(whole, name)):.6f} whole")
+print(f"loss: {float(in_pieces.loss):.6f} in 8 pieces, {float(whole.loss):.6f} whole")
+print(f"norm of the gradient: {float(in_pieces.grad_norm):.6f} in 8 pieces, {float(whole.grad_norm):.6f} whole")
+np.testing.assert_allclose([in_pieces.loss, in_pieces.grad_norm], [whole.loss, whole.grad_norm], rtol=1e-4)
