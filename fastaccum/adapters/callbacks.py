@@ -66,7 +66,7 @@ for _name in (
 
 
 class _Progress(keras.callbacks.ProgbarLogger):
-    """Keras's progress line, without what says nothing: a loss scale of 1, no skipped steps."""
+    """Keras's progress line, the loss first, without what says nothing: a loss scale of 1, no skipped steps."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, _worth_saying(logs))
@@ -77,7 +77,8 @@ class _Progress(keras.callbacks.ProgbarLogger):
 
 def _worth_saying(logs: Any) -> dict[str, Any]:
     says_nothing = {"loss_scale": 1, "skipped_steps": 0}
-    return {name: value for name, value in (logs or {}).items() if says_nothing.get(name) != value}
+    in_order = sorted((logs or {}).items(), key=lambda log: log[0] != "loss")
+    return {name: value for name, value in in_order if says_nothing.get(name) != value}
 
 
 class Callbacks:
@@ -141,6 +142,10 @@ def require(callbacks: Any, verbose: Any, legacy: bool = False) -> None:
             raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
         if legacy and "tf_keras.Callback" not in kinds(callback):
             raise TypeError(f"callbacks holds {callback!r}: a tf_keras model's own loop takes tf_keras's callbacks.")
+        if _is(callback, "BaseLogger"):
+            raise ValueError("callbacks holds a BaseLogger, which fails in tf_keras's own fit too: leave it out.")
+        if _is(callback, "UpdateEmbeddingCallback"):
+            raise ValueError("callbacks holds an UpdateEmbeddingCallback, which needs the model's own fit.")
         if _is(callback, "TensorBoard") and importlib.util.find_spec("tensorboard") is None:
             raise ImportError(
                 "callbacks holds a TensorBoard, which needs the package tensorboard: pip install fastaccum[tensorboard]"
@@ -154,10 +159,7 @@ def _is(callback: Any, name: str) -> bool:
 
 
 def backed_up_epoch(model: Any, steps_per_epoch: int | None) -> int | None:
-    """The epoch at which a BackupAndRestore, which has restored the model, has this fit begin; else None.
-
-    It leaves that with the model, and Keras 3 would have all later fits begin there too.
-    """
+    """The epoch at which a BackupAndRestore, which leaves it with the model, has this fit alone begin; else None."""
     if state := getattr(model, "_training_state", None):  # tf_keras's
         epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
         return int(epoch) or None
@@ -177,10 +179,7 @@ def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool
 
 
 def _records(callback: Any) -> bool:
-    """False for a TensorBoard in a step that it does not record: it looks at the logs all the same.
-
-    True within a profile, which is to end after its last step, hence waits for it.
-    """
+    """False for a TensorBoard, which looks at all logs, in a step that it neither records nor, waiting, profiles."""
     if not _is(callback, "TensorBoard"):
         return True
     every: Any = callback.update_freq

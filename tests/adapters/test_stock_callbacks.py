@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import requests
 import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import fastaccum as fa
 
@@ -294,8 +296,7 @@ def SidecarEvaluatorModelExport(K, side, folder):
 CASES = [
     value for name, value in list(globals().items()) if isinstance(value, types.FunctionType) and name[0].isupper()
 ]
-# Fails in tf_keras's own fit too (it expects what Keras 2 passed); a thread that changes a table beside the step.
-LEFT_OUT = {"BaseLogger", "UpdateEmbeddingCallback"}
+REFUSED = {"BaseLogger", "UpdateEmbeddingCallback"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -311,4 +312,35 @@ def test_it_does_what_it_does_in_keras(compare, case, K, request):
 def test_no_stock_callback_is_left_out(K):
     public = {**vars(K.callbacks), **vars(getattr(K.callbacks, "experimental", types.SimpleNamespace()))}
     classes = {name for name, value in public.items() if isinstance(value, type)}
-    assert classes - LEFT_OUT <= {case.__name__ for case in CASES}
+    assert classes - REFUSED <= {case.__name__ for case in CASES}
+
+
+def test_what_cannot_work_is_refused_before_training(sides):
+    K, _, ours, weights = sides
+    if K is keras:
+        pytest.skip("nothing of Keras 3 is refused")
+    ours.reset(weights)
+    with pytest.raises(ValueError, match="BaseLogger, which fails in tf_keras's own fit too"):
+        ours.fit([K.callbacks.BaseLogger()])
+    layer = K.layers.Embedding(2, 3)
+    with pytest.raises(ValueError, match="UpdateEmbeddingCallback, which needs the model's own fit"):
+        ours.fit([K.callbacks.experimental.UpdateEmbeddingCallback(layer, interval=60)])
+    same(weights, ours.model.get_weights())
+
+
+def test_a_profile_holds_the_chosen_steps_under_readable_names(sides, tmp_path):
+    K, *_ = sides
+    model = K.Sequential([K.Input((4,)), K.layers.Dense(8, name="hidden"), K.layers.Dense(1, name="head")])
+    trainer = fa.Trainer(model, K.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
+    board = K.callbacks.TensorBoard(str(tmp_path), profile_batch=(3, 5))
+    trainer.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=[board])
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    planes = {plane.name: plane for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes}
+    host = planes["/host:CPU"]
+    events = [host.event_metadata[event.metadata_id].name for line in host.lines for event in line.events]
+    assert sum(name.startswith("EagerLocalExecute: __inference__execute") for name in events) == 3
+    stats = [s for m in planes["/host:metadata"].event_metadata.values() for s in m.stats]
+    modules = [hlo_pb2.HloProto.FromString(stat.bytes_value).hlo_module for stat in stats]
+    scopes = {i.metadata.op_name for module in modules for c in module.computations for i in c.instructions}
+    for part in ("forward/.*hidden", "gradient_tape/forward/.*hidden", "update"):
+        assert any(re.search(part, scope) for scope in scopes), part
