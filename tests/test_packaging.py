@@ -111,6 +111,7 @@ def editable(base, request):
     return source, *install(base / f"editable-{request.param}-venv", source, "-e")
 
 
+@pytest.mark.faults
 def test_plain_install_outside_the_checkout(plain, base):
     _, python, site_packages = plain
     package = site_packages / "fastaccum"
@@ -122,6 +123,7 @@ def test_plain_install_outside_the_checkout(plain, base):
     assert sorted(p.name for p in site_packages.iterdir() if p.suffix != ".dist-info") == ["fastaccum"]
 
 
+@pytest.mark.faults
 def test_plain_install_inside_the_checkout(plain):
     source, python, site_packages = plain
     result = found(python, cwd=source)
@@ -131,6 +133,7 @@ def test_plain_install_inside_the_checkout(plain):
     assert found_in(package, package / "kernels", found(python, "-I", cwd=source))
 
 
+@pytest.mark.faults
 def test_editable_install(editable, base):
     source, python, _ = editable
     for flags, cwd in [((), base / "elsewhere"), ((), source), (("-I",), source)]:
@@ -139,6 +142,7 @@ def test_editable_install(editable, base):
     assert found(python, cwd=base / "elsewhere")["kernels"] is None
 
 
+@pytest.mark.faults
 def test_editable_install_is_a_path_that_type_checkers_follow(base, editable):
     source, _, site_packages = editable
     lines = [line for path in site_packages.glob("*.pth") for line in path.read_text().splitlines()]
@@ -161,6 +165,7 @@ def test_links_of_the_description_work_on_a_package_index(plain):
     assert not [link for link in links if not link.startswith("https://") and link.removeprefix("#") not in headings]
 
 
+@pytest.mark.faults
 def test_type_checkers_see_the_installed_package(plain, editable, base):
     if not (editable[0] / "src" / "fastaccum").is_dir():
         pytest.skip("Python's import hook is not for type checkers")
@@ -174,6 +179,7 @@ def test_type_checkers_see_the_installed_package(plain, editable, base):
             assert message in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.faults
 def test_source_distribution(base, tmp_path):
     source = checkout(tmp_path / "source")
     for name in (".ci", "benchmarks", "docs", "tests"):
@@ -192,12 +198,14 @@ def test_source_distribution(base, tmp_path):
     assert (site_packages / "fastaccum" / "kernels" / "__init__.py").is_file()
 
 
+@pytest.mark.faults
 def test_checkout_on_pythonpath_needs_no_install(base, tmp_path):
     source = checkout(tmp_path)
     result = found(sys.executable, "-S", cwd=base / "elsewhere", PYTHONPATH=str(source))
     assert found_in(source / "fastaccum", source / "kernels", result), result
 
 
+@pytest.mark.faults
 def test_import_statements_run(plain, base):
     """The real imports, once: TensorFlow takes seconds."""
     _, python, site_packages = plain
@@ -226,6 +234,7 @@ def test_constraints_are_names_and_versions():
         assert line.startswith("#") or (name and version and not set(line) & set("/@:; ")), line
 
 
+@pytest.mark.faults
 def test_public_names_are_the_same_whatever_was_imported_first():
     """A submodule named like a function would take its place in the package."""
     code = (

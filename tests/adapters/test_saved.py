@@ -39,6 +39,7 @@ def models(tmp_path_factory):
     return made
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "imports",
     [

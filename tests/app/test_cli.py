@@ -65,6 +65,7 @@ def held_out_bits(folder):
     return float(keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x), True))) / math.log(2)
 
 
+@pytest.mark.faults
 def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source):
     options = ["--steps", "8", "--batch-size", "2", "--accum", "3", "--lr", "0.01", "--seed", "7"]
     process = start(["train", source, *options, "--out", "run"], tmp_path)

@@ -96,6 +96,7 @@ def test_one_suite_of_the_real_ones(tmp_path):
     assert "Left out: " in text and "weight_gradients." in text
 
 
+@pytest.mark.faults
 def test_quick_trims_the_workloads_and_series_become_a_chart(tmp_path, capsys):
     folder = folder_of(
         tmp_path,
@@ -137,6 +138,7 @@ def test_quick_trims_the_workloads_and_series_become_a_chart(tmp_path, capsys):
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.faults
 def test_what_fails_and_what_is_skipped_is_named(tmp_path, capsys):
     folder = folder_of(
         tmp_path,

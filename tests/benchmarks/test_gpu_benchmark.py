@@ -14,6 +14,7 @@ from benchmarks.gpu import __main__ as runner
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "check-float16-blockwise"
+pytestmark = pytest.mark.faults
 
 
 def command(module, *arguments):

@@ -196,7 +196,7 @@ def batches(*, seed=None, count=100, repeat=False, known=True):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot save the iterator.s state:RuntimeWarning")
-@pytest.mark.parametrize("per_execution", [1, 2])
+@pytest.mark.parametrize("per_execution", [pytest.param(1, marks=pytest.mark.twin), 2])
 def test_datasets(tmp_path, dataset, options, per_execution):
     def data():
         keras.utils.set_random_seed(5)  # as a script would: TensorFlow draws the seeds of shuffles from it
@@ -408,7 +408,13 @@ def test_a_lost_place_in_the_data_shows(tmp_path):
     assert history.history != expected.history
 
 
-@pytest.mark.parametrize("lost", ["good_steps", "loss_scale", "iteration", "velocity", "seed_generator", "skipped"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        *["iteration", "velocity"],
+        *(pytest.param(x, marks=pytest.mark.twin) for x in ("good_steps", "loss_scale", "seed_generator", "skipped")),
+    ],
+)
 def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
     original = state.name_variables
 

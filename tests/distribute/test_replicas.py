@@ -45,6 +45,7 @@ def test_two_replicas(on_two, name):
     assert on_two[name] is None, on_two[name]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_replicas(on_four, name):
     assert on_four[name] is None, on_four[name]

@@ -17,7 +17,7 @@ import worker
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.faults]
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOUND = 60  # seconds in which the others end; 1 measured for a killed process
@@ -119,7 +119,6 @@ def different(tmp_path_factory):
     return outcomes_of("differ", tmp_path_factory.mktemp("different"))
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("name", worker.DIFFERENT)
 def test_workers_that_differ_are_an_error_on_all_before_a_step(different, name):
     _, values, words = worker.DIFFERENT[name]
@@ -132,7 +131,6 @@ def test_workers_that_differ_are_an_error_on_all_before_a_step(different, name):
             assert "nothing was trained" in error and f"this one, worker {index}" in error
 
 
-@pytest.mark.faults
 def test_workers_that_were_alike_again_train(different):
     for outcome in different:
         assert outcome["nothing"] == [None, True]
@@ -156,7 +154,6 @@ def saved(folder, *ends, mode="saved"):
         yield codes, log(folder, 0) + log(folder, 1)
 
 
-@pytest.mark.faults
 def test_workers_go_on_bit_by_bit(tmp_path):
     """A worker killed, then SIGTERM to both, in mid-epoch: weights, slots and masks are as if nothing had happened."""
 
@@ -182,7 +179,7 @@ def test_workers_go_on_bit_by_bit(tmp_path):
             np.testing.assert_array_equal(whole[name], ended[name])
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_ends_the_others(tmp_path, victim):
     with workers("forever", tmp_path) as processes:
         survivor = processes[1 - victim]
@@ -198,7 +195,6 @@ def test_a_killed_worker_ends_the_others(tmp_path, victim):
     assert "restart all of them, from the last checkpoint" in said
 
 
-@pytest.mark.faults
 def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
     """Also one that stands still for 3 s (SIGSTOP, SIGCONT), then dies: the rest is trained by a new pair."""
 
@@ -228,7 +224,6 @@ def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
             assert np.abs(own - theirs).max() < 2e-5 * np.abs(own).max()
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
@@ -245,14 +240,12 @@ def test_a_worker_that_does_not_come_is_waited_for_with_a_bound(tmp_path, mode, 
     assert said.count("step\n") == (4 if mode == "stuck" else 0)
 
 
-@pytest.mark.faults
 def test_a_step_that_takes_longer_than_the_bound_on_all_is_waited_for(tmp_path):
     with workers("slow", tmp_path, FASTACCUM_WORKER_TIMEOUT="6") as processes:
         for index, process in enumerate(processes):
             assert process.wait(120) == 0, log(tmp_path, index)[-4000:]
 
 
-@pytest.mark.faults
 def test_another_workers_label_out_of_range_is_an_error_on_all(tmp_path):
     with workers("other's label", tmp_path) as processes:
         for index, process in enumerate(processes):

@@ -29,6 +29,7 @@ def check(command, folder):
     return done.stdout
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
 def test_right_calls_pass_and_wrong_ones_are_reported(command, tmp_path):
     printed = check([*command, SCRIPTS / "correct.py", SCRIPTS / "wrong.py"], tmp_path)
