@@ -11,13 +11,29 @@ from run_page import PAGES, ROOT
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
+def run(page, folder):
+    """In a process of its own, so that no page leans on another, and in an empty folder."""
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "HOME": str(folder), "COLUMNS": "100"}
+    command = [sys.executable, run_page.__file__, str(page)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
+
+
 @pytest.mark.docs
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_as_printed(page, tmp_path):
-    """In a process of its own, so that no page leans on another, and in an empty folder."""
-    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "HOME": str(tmp_path), "COLUMNS": "100"}
-    command = [sys.executable, run_page.__file__, str(page)]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
+    result = run(page, tmp_path)
     if result.returncode == run_page.SKIPPED:
         pytest.skip(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.docs
+def test_a_block_whose_module_is_missing_is_left_out_and_the_rest_runs(tmp_path):
+    page = tmp_path / "page.md"
+    block = "```python\nprint({})\n```\n\n<!-- output -->\n\n```text\n{}\n```\n\n"
+    page.write_text("# Page\n\n<!-- needs: no_such_module -->\n\n" + block.format(1, 2) + block.format(3, 3))
+    result = run(page, tmp_path)
+    assert result.returncode == run_page.SKIPPED and "blocks that need no_such_module" in result.stdout
+    page.write_text("# Page\n\n<!-- needs: sys -->\n\n" + block.format(1, 2))
+    result = run(page, tmp_path)
+    assert result.returncode == 1 and "the page says that this is printed" in result.stderr
