@@ -17,11 +17,12 @@ def adopt_last(run: Run, checkpoints: Path) -> None:
     if found is None:
         return
     progress, description = found.manifest["progress"], found.manifest["description"]
-    schedule = state.plain(optimizers.get(run.trainer.optimizer).config["learning_rate"])
+    optimizer = state.plain(optimizers.get(run.trainer.optimizer).config)
+    schedule = {name: value for name, value in optimizer.items() if name == "learning_rate"}  # which COCOB has not
     manifest = {
         **found.manifest,
         "progress": {**progress, "stopped": progress["stopped"] and found.step >= run.options.steps},
-        "description": {**description, "optimizer": {**description["optimizer"], "learning_rate": schedule}},
+        "description": {**description, "optimizer": {**description["optimizer"], **schedule}},
     }
     if manifest != found.manifest:
         store.write(checkpoints, manifest, found.tensors(), keep=3)
