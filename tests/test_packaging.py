@@ -153,6 +153,7 @@ def test_editable_install_is_a_path_that_type_checkers_follow(base, editable):
         assert [line.split()[0] for line in lines] == ["import"], "without links, Python's import hook"
 
 
+@pytest.mark.faults
 def test_links_of_the_description_work_on_a_package_index(plain):
     """An index shows README.md, and has none of the files beside it."""
     metadata = next(plain[2].glob("fastaccum-*.dist-info")) / "METADATA"
