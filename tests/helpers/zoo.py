@@ -188,7 +188,13 @@ def _theirs(case: Case) -> dict[str, float]:
     history = model.fit(
         case.x, case.y, batch_size=_rows(case), epochs=1, shuffle=False, verbose=0, **weights, **case.fit
     )
-    return {name: float(np.asarray(values[-1])) for name, values in history.history.items()}
+    return _last(history)
+
+
+def _last(history: Any) -> dict[str, Any]:
+    """The last epoch's logs: numbers, or arrays of a metric that has one for each class."""
+    values = {name: np.asarray(each[-1]) for name, each in history.history.items()}
+    return {name: value if value.ndim else float(value) for name, value in values.items()}
 
 
 def _theirs_by_micro_batch(case: Case) -> dict[str, float]:
@@ -243,7 +249,7 @@ def _ours(case: Case) -> dict[str, float]:
         verbose=0,
         **case.fit,
     )
-    return {name: float(np.asarray(values[-1])) for name, values in history.history.items()}
+    return _last(history)
 
 
 def _run_both(what: Case | Steps) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], dict, dict, float]:

@@ -59,6 +59,29 @@ def on(shape, *layers, **arguments):
     return Case(model, random(*shape), points()[1], loss=cross_entropy(), micro_batches=4, **arguments)
 
 
+def _by_hand(model, x, y, loss, jit_compile=False):
+    """`fit` beside a loop over its two micro-batches, where tf_keras's `fit` cannot be compared with."""
+
+    @tf.function(jit_compile=jit_compile)
+    def loss_and_gradients(x, y):
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x))
+        return value, tape.gradient(value, model.trainable_variables)
+
+    def theirs():
+        halves = [tf.nest.map_structure(lambda a, i=i: a[i : i + ROWS // 2], (x, y)) for i in (0, ROWS // 2)]
+        values, gradients = zip(*(loss_and_gradients(*half) for half in halves), strict=True)
+        means = [(a + b) / 2.0 for a, b in zip(*gradients, strict=True)]
+        tf_keras.optimizers.SGD(0.1).apply_gradients(zip(means, model.trainable_variables, strict=True))
+        return {"loss": float(sum(values)) / 2.0}
+
+    def ours():
+        trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), loss, gradient_accumulation_steps=2)
+        return {"loss": trainer.fit(x, y, batch_size=ROWS // 2, shuffle=False, verbose=0).history["loss"][0]}
+
+    return Steps(model.trainable_variables, ours, theirs, by_train_step=False)
+
+
 # Layers and activations
 
 
@@ -108,31 +131,14 @@ def test_pooling():
 
 @addon(
     "AdaptiveMaxPooling3D",
-    note="TensorFlow has its gradient under XLA alone: compared with a full-batch step compiled by hand.",
+    note="TensorFlow has its gradient under XLA alone: compared with a compiled loop by hand.",
     quick=True,
 )
 def test_max_pooling_3d():
     model = tf_keras.Sequential([tf_keras.Input((4, 4, 4, 2)), KERAS.Conv3D(3, 1)])
     for layer in (tfa.layers.AdaptiveMaxPooling3D(2), KERAS.Flatten(), KERAS.Dense(3)):
         model.add(layer)
-    x, y = random(4, 4, 4, 2), points()[1]
-
-    @tf.function(jit_compile=True)
-    def loss_and_gradients():
-        with tf.GradientTape() as tape:
-            loss = cross_entropy()(y, model(x))
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    def theirs():
-        loss, gradients = loss_and_gradients()
-        tf_keras.optimizers.SGD(0.1).apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return {"loss": float(loss)}
-
-    def ours():
-        trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), cross_entropy(), gradient_accumulation_steps=2)
-        return {"loss": trainer.fit(x, y, batch_size=ROWS // 2, shuffle=False, verbose=0).history["loss"][0]}
-
-    return Steps(model.trainable_variables, ours, theirs, by_train_step=False)
+    return _by_hand(model, random(4, 4, 4, 2), points()[1], cross_entropy(), jit_compile=True)
 
 
 class _Unpooled(tf_keras.Model):
@@ -305,6 +311,7 @@ def test_contrastive():
 
 
 BETWEEN_ROWS = "It compares the rows of each micro-batch, and warns of that."
+SHIFTED = "The largest error is in a bias whose exact gradient is 0, because of a softmax."
 ROUNDED = " Squared distances are differences here, which XLA rounds otherwise. Without XLA the error is 0."
 
 
@@ -323,7 +330,7 @@ def test_triplet_hard():
     return _embeddings(tfa.losses.TripletHardLoss())
 
 
-@addon("LiftedStructLoss", note=BETWEEN_ROWS)
+@addon("LiftedStructLoss", note=BETWEEN_ROWS + ROUNDED, tolerance=1e-3)
 def test_lifted():
     return _embeddings(tfa.losses.LiftedStructLoss())
 
@@ -333,15 +340,19 @@ def _similarities(loss, y):
     similarity = KERAS.Lambda(lambda ab: tf.matmul(ab[0], ab[1], transpose_b=True))
     model = tf_keras.Model([a, b], similarity([KERAS.Dense(4)(a), KERAS.Dense(4)(b)]))
     x = random(6)
-    return Case(model, [x[:, :3], x[:, 3:]], y, loss=loss, by_micro_batch=True)
+    return _by_hand(model, [x[:, :3], x[:, 3:]], y, loss)
 
 
-@addon("NpairsLoss", note=BETWEEN_ROWS)
+@addon(
+    "NpairsLoss",
+    note=f"{BETWEEN_ROWS} {SHIFTED} Compared with a loop by hand: in tf_keras's `fit` it is NaN.",
+    tolerance=1e-3,
+)
 def test_npairs():
     return _similarities(tfa.losses.NpairsLoss(), np.arange(ROWS) % 4)
 
 
-@addon("NpairsMultilabelLoss", note=BETWEEN_ROWS)
+@addon("NpairsMultilabelLoss", note=f"{BETWEEN_ROWS} {SHIFTED}", tolerance=1e-3)
 def test_npairs_multilabel():
     return _similarities(tfa.losses.NpairsMultilabelLoss(), one_hot(np.arange(ROWS) % 4, 4))
 
@@ -383,7 +394,7 @@ def test_r_square():
 def test_correlations():
     kinds = ("PearsonsCorrelation", "SpearmansRank", "KendallsTauB", "KendallsTauC")
     metrics = [
-        getattr(tfa.metrics, kind)(actual_min=0.0, actual_max=4.0, preds_min=-2.0, preds_max=2.0) for kind in kinds
+        getattr(tfa.metrics, kind)(actual_min=0.0, actual_max=10.0, preds_min=-5.0, preds_max=5.0) for kind in kinds
     ]
     return _regression("mse", metrics=metrics, jit_compile=False)
 
@@ -455,18 +466,19 @@ OPTIMIZERS = {
 }
 
 
-def _rows(written, named):
+def _rows(written, named, quick=()):
     """A test for each of the rows of these names, all written by one function of what is beside the name."""
     for number, (name, each) in enumerate(named.items()):
 
-        @addon(name, quick=True)
+        @addon(name, quick=name in quick)
         def test(each=each):
             return written(each)
 
         globals()[f"test{written.__name__}_{number}"] = test
 
 
-_rows(_with, OPTIMIZERS)
+# The others are among tests/adapters/test_optimizers.py's.
+_rows(_with, OPTIMIZERS, quick={"ConditionalGradient", "ProximalAdagrad", "ExponentialCyclicalLearningRate"})
 
 
 @addon("MultiOptimizer", quick=True)
@@ -483,14 +495,14 @@ def test_multi_optimizer():
 
 @addon("callbacks: AverageModelCheckpoint, TimeStopping, TQDMProgressBar", quick=True)
 def test_callbacks():
-    folder = tempfile.mkdtemp()
+    folder = tempfile.TemporaryDirectory()
     callbacks = [
-        tfa.callbacks.AverageModelCheckpoint(False, f"{folder}/averages.keras"),
+        tfa.callbacks.AverageModelCheckpoint(False, f"{folder.name}/averages.keras"),
         tfa.callbacks.TimeStopping(3600),
         tfa.callbacks.TQDMProgressBar(),
     ]
     case = _with(lambda: tfa.optimizers.MovingAverage(tf_keras.optimizers.legacy.SGD(0.1)))
-    case.fit = {"callbacks": callbacks}
+    case.fit, case.folder = {"callbacks": callbacks}, folder  # which is removed with the case
     return case
 
 
@@ -685,7 +697,11 @@ def _decoding(decode):
     return Steps(model.trainable_variables, ours, theirs, by_train_step=False)
 
 
-_rows(_decoding, {f"{name}, of a model that fit trained": decode for name, decode in DECODERS.items()})
+_rows(
+    _decoding,
+    {f"{name}, of a model that fit trained": decode for name, decode in DECODERS.items()},
+    quick={"BeamSearchDecoder, of a model that fit trained"},
+)
 
 
 # What the classes in rows are made of, or return.
