@@ -162,7 +162,7 @@ def test_links_of_the_description_work_on_a_package_index(plain):
         re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall("^#+ (.*)", text, re.M)
     }
     links = re.findall(r"\]\(([^)]*)\)", text)
-    assert text.startswith("# fastaccum") and "docs/memory.md" in text
+    assert "\n# fastaccum\n" in f"\n{text}" and "docs/memory.md" in text
     assert not [link for link in links if not link.startswith("https://") and link.removeprefix("#") not in headings]
 
 
