@@ -78,7 +78,7 @@ class _Progress(keras.callbacks.ProgbarLogger):
 def _worth_saying(logs: Any) -> dict[str, Any]:
     says_nothing = {"loss_scale": 1, "skipped_steps": 0}
     in_order = sorted((logs or {}).items(), key=lambda log: log[0] != "loss")
-    return {name: value for name, value in in_order if says_nothing.get(name) != value}
+    return {name: value for name, value in in_order if name not in says_nothing or value != says_nothing[name]}
 
 
 class Callbacks:

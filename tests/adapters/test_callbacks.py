@@ -306,6 +306,13 @@ def test_a_progress_line_leaves_out_what_says_nothing(trainer, capsys):
     assert "skipped_steps: 1.0000" in capsys.readouterr().out
 
 
+def test_a_progress_line_holds_a_metric_of_several_numbers(capsys):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
+    trainer = fa.Trainer(model, "sgd", "categorical_crossentropy", [keras.metrics.F1Score()])
+    trainer.fit(np.eye(4, dtype="float32"), np.eye(4, 3, dtype="float32"), batch_size=4, verbose=2)
+    assert "f1_score: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("verbose", ["auto", 0])
 def test_a_notebook_is_told_what_is_compiled(trainer, monkeypatch, capsys, verbose):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
