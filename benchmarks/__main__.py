@@ -70,7 +70,7 @@ def _parser(prog, known):
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help="which suites to run (all)")
     add("--quick", action="store_true", help=f"the smallest workload and few rounds of {', '.join(suites.QUICK)}")
-    add("--readme", action="store_true", help="rewrite the measured tables of README.md and docs/kernels.md too")
+    add("--readme", action="store_true", help="rewrite the measured tables of README.md and docs/ too")
     add("--from", dest="from_run", type=pathlib.Path, metavar="RUN.JSON", help="write up an earlier run; run nothing")
     add("--out", type=pathlib.Path, metavar="FOLDER", help="for the report (benchmarks/results/DATE-DEVICE)")
     return parser
