@@ -112,6 +112,8 @@ class Callbacks:
         bars = [getattr(c, name) for c in self.list.callbacks if _is(c, "ProgbarLogger")]
 
         def begin(batch: int) -> None:
+            if batch == 0:
+                self._previous = dict  # the epoch before has nothing to say of this one
             for hook in begins:
                 hook(batch, logs={})
 

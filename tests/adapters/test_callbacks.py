@@ -1,6 +1,7 @@
 """Stock Keras callbacks, and users' own, around a loop that reads its results late."""
 
 import json
+import re
 import sys
 
 import keras
@@ -311,6 +312,15 @@ def test_a_progress_line_holds_a_metric_of_several_numbers(capsys):
     trainer = fa.Trainer(model, "sgd", "categorical_crossentropy", [keras.metrics.F1Score()])
     trainer.fit(np.eye(4, dtype="float32"), np.eye(4, 3, dtype="float32"), batch_size=4, verbose=2)
     assert "f1_score: " in capsys.readouterr().out
+
+
+def test_an_epochs_progress_begins_without_the_numbers_of_the_one_before(trainer, capsys, monkeypatch):
+    monkeypatch.setattr(fa_callbacks, "REDRAW_SECONDS", -1)
+    fit(trainer, epochs=2, verbose=1)
+    first = [
+        line for line in re.split("[\r\b\n]+", capsys.readouterr().out) if "step" in line and re.search(r"1/3\b", line)
+    ]
+    assert len(first) == 2 and not any("loss" in line for line in first)
 
 
 @pytest.mark.parametrize("verbose", ["auto", 0])
