@@ -172,7 +172,7 @@ def _assign_to_keras_3(wrapper: Any) -> None:
 
 
 def _not_installed(package: str, python: tuple[int, int]) -> str:
-    name, install = package.replace("_", "-"), "pip install fastaccum[addons]"
+    name, install = package.replace("_", "-"), "pip install 'fastaccum[addons]'"
     if python < (3, 12):
         return f"fastaccum.addons needs {name}, which is not installed: {install}"
     return (

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import keras
 import tensorflow as tf
@@ -16,6 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters import models, optimizers, own_loss
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
 from fastaccum.adapters.callbacks import require as require_callbacks
+from fastaccum.adapters.data_adapters import read_once, with_sequences
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.own_loss import Reduction
@@ -60,9 +61,11 @@ class Trainer:
     tf_keras. Keras 3's `fit` doesn't sum it, and optimizers such as Adam then square each part of an id by itself.
 
     Args:
-        model: a Keras 3 model, or a tf_keras model.
-        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer, or the name of a Keras optimizer. Its schedules
-            and `iterations` count updates. To use the one that a model was compiled with, pass `model.optimizer`.
+        model: a Keras 3 model, or a tf_keras model. The `jit_compile` and `steps_per_execution` that it was compiled
+            with don't count: pass them here.
+        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer; or the name of one, which is tf_keras's for a
+            tf_keras model, else Keras 3's. Its schedules and `iterations` count updates. To use the one that a model
+            was compiled with, pass `model.optimizer`.
         loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per row or per token; or
             a list or dict of these, by output. None for the model's own loss: the one that it was compiled with (with
             its metrics, if none are given), its `compute_loss`, its `add_loss`, or the loss that a Hugging Face model
@@ -143,7 +146,7 @@ class Trainer:
         loss, loss_weights, metrics, weighted_metrics = own_loss.where_none_given(
             self._model, loss, loss_weights, metrics, weighted_metrics
         )
-        self._optimizer = optimizers.get(optimizer)
+        self._optimizer = optimizers.get(optimizer, self._model.legacy)
         self._losses = Losses(loss, loss_weights)
         self._metrics = Metrics(metrics, weighted_metrics)
         self._options = Options(
@@ -176,6 +179,13 @@ class Trainer:
             self._options = self._options.replace(name, value, built=self._builder.step is not None)
             value = getattr(self._options, name)
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # or type checkers would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            of_model = not name.startswith("_") and hasattr(vars(self).get("model"), name)
+            remedy = f": use trainer.model.{name}" if of_model else ""
+            raise AttributeError(f"Trainer has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
@@ -296,6 +306,7 @@ class Trainer:
         )
         self._identity.require_one_fit(training)
         self.model.stop_training = False
+        compiled = self._model.compilation
         step.running.stuck_steps.reset()
         logs: dict[str, Any] = {}
         with saver, self._guarded():
@@ -310,6 +321,8 @@ class Trainer:
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
                 step.running.reset()
                 hooks.list.on_epoch_begin(epoch)
+                self._builder.require_same_weights()
+                self._model.require_not_compiled_since(compiled)
                 done = saver.begin_epoch(epoch)
                 logs = self._train_epoch(step, saver.watched(step.together(stacks, dispatches)), hooks, done)
                 if validate is not None and schedule.validates(epoch):
@@ -334,10 +347,12 @@ class Trainer:
         are accumulated that they make the global batch.
         """
         auto = isinstance(batch_size, str) and batch_size == "auto"
-        if auto is (global_batch_size is None):
+        if auto and global_batch_size is None:
+            raise ValueError('batch_size="auto" needs global_batch_size=N, the rows of an update.')
+        if not auto and global_batch_size is not None:
             raise ValueError(
-                f"batch_size={checks.shown(batch_size)} with global_batch_size={checks.shown(global_batch_size)}: the "
-                'rows of an update go with batch_size="auto", which divides them into micro-batches that fit.'
+                f'global_batch_size={checks.shown(global_batch_size)} needs batch_size="auto", which divides it into '
+                f"micro-batches that fit, and not batch_size={checks.shown(batch_size)}."
             )
         if global_batch_size is None:
             return self._source(*given, batch_size=batch_size, **options), cast("int | None", batch_size)
@@ -519,7 +534,7 @@ class Trainer:
         >>> found.trainable_parameters, found.memory.by_kind["weights"]
         (1010, 4040)
         """
-        if hasattr(x, "__next__"):
+        if read_once(x):
             raise TypeError(f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its batches.")
         sample = self._builder.sample if x is None else self._source(x, y, sample_weight, batch_size=None).sample
         if sample is None:
@@ -638,7 +653,7 @@ def plan(
 
 @workers.connected
 def _planned(trainer: Trainer, sample: Any, **asked: Any) -> Plan:
-    if hasattr(sample, "__next__") or isinstance(sample, keras.utils.PyDataset):
+    if hasattr(sample, "__next__") or isinstance(with_sequences(sample), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
     x, y, weight = (sample, None, None) if isinstance(sample, tf.data.Dataset) else _unpacked(sample)
     data = trainer._source(x, y, weight, batch_size=None, what="sample")

@@ -661,3 +661,12 @@ def test_the_batch_size_that_is_wrong_is_named(trainer):
         trainer.fit(X, Y, batch_size=0)
     with pytest.raises(TypeError, match=r"^validation_freq=array"):
         trainer.fit(X, Y, validation_freq=np.array([1, 2]))
+
+
+def test_a_name_that_the_model_has_is_pointed_to():
+    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save': use trainer\.model\.save"):
+        trainer.save("model.keras")
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'sav'$"):
+        trainer.sav()
+    assert not hasattr(trainer, "_plans")

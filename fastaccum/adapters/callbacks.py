@@ -36,7 +36,7 @@ class LateLogs(dict):
     def __init__(self, tensors: Mapping[str, tf.Tensor] | None = None, check: Callable[[], None] | None = None):
         super().__init__(tensors or {})
         self._check = check
-        self._late = tensors is not None  # tf.nest, with which tf_keras's callbacks copy logs, fills an empty one
+        self._late = True
 
     def __iter__(self) -> Iterator[str]:
         # Overridden, or `dict(logs)` would copy the tensors behind this class's back.
@@ -96,6 +96,8 @@ class Callbacks:
             bar = [] if verbose == 0 or any(_is(each, "ProgbarLogger") for each in given) else [_Progress()]
             callbacks = keras.callbacks.CallbackList([*given, *bar], history, model=model, **params)
         self.list = callbacks
+        if history and hasattr(model, "_train_counter"):
+            model._train_counter.assign(0)  # as tf_keras's fit does
         # Prints where somebody reads as it goes: to a terminal, or to a notebook.
         read = sys.stdout.isatty() or "ipykernel" in sys.modules
         heard = verbose != 0 and read and keras.config.is_interactive_logging_enabled()
@@ -109,7 +111,7 @@ class Callbacks:
         others = [c for c in self.list.callbacks if not _is(c, "ProgbarLogger")]
         begins = [getattr(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
         ends = [(c, getattr(c, name)) for c in others if _overrides(c, kind, "end")]
-        bars = [getattr(c, name) for c in self.list.callbacks if _is(c, "ProgbarLogger")]
+        bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
 
         def begin(batch: int) -> None:
             if batch == 0:
@@ -125,10 +127,12 @@ class Callbacks:
             logs = read() if ends else {}
             for callback, hook in ends:
                 hook(batch, logs=logs if _records(callback) else {})
+            for bar in bars:
+                bar.seen = batch + 1  # tf_keras's may count samples, of which a step says nothing
             if bars and time.monotonic() - self._last_draw > REDRAW_SECONDS:
                 self._last_draw = time.monotonic()
                 for bar in bars:
-                    bar(batch, logs=read() if kind == "test" else self._previous())
+                    getattr(bar, name)(batch, logs=read() if kind == "test" else self._previous())
             self._previous = read
 
         return begin, end
@@ -150,7 +154,8 @@ def require(callbacks: Any, verbose: Any, legacy: bool = False) -> None:
             raise ValueError("callbacks holds an UpdateEmbeddingCallback, which needs the model's own fit.")
         if _is(callback, "TensorBoard") and importlib.util.find_spec("tensorboard") is None:
             raise ImportError(
-                "callbacks holds a TensorBoard, which needs the package tensorboard: pip install fastaccum[tensorboard]"
+                "callbacks holds a TensorBoard, which needs the package tensorboard: "
+                "pip install 'fastaccum[tensorboard]'"
             )
     checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,15 +28,16 @@ from fastaccum.adapters.packages import kinds, package
 Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
 
 
-def get(optimizer: Any) -> Optimizer:
-    """The adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for the name of a Keras 3 one.
+def get(optimizer: Any, legacy: bool = False) -> Optimizer:
+    """The adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for the name of a Keras 3 one; if
+    `legacy`, of a tf_keras one.
 
     Raises ValueError for an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
-        optimizer = _named(optimizer)
+        optimizer = _named(optimizer, importlib.import_module("tf_keras" if legacy else "keras").optimizers)
     if isinstance(optimizer, type):
         raise TypeError(f"optimizer={optimizer.__name__} is a class: call it, and pass what it makes")
     own = kinds(optimizer)
@@ -48,16 +50,17 @@ def get(optimizer: Any) -> Optimizer:
     )
 
 
-def _named(name: str) -> keras.Optimizer:
-    # Not every release of Keras has the last one.
-    wrappers = (keras.Optimizer, keras.optimizers.LossScaleOptimizer, getattr(keras.optimizers, "MultiOptimizer", None))
-    exported = {k.lower(): v for k, v in vars(keras.optimizers).items() if isinstance(v, type)}
-    known: dict[str, Any] = {k: v for k, v in exported.items() if issubclass(v, keras.Optimizer) and v not in wrappers}
+def _named(name: str, optimizers: Any) -> Any:
+    # Not every release of Keras has all of them.
+    others = [getattr(optimizers, other, None) for other in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")]
+    exported = {k.lower(): v for k, v in vars(optimizers).items() if isinstance(v, type)}
+    known = {k: v for k, v in exported.items() if issubclass(v, optimizers.Optimizer) and v not in others}
     if name.lower() in known:
         return known[name.lower()]()
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
+    kind = "Keras" if package(optimizers.Optimizer) == "keras" else "tf_keras"
     raise ValueError(
-        f"optimizer={name!r} is not a Keras optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
+        f"optimizer={name!r} is not a {kind} optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
         f"{', '.join(sorted(known))}; fastaccum.addons.optimizers has more, to be passed as objects"
     )
 

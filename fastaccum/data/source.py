@@ -34,8 +34,8 @@ def of(
     """The source of the data in `x`, from which `stacks` makes the stacks of a layout.
 
     Args:
-        x, y, sample_weight: nests of arrays; or `x` alone: a tf.data.Dataset, `keras.utils.PyDataset`, generator or
-            torch DataLoader of batches.
+        x, y, sample_weight: nests of arrays; or `x` alone: a tf.data.Dataset, `keras.utils.PyDataset`,
+            `tf_keras.utils.Sequence`, generator or torch DataLoader of batches.
         shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
         class_weight: a factor for each class, multiplied into the sample weights.
         sparse_labels: whether `y` holds class indices even where it has more than one axis; None for not known.

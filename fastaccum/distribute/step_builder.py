@@ -77,7 +77,7 @@ class StepBuilder:
         if self._recomputed != (now := remat.installed(self._model.model)):
             self._recomputed = now
             self.step.retrace()
-        self._require_same_weights(self.step)
+        self.require_same_weights()
         if not self._model.takes_targets_apart:
             # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
             self._losses.require_targets(self._outputs, sample.y)
@@ -104,8 +104,10 @@ class StepBuilder:
         parts = model, self._outputs, losses, metrics, self._optimizer, options
         return ModelStep(*parts) if self._replicas is None else ReplicatedStep(self._replicas, *parts)
 
-    def _require_same_weights(self, step: Step) -> None:
-        trained, trainable = ({id(v): v for v in vs} for vs in (step.cycle.trained, self._model.trainable_variables))
+    def require_same_weights(self) -> None:
+        """Raises ValueError if the `trainable` attributes are no longer those that the step was built for."""
+        trained_now = () if self.step is None else self.step.cycle.trained
+        trained, trainable = ({id(v): v for v in vs} for vs in (trained_now, self._model.trainable_variables))
         if list(trained) != list(trainable):
             switched = ((trained | trainable)[i] for i in trained.keys() ^ trainable.keys())
             changed = [getattr(v, "path", v.name) for v in switched]

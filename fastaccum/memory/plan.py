@@ -69,8 +69,9 @@ class Plan:
         global_batch = self.batch_size * self.accumulation_steps
         programs = f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, {self.seconds:.0f} s"
         recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)" if self.recompute else ""
+        micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
         return (
-            f"batch_size={self.batch_size} x {self.accumulation_steps} micro-batches = {global_batch:,} rows"
+            f"batch_size={self.batch_size} x {micro_batches} = {global_batch:,} rows"
             f"{recompute}: {in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
         )
 

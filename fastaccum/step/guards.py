@@ -65,10 +65,11 @@ class StuckSteps(tf.Module):
     def warn(self, seen: tf.Tensor) -> None:
         """Warns of the epoch's stuck steps, by a value that `self.seen()` had."""
         if count := int(seen.numpy()[1]):
+            steps = "train step of this epoch was" if count == 1 else "train steps of this epoch were"
             warnings.warn(
-                f"{count:,} train steps of this epoch were skipped: their gradient, loss or statistics were not "
-                "finite, and the loss scale could not go lower. on_nonfinite='raise' ends training at the first of "
-                "them, and says where the bad numbers come from.",
+                f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and the loss scale could "
+                "not go lower. on_nonfinite='raise' ends training at the first such step, and says where the bad "
+                "numbers come from.",
                 stacklevel=5,  # who called fit
             )
 

@@ -178,7 +178,10 @@ class TrainStep:
         self.objective = loss_fn if isinstance(loss_fn, Objective) else LossFunction(loss_fn, state)
         self.trained = _listed("variables", variables)
         if not self.trained:
-            raise ValueError("variables is empty: there is nothing to train.")
+            raise ValueError(
+                "variables is empty: there is nothing to train. A model that was not built has none: call it once, or "
+                "build it, before."
+            )
         self.variables = _tf_variables("variables", self.trained)
         _require_trainable(self.variables)
         self.optimizer = optimizers.get(optimizer)

@@ -298,6 +298,22 @@ def test_names():
         optimizers.get("zzz")
 
 
+def test_a_name_for_a_tf_keras_model_is_tf_keras_s(tmp_path):
+    import tf_keras as k
+
+    model = make_tf_keras_model()
+    trainer = fa.Trainer(model, "adam", "mse", jit_compile=False)
+    assert type(trainer.optimizer) is k.optimizers.Adam
+    x = np.ones([2, *model.input_shape[1:]])
+    rate = k.callbacks.LearningRateScheduler(lambda epoch: 0.5)  # by an attribute that Keras 3 lacks
+    trainer.fit(x, model(x), verbose=0, callbacks=[rate])
+    model.save(tmp_path / "model.keras")
+    loaded = k.models.load_model(tmp_path / "model.keras").optimizer
+    assert (int(loaded.iterations), float(loaded.learning_rate)) == (1, 0.5)
+    with pytest.raises(ValueError, match=r"optimizer='muon' is not a tf_keras optimizer. .*Known names: .*adamw"):
+        fa.Trainer(model, "muon", "mse")
+
+
 def test_not_an_optimizer_or_none_that_can_work():
     with pytest.raises(TypeError, match="SGD is a class: call it"):
         optimizers.get(keras.optimizers.SGD)

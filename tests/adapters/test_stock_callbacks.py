@@ -19,8 +19,6 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.docs  # docs/guides/callbacks.md says what is shown here
-
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype("float32")  # two steps of 8 rows
 Y = (X.sum(1, keepdims=True) + 1.0).astype("float32")
@@ -265,8 +263,7 @@ def RemoteMonitor(K, side, folder, monkeypatch):
 
 
 def ProgbarLogger(K, side, folder, capsys):
-    bar = K.callbacks.ProgbarLogger() if K is keras else K.callbacks.ProgbarLogger("steps")
-    side.fit([bar], verbose=2, epochs=2)
+    side.fit([K.callbacks.ProgbarLogger()], verbose=2, epochs=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     kept = [re.sub(r" - (grad_norm|loss_scale|skipped_steps): \S+", "", line) for line in lines]
     return [re.sub(r"\d+m?u?s(/step|/epoch)?|(?<=: )[\d.e+-]+", "#", line) for line in kept]

@@ -389,7 +389,7 @@ def test_plan_says_what_train_takes(monkeypatch, capsys, tmp_path):
     arguments = ["plan", "--global-batch", "2", "--optimizer", "sgd", "--memory-limit"]
     assert cli.main([*arguments, "1GiB", "--plot", str(picture)]) == 0
     *_, chosen, train, drawn = capsys.readouterr().out.splitlines()
-    assert chosen.startswith("batch_size=2 x 1 micro-batches = 2 rows: ") and "of 1.0 GiB" in chosen
+    assert chosen.startswith("batch_size=2 x 1 micro-batch = 2 rows: ") and "of 1.0 GiB" in chosen
     assert train == "to train  fastaccum train --optimizer sgd --batch-size 2 --accum 1"
     assert drawn.endswith("plan.png") and picture.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(app_plan.trainer, "plan", mock.Mock(side_effect=MemoryError("Not even 1 row fits")))

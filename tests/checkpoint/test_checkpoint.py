@@ -21,6 +21,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tf_keras
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
@@ -327,6 +328,10 @@ def test_another_dataset_is_refused(tmp_path):
     assert bits(trainer) == before
 
 
+class OwnBackup(keras.callbacks.BackupAndRestore):
+    pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -337,7 +342,10 @@ def test_another_dataset_is_refused(tmp_path):
         ({"checkpoint_dir": "c", "checkpoint_every": "epoch"}, "checkpoint_every='epoch'"),
         ({"checkpoint_dir": "c", "keep": 0}, "keep=0"),
         ({"checkpoint_dir": "/proc/checkpoints"}, "checkpoint_dir='/proc/checkpoints' cannot be written to"),
-        ({"checkpoint_dir": "c", "callbacks": [keras.callbacks.BackupAndRestore("b")]}, "which resumes by itself"),
+        *[
+            ({"checkpoint_dir": "c", "callbacks": [backup("b")]}, f"holds a {backup.__name__}, which resumes by itself")
+            for backup in (keras.callbacks.BackupAndRestore, OwnBackup, tf_keras.callbacks.BackupAndRestore)
+        ],
     ],
     ids=lambda value: None if isinstance(value, str) else ",".join(map(str, value)),
 )

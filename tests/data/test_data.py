@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -490,11 +491,24 @@ def unknown_cardinality():
     return tf.data.Dataset.from_generator(slices, output_signature=tuple(spec))
 
 
+class Iterated(Rows):
+    """As ImageDataGenerator's: an iterator that has its batches by their numbers too."""
+
+    def __next__(self):
+        raise AssertionError
+
+
+class Sequence(tf_keras.utils.Sequence):
+    __len__, __getitem__ = Rows.__len__, Rows.__getitem__
+
+
 KINDS = {
     "dataset": lambda: tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(4),
     "unknown cardinality": unknown_cardinality,
     "infinite": lambda: tf.data.Dataset.from_tensor_slices((X, Y, W)).batch(4).repeat(),
     "PyDataset": Rows,
+    "PyDataset with __next__": Iterated,
+    "Sequence of tf_keras": Sequence,
     "generator": slices,
 }
 
@@ -519,8 +533,9 @@ def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
         expected = trained(trainer, X[:16], Y[:16], 4, sample_weight=W[:16])
         found = trained(trainer, KINDS[kind](), steps_per_epoch=2)
     else:
-        expected = trained(trainer, X, Y, 4, sample_weight=W)
-        found = trained(trainer, KINDS[kind]())
+        epochs = 1 if kind == "generator" else 2
+        expected = trained(trainer, X, Y, 4, epochs, sample_weight=W)
+        found = trained(trainer, KINDS[kind](), epochs=epochs)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 

@@ -164,8 +164,11 @@ def batches():
 
 
 REFUSED = [
-    (lambda t: t.fit(X, Y, batch_size="auto"), "batch_size='auto' with global_batch_size=None"),
-    (lambda t: t.fit(X, Y, batch_size=8, global_batch_size=16), "batch_size=8 with global_batch_size=16"),
+    (lambda t: t.fit(X, Y, batch_size="auto"), 'batch_size="auto" needs global_batch_size=N, the rows of an update'),
+    (
+        lambda t: t.fit(X, Y, batch_size=8, global_batch_size=16),
+        'global_batch_size=16 needs batch_size="auto", .* and not batch_size=8',
+    ),
     (lambda t: t.fit(batches(), batch_size="auto", global_batch_size=16), "yields batches of its own"),
     (lambda t: fa.plan(t, batches(), global_batch_size=16), "sample is a generator: pass one of its batches"),
     (lambda t: fa.plan(t, SAMPLE, global_batch_size=0), "global_batch_size=0 must be a whole number of at least 1"),
