@@ -1,4 +1,4 @@
-"""tensorflow-addons on current TensorFlow: `fastaccum.addons` is the package `tensorflow_addons` itself.
+"""tensorflow-addons on current TensorFlow: the attributes of `fastaccum.addons` are those of `tensorflow_addons`.
 
 >>> import fastaccum.addons
 >>> import tensorflow_addons as tfa
@@ -8,9 +8,10 @@ True
 
 tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and later for two reasons: it finds Keras 3
 behind `tf.keras`, and it imports `keras.src.engine`. Once this module is imported, `import tensorflow_addons` works:
-both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process. `import keras` gives Keras 3 as
-before. Its compiled operations fit no current TensorFlow: what needs one raises a NotImplementedError that says what to
-use instead.
+both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process, and for those that it starts.
+`import keras` gives Keras 3 as before. In a program that has used `tf.keras` as Keras 3 already, what needs
+tensorflow-addons raises a RuntimeError. Its compiled operations fit no current TensorFlow: what needs one raises a
+NotImplementedError that says what to use instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any, NoReturn
 _ADDONS = "tensorflow_addons"
 _KERAS_3_BOUND = """\
 tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already and got Keras 3. \
-Put `import fastaccum.addons` before `import tensorflow`, or add this line at the top of the program:
+Put `import fastaccum.addons` above all other imports, or add this line at the top of the program:
 
     import os; os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
@@ -85,14 +86,18 @@ class _Finder:
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if name != _ADDONS:
             return None
-        others = [finder for finder in sys.meta_path if finder is not cls]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in _other_finders())), None)
         for package, found in ((_ADDONS, spec), ("tf_keras", importlib.util.find_spec("tf_keras"))):
             if found is None:
                 raise ModuleNotFoundError(_not_installed(package, sys.version_info[:2]), name=package)
         assert spec is not None and spec.origin is not None
         spec.loader = _Loader(name, spec.origin)
         return spec
+
+
+def _other_finders() -> list[Any]:
+    """Without that of this module, nor of the same before a reload."""
+    return [finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__]
 
 
 class _Loader(SourceFileLoader):
@@ -216,7 +221,12 @@ def _keras_src_engine() -> Iterator[None]:
         del sys.modules["keras.src.engine"]
 
 
-# For `from tensorflow.keras import layers`, which goes by what this is when tensorflow is imported.
-if "tensorflow" not in sys.modules and all(map(importlib.util.find_spec, (_ADDONS, "tf_keras"))):
-    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
+sys.meta_path[:] = _other_finders()
+# Now, since a program may use `tf.keras` before it uses tensorflow-addons.
+if all(map(importlib.util.find_spec, (_ADDONS, "tf_keras"))):
+    if "tensorflow" in sys.modules:
+        with contextlib.suppress(RuntimeError):  # `_Loader` raises it
+            _bind_tf_keras(sys.modules["tensorflow"])
+    else:
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"
 sys.meta_path.insert(0, _Finder)

@@ -114,11 +114,41 @@ for _ in range(2):
     try:
         fastaccum.addons.optimizers
     except RuntimeError as error:
-        assert {LINE!r} in str(error) and "before `import tensorflow`" in str(error)
+        assert {LINE!r} in str(error) and "above all other imports" in str(error)
     else:
         raise AssertionError
 assert tf.__path__ == path and "TF_USE_LEGACY_KERAS" not in os.environ
 assert not {{"tensorflow_addons", "keras.src.engine"}} & (set(sys.modules) - modules)
+""")
+
+
+@needs_addons
+@pytest.mark.faults
+@pytest.mark.parametrize("before", ["import keras", "os.environ['TF_USE_LEGACY_KERAS'] = '0'"])
+def test_tf_keras_is_bound_before_anything_is_used(before):
+    """Also where TensorFlow was imported before, as by Keras 3, and where the environment asks for Keras 3."""
+    succeeds(f"""
+{before}
+import fastaccum.addons
+import tensorflow as tf
+from tensorflow.keras.layers import Dense
+assert tf.keras.Model.__module__.startswith("tf_keras.") and Dense is tf.keras.layers.Dense
+assert "tensorflow_addons" not in sys.modules and os.environ["TF_USE_LEGACY_KERAS"] == "1"
+""")
+
+
+@needs_addons
+@pytest.mark.faults
+def test_it_may_be_reloaded():
+    """As notebooks do, which load again what has changed."""
+    succeeds("""
+import importlib
+import fastaccum.addons
+for _ in range(2):
+    importlib.reload(fastaccum.addons)
+assert sum(getattr(finder, "__module__", "") == "fastaccum.addons" for finder in sys.meta_path) == 1
+import tensorflow_addons
+assert importlib.reload(fastaccum.addons).optimizers is tensorflow_addons.optimizers
 """)
 
 
