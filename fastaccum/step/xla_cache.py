@@ -1,4 +1,4 @@
-"""What TensorFlow is told of the folder in which XLA keeps compiled programs, and what it is kept from saying."""
+"""What TensorFlow is told of the folder in which XLA keeps compiled programs, and what it is kept from logging."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ _FORGET_FLAGS = (
 )
 _LOG_LEVEL = "_ZN4absl12lts_2025081411MinLogLevelEv", "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
 _FATAL = 3  # of absl's severities
+_levels: list[int] = []  # found by each scope that is open: the first is TensorFlow's own
+_levels_lock = threading.Lock()
 _numbers = threading.local()
 _armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once it is told
 _traces: collections.Counter[str] = collections.Counter()
@@ -90,20 +92,27 @@ def told(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Within the scope nothing is logged but what ends the process: TensorFlow takes each entry for text first, and XLA
-    misses among the processor's features those that only say what LLVM prefers, and both call that an error.
+    """Within the scope, in any thread, TensorFlow logs nothing but what ends the process.
+
+    It would log harmless lines in the middle of ours where a program is compiled. Where one is loaded, it takes each
+    entry for text first, and XLA misses among the processor's features those that only say what LLVM prefers: both call
+    that an error.
     """
     try:
         level, set_level = (_library()[name] for name in _LOG_LEVEL)
     except (OSError, AttributeError):  # of another build: the two are heard
         yield
         return
-    before = level()
-    set_level(_FATAL)
+    with _levels_lock:
+        _levels.append(level())
+        set_level(_FATAL)
     try:
         yield
     finally:
-        set_level(before)
+        with _levels_lock:
+            before = _levels.pop()
+            if not _levels:
+                set_level(before)
 
 
 def _library() -> ctypes.CDLL:

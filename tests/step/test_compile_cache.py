@@ -159,6 +159,17 @@ def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
     assert level() == before
 
 
+def test_the_last_of_several_threads_has_tensorflow_log_again():
+    level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
+    before, first, second = level(), xla_cache.quietly(), xla_cache.quietly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert level() == 3  # the second still compiles
+    second.__exit__(None, None, None)
+    assert level() == before
+
+
 # In processes of their own: XLA reads once where it is to keep what it compiles.
 
 
