@@ -306,3 +306,18 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
     for name, value in expected.items():
         for logged in (trained[name][-1], evaluated[name]):
             np.testing.assert_allclose(logged, value, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.twin
+@pytest.mark.parametrize("names", [("keras", "tf_keras"), ("tf_keras", "keras")], ids=" metric of ".join)
+def test_a_metric_of_the_other_keras_is_left_out_of_a_saved_model(names, tmp_path):
+    """Which could not be loaded again, or not be saved."""
+    K, other = map(pytest.importorskip, names)
+    model = K.Sequential([K.Input((3,)), K.layers.Dense(1)])
+    metrics = [other.metrics.MeanAbsoluteError("error")]
+    trainer = fa.Trainer(model, K.optimizers.SGD(0.1), "mse", metrics, jit_compile=False)
+    x = np.ones((4, 3), "float32")
+    assert "error" in trainer.fit(x, x[:, :1], batch_size=4, verbose=0).history
+    model.save(tmp_path / "model.keras")
+    loaded = K.models.load_model(tmp_path / "model.keras")
+    assert loaded.evaluate(x, x[:, :1], verbose=0) == pytest.approx(trainer.evaluate(x, x[:, :1], verbose=0)[0])

@@ -480,6 +480,15 @@ def test_a_narrow_terminal_has_the_count_and_the_time_left(monkeypatch):
     assert "150/300 --:-- 2.000 bits/byte" in text and len(text) <= 50
 
 
+def test_a_line_that_is_not_to_be_copied_is_wrapped_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    for terminal, wraps in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        app_run.say("text", "one two three four five", wraps=wraps)
+    wrapped = ["text      one two three four", "          five"]
+    assert capsys.readouterr().out.splitlines() == [*wrapped, *["text      one two three four five"] * 2]
+
+
 def test_without_matplotlib_there_is_no_curve(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run", {})
     folder.add_row({"step": 1, "bits_per_byte": 8.0})
