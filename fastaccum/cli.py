@@ -17,14 +17,15 @@ from fastaccum.app import options, output
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, by default the program's own, and returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     with output.may_end():
         try:
-            return _main(sys.argv[1:] if argv is None else argv)
+            return _main(argv)
         except options.BadArgument as error:
             print(f"{error.prog}: error: {lines.one_line(str(error))}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:
-            print("\ninterrupted before training began", file=sys.stderr)
+            print(f"\ninterrupted{' before training began' * (argv[:1] == ['train'])}", file=sys.stderr)
             return 130
 
 

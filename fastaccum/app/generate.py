@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from fastaccum.app import run_folder, text
+from fastaccum.app import output, run_folder, text
 from fastaccum.app.options import BadArgument
 
 PROG = "fastaccum generate"
@@ -24,12 +26,17 @@ def generate(options: argparse.Namespace) -> int:
         if not prompt:
             raise ValueError("--prompt '' is empty: give at least one character, or leave it out")
         model, context = _loaded(Path(options.run))
-        print(text.printable(prompt, decoder), end="", flush=True)
-        drawn = text.drawn(model, prompt, context, temperature=options.temperature, seed=options.seed)
-        for byte in itertools.islice(drawn, options.length):
-            print(text.printable(bytes([byte]), decoder), end="", flush=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise BadArgument(str(error), PROG) from error
+    drawn = text.drawn(model, prompt, context, temperature=options.temperature, seed=options.seed)
+    try:
+        for byte in itertools.chain(prompt, itertools.islice(drawn, options.length)):
+            print(text.printable(bytes([byte]), decoder), end="", flush=True)
+            if output.has_ended():  # as after `| head`
+                break
+    except ValueError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
     print()
     return 0
 
@@ -40,9 +47,8 @@ def _loaded(run: Path) -> tuple[Any, int]:
     run_folder.require_own_files(run)
     if not os.path.lexists(file):
         run_folder.read_config(run)  # which says so if this is no run folder
-        raise ValueError(
-            f"{str(file)!r} is saved when training ends: `fastaccum train --resume {run}` trains to the end"
-        )
+        command = f"fastaccum train --resume {shlex.quote(str(run))}"
+        raise ValueError(f"{str(file)!r} is saved when training ends: `{command}` trains to the end, or to Ctrl-C")
     try:
         model = keras.saving.load_model(file, compile=False)
         return model, model.get_layer("context").context

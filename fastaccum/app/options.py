@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -57,10 +58,12 @@ class _Version(argparse.Action):
     """Prints the versions, which are looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        from importlib import metadata
 
-        others = ", ".join(f"{name} {version(name.lower())}" for name in ("TensorFlow", "Keras"))
-        print(f"fastaccum {version('fastaccum')} ({others}, Python {platform.python_version()})")
+        found = metadata.packages_distributions()  # TensorFlow's may be tensorflow-cpu, or tf-nightly
+        others = ((name, found.get(name.lower())) for name in ("TensorFlow", "Keras"))
+        shown = ", ".join(f"{name} {metadata.version(of[0]) if of else 'not installed'}" for name, of in others)
+        print(f"fastaccum {sys.modules['fastaccum'].__version__} ({shown}, Python {platform.python_version()})")
         parser.exit()
 
 
@@ -129,6 +132,7 @@ def _finish(parser: Parser, command: str) -> None:
     """What every subcommand has."""
     log = "print TensorFlow's own log lines, too"
     parser.add_argument("--tensorflow-log", action="store_true", help=log)
+    parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.set_defaults(command=command, parser=parser, given=())
 
 
@@ -150,7 +154,7 @@ def _add_train(commands: Any) -> None:
     add("--accum", type=_whole(1, MOST), default=4, metavar="N", help=accum)
     _add_model(add)
     rate = "highest learning rate: it rises to this first, then falls to a 50th along a cosine (%(default)s)"
-    add("--lr", type=_positive, default=0.004, metavar="RATE", help=rate)
+    add("--lr", type=_float32(2.0**-126, "positive number, such as 0.004"), default=0.004, metavar="RATE", help=rate)
     add(
         "--seed",
         type=_whole(0, 2**32 - 1),
@@ -175,13 +179,16 @@ def _add_generate(commands: Any) -> None:
         help="continue a text with the model of a run",
         description="Prints a text and how the model that `fastaccum train` saved in a run folder continues it.",
     )
-    generate.epilog = "exit codes: 0 done; 2 bad arguments, nothing generated."
+    generate.epilog = (
+        "exit codes: 0 done; 1 failed while generating; 2 bad arguments, nothing generated; 130 ended by Ctrl-C."
+    )
     add = generate.add_argument
     add("run", type=_path, metavar="RUN", help="a run folder, with the model.keras of a run that ended")
     add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")
     add("--length", type=_whole(1, MOST), default=400, metavar="N", help="bytes to generate (%(default)s)")
-    freely = "how freely to choose: near 0 always the likeliest byte, 1 as likely as the model says (%(default)s)"
-    add("--temperature", type=_positive, default=0.8, metavar="T", help=freely)
+    freely = "how freely to choose: 0 for always the likeliest byte, 1 for as likely as the model says (%(default)s)"
+    number = _float32(0.0, "number from 0, such as 0.8")
+    add("--temperature", type=number, default=0.8, metavar="T", help=freely)
     add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="random seed of the choices (%(default)s)")
     _finish(generate, "generate")
 
@@ -225,14 +232,17 @@ def _path(value: str) -> str:
     return value
 
 
-def _positive(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 2.0**-126 <= number < 2.0**128:  # of float32
-        raise argparse.ArgumentTypeError(f"{value!r} must be a positive number, such as 0.004")
-    return number
+def _float32(least: float, what: str) -> Callable[[str], float]:
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not least <= number < 2.0**128:
+            raise argparse.ArgumentTypeError(f"{value!r} must be a {what}")
+        return number
+
+    return parse
 
 
 def device_names() -> list[tuple[str, str]]:

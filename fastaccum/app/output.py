@@ -35,6 +35,11 @@ def may_end() -> Iterator[None]:
                     stream.flush()
 
 
+def has_ended() -> bool:
+    """Whether what is printed to stdout is dropped."""
+    return getattr(sys.stdout, "ended", False)
+
+
 def _formatted(message: Warning | str, *_: Any) -> str:
     """Without the line of fastaccum's source that Python shows."""
     return f"warning: {lines.one_line(str(message))}\n"
@@ -44,7 +49,7 @@ class _Stream:
     """A stream that leads nowhere, after one line on stderr, once writing to it has failed."""
 
     def __init__(self, name: str, stream: Any):
-        self._name, self._stream = name, stream
+        self._name, self._stream, self.ended = name, stream, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -67,6 +72,7 @@ class _Stream:
         try:
             yield
         except OSError as error:
+            self.ended = True
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # for what is left in buffers, too
             os.close(nowhere)

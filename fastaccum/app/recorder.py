@@ -16,7 +16,6 @@ from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.step import program
 
-ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
 SHOW_SECONDS = 0.25
 
@@ -31,9 +30,7 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self.run, self.folder, self.interrupt, self.display = run, folder, interrupt, display
         self.total = run.options.steps
-        # A run that is extended goes on in rows of that many steps, and may have had a short one at each of its ends.
-        self.steps_per_row = math.ceil([*run.earlier_steps, self.total][0] / ROWS)
-        self.rows = math.ceil(self.total / self.steps_per_row) + len(run.earlier_steps)
+        self.rows = math.ceil(self.total / run.steps_per_row)
         # A run that had ended has nothing left to train, and reports what it reached.
         last = folder.rows[-1] if folder.rows else {}
         self.steps, self.skipped = 0, int(last.get("skipped_steps", 0))
@@ -51,9 +48,9 @@ class Recorder(keras.callbacks.Callback):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Puts that back; ValueError if it is nothing that `get_state` returns."""
-        steps, row_began = state["steps"], state["row_began"]
+        steps, row_began = state.get("steps"), state.get("row_began")
         if not (type(steps) is type(row_began) is int and 0 <= row_began <= steps <= self.total):
-            raise ValueError(f"no run of {self.total} steps is at {state}")
+            raise ValueError(f"no run of {self.total} steps is at {state}: another version of fastaccum wrote it")
         self.steps, self.row_began = steps, row_began
         self.display.status("", steps)
 
@@ -70,6 +67,7 @@ class Recorder(keras.callbacks.Callback):
             # Until here it compiled, which says nothing of its speed.
             float(logs["loss"])
             self.row_started, self.steps_at_row = time.monotonic(), self.steps
+            self.folder.remove_model()
         if self.steps == self.total:
             self.model.stop_training = True
         elif self.interrupt.requested:
@@ -109,7 +107,7 @@ class Recorder(keras.callbacks.Callback):
         if math.isfinite(self.rate):
             row["tokens_per_second"] = round(self.rate)
         last = self.steps == self.total or self.interrupt.requested
-        if last or self.steps // self.steps_per_row % math.ceil(self.rows / EVALUATIONS) == 0:
+        if last or self.steps // self.run.steps_per_row % math.ceil(self.rows / EVALUATIONS) == 0:
             self.held_out = row["held_out_bits_per_byte"] = self._evaluate()
             self.display.row(
                 self.steps, row["bits_per_byte"], self.held_out, self.rate, row["loss_scale"], self.skipped

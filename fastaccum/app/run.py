@@ -6,12 +6,12 @@ import argparse
 import hashlib
 import inspect
 import json
+import math
 import platform
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,23 @@ from fastaccum.transformer import PRESETS, gpt
 
 HELD_OUT_WINDOWS = 512  # 64 KiB at 128 a window: a standard error of about 0.02 bits per byte
 BYTES = 256
+ROWS = 100  # of metrics.csv, about
 # What `--resume` takes from config.json, and what must not have changed.
 OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
-CHANGED = ("steps", "earlier_steps", "options_sha256")  # where a run is extended
+CHANGED = ("steps", "options_sha256")  # where a run is extended
 SAME = ("text_sha256", "parameters", "options_sha256")
 
 
 class Run:
     """All that a run needs, made from the options and checked: text, model, trainer.
 
-    A run that is resumed has in `rows` what metrics.csv holds so far; one that was extended has in `earlier_steps` how
-    many it was to take before.
+    A run that is resumed has in `rows` what metrics.csv holds so far.
     """
 
-    def __init__(
-        self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None, earlier_steps: Sequence[int] = ()
-    ):
-        self.options, self.rows, self.earlier_steps = options, rows, list(earlier_steps)
+    def __init__(self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None):
+        self.options, self.rows = options, rows
         options.steps = options.steps or STEPS
+        self.steps_per_row = math.ceil(options.steps / ROWS)
         keras.utils.set_random_seed(options.seed)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
         self.device = " ".join(device_names()[0])
@@ -77,12 +76,12 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """What config.json holds."""
-        return self.config_of([*self.earlier_steps, self.options.steps])
+        return self.config_of(self.options.steps)
 
-    def config_of(self, steps: Sequence[int]) -> dict[str, Any]:
-        """What it would hold had the run been extended to each of these numbers of steps but the first, in turn."""
+    def config_of(self, steps: int) -> dict[str, Any]:
+        """What it would hold if the run had so many steps."""
         options = {name: getattr(self.options, name) for name in OPTIONS}
-        options |= {"precision": self.precision, "steps": steps[-1], "earlier_steps": list(steps[:-1])}
+        options |= {"precision": self.precision, "steps": steps}
         return {
             **options,
             "options_sha256": hashlib.sha256(json.dumps(options).encode()).hexdigest(),
@@ -137,8 +136,11 @@ def resumed(options: argparse.Namespace) -> Run:
     path, asked = Path(options.resume), options.steps
     file = repr(str(path / "config.json"))
     config = run_folder.read_config(path)
-    if missing := sorted({*OPTIONS, "earlier_steps", "paths", *SAME} - config.keys()):
-        raise ValueError(f"{file} lacks {', '.join(missing)}: the run cannot be resumed")
+    if missing := sorted({*OPTIONS, "paths", *SAME} - config.keys()):
+        raise ValueError(
+            f"{file} lacks {', '.join(missing)}: the run cannot be resumed. The file is of another version of "
+            "fastaccum, or was edited"
+        )
     # Through the parser again: it knows what each may be.
     arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
     paths = config["paths"]
@@ -148,15 +150,11 @@ def resumed(options: argparse.Namespace) -> Run:
         parsed = options.parser.parse_args([*arguments, "--", *paths], options)
     except BadArgument as error:
         raise ValueError(f"{file}: {error}") from None
-    earlier = config["earlier_steps"]
-    if not isinstance(earlier, list) or not all(type(each) is int and 0 < each < parsed.steps for each in earlier):
-        raise ValueError(f"{file}: earlier_steps={earlier!r} is not a list of numbers of steps below {parsed.steps}")
-    steps = [*earlier, parsed.steps]
-    if asked and asked < steps[-1]:
-        raise ValueError(f"--steps {asked}: the run in {path} is one of {steps[-1]:,} steps: give more, to extend it")
-    parsed.steps = asked or parsed.steps
-    extended = steps[-1:] * (parsed.steps > steps[-1])
-    run = Run(parsed, run_folder.read_rows(path, steps[-1]), [*steps[:-1], *extended])
+    steps = parsed.steps
+    if asked and asked < steps:
+        raise ValueError(f"--steps {asked}: the run in {path} is one of {steps:,} steps: give more, to extend it")
+    parsed.steps = asked or steps
+    run = Run(parsed, run_folder.read_rows(path, steps))
     now = run.config_of(steps)
     if other := sorted(config.keys() ^ now.keys()):
         raise ValueError(f"{file} is of another version of fastaccum, which cannot continue it: {', '.join(other)}")
@@ -168,9 +166,9 @@ def resumed(options: argparse.Namespace) -> Run:
         warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
         found = store.latest(path / run_folder.CHECKPOINTS)
     say("resuming", f"{path}: " + (f"{found.step:,} steps are done" if found else "no checkpoint, so from the start"))
-    if extended:
+    if parsed.steps > steps:
         rate = "the learning rate now follows the schedule of the longer run"
-        say("extending", f"from {steps[-1]:,} to {parsed.steps:,} steps; {rate}")
+        say("extending", f"from {steps:,} to {parsed.steps:,} steps; {rate}")
     for name in ("device", "versions"):
         if config.get(name) != now[name]:
             say("note", f"{name} was {config.get(name)}, is {now[name]}: results will differ by rounding")

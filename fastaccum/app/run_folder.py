@@ -27,6 +27,7 @@ Row = dict[str, float]  # of metrics.csv: values by column
 
 FILES = ("config.json", "metrics.csv", "curve.png", "model.keras")
 CHECKPOINTS = "checkpoints"
+KEEP = 3  # checkpoints
 COLUMNS = {
     "step": int,
     "seconds": float,
@@ -92,6 +93,10 @@ class RunFolder:
         """Writes model.keras; `import fastaccum`, then `keras.saving.load_model` reads it."""
         with self._replacing("model.keras") as path:
             model.save(path)
+
+    def remove_model(self) -> None:
+        """Removes model.keras, which is not that of a run that goes on."""
+        (self.path / "model.keras").unlink(missing_ok=True)
 
     def draw_curve(self) -> bool:
         """Draws curve.png, bits per byte over steps; returns False where matplotlib is not installed."""
@@ -188,6 +193,8 @@ def read_rows(path: Path, steps: int) -> list[Row]:
 
 def require_own_files(path: Path) -> None:
     """Raises ValueError if a file of a run in the folder `path` is a link, which could lead out of it, or a device."""
+    if path.is_file():
+        raise ValueError(f"{str(path)!r} is a file: name the folder of a run, such as {str(path.parent)!r}")
     for name, is_kind, kind in (*((n, stat.S_ISREG, "file") for n in FILES), (CHECKPOINTS, stat.S_ISDIR, "folder")):
         with contextlib.suppress(FileNotFoundError):
             if not is_kind(os.lstat(path / name).st_mode):

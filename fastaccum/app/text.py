@@ -121,7 +121,7 @@ def generate(model: Any, prompt: bytes, length: int, context: int, *, temperatur
 
 
 def drawn(model: Any, prompt: bytes, context: int, *, temperature: float = 0.8, seed: int = 0) -> Iterator[int]:
-    """The bytes after `prompt`, without end, each drawn from `softmax(logits / temperature)`.
+    """The bytes after `prompt`, without end, each drawn from `softmax(logits / temperature)`: at 0 the likeliest.
 
     Args:
         model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
@@ -143,10 +143,10 @@ def drawn(model: Any, prompt: bytes, context: int, *, temperature: float = 0.8, 
         # Padded behind to one shape, so that one program serves: a causal model never looks there.
         padded_BT = np.zeros((1, context), np.int32)
         padded_BT[0, : len(seen)] = seen
-        scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64) / temperature
+        scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64)
         if not np.isfinite(scores).all():
             raise ValueError("the model's logits are not finite: its training has diverged, and a lower --lr may help")
-        chances = np.exp(scores - scores.max())
+        chances = np.exp((scores - scores.max()) / max(temperature, 1e-30))
         ids.append(int(random.choice(len(chances), p=chances / chances.sum())))
         yield ids[-1]
 

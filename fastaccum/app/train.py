@@ -19,7 +19,7 @@ from fastaccum.app.options import BadArgument, as_options
 from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import CHANGED, Run, folder_to_resume, resumed, say
-from fastaccum.app.run_folder import CHECKPOINTS, RunFolder, new_path, read_config, require_free
+from fastaccum.app.run_folder import CHECKPOINTS, KEEP, RunFolder, new_path, read_config, require_free
 from fastaccum.checkpoint.lock import FolderInUseError, FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
@@ -47,7 +47,7 @@ def train(options: argparse.Namespace) -> int:
         except IncompatibleCheckpointError as error:
             raise BadArgument(f"--resume {folder.path}: {error}") from error
         except (NonFiniteError, CheckpointWriteError, FolderInUseError, OSError) as error:
-            message = f"{error}\nto resume: fastaccum train --resume {folder.path}"
+            message = f"{error}\nto resume: fastaccum train --resume {shlex.quote(str(folder.path))}"
         except (MemoryError, tf.errors.ResourceExhaustedError) as error:
             message = as_options(str(error)) if isinstance(error, OutOfMemoryError) else _out_of_memory(options)
         print(message, file=sys.stderr)
@@ -62,9 +62,8 @@ def _begin(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Run
         run = resumed(options)
         run.announce()
         folder = RunFolder(path, read_config(path), run.rows or (), lock)
-        if run.earlier_steps:
-            folder.change_config({name: run.config[name] for name in CHANGED})
-            adopt_last(run, path / CHECKPOINTS)
+        folder.change_config({name: run.config[name] for name in CHANGED})
+        adopt_last(run, path / CHECKPOINTS)
         return run, folder
     if options.out is not None:
         require_free(options.out)
@@ -89,12 +88,13 @@ def _train(run: Run, folder: RunFolder) -> int:
                 run.trainer.fit(
                     run.windows,
                     epochs=recorder.rows,
-                    steps_per_epoch=recorder.steps_per_row,
+                    steps_per_epoch=run.steps_per_row,
                     shuffle=False,
                     callbacks=[recorder],
                     verbose=0,
                     checkpoint_dir=folder.path / CHECKPOINTS,
                     checkpoint_every=run.options.checkpoint_every,
+                    keep=KEEP,
                 )
         except Preempted:
             say("to resume", f"fastaccum train --resume {shlex.quote(str(folder.path))}", wraps=False)

@@ -1,6 +1,8 @@
 import csv
+import importlib.metadata
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -16,15 +18,16 @@ import keras
 import pytest
 import tiny_command
 
+import fastaccum
 from fastaccum import cli
-from fastaccum.app import options, progress, recorder, text, train
+from fastaccum.app import generate, options, progress, recorder, text, train
 from fastaccum.app import plan as app_plan
 from fastaccum.app import run as app_run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.memory.errors import OutOfMemoryError
-from fastaccum.transformer import PRESETS
+from fastaccum.transformer import PRESETS, gpt
 
 pytestmark = pytest.mark.long
 
@@ -258,7 +261,7 @@ def rewrite(run, **values):
         (["train", "--step", "3"], "unrecognized arguments: --step: did you mean --steps?"),
         (["train", "--batch_size=3", "nofile"], "unrecognized arguments: --batch_size=3: did you mean --batch-size?"),
         (["generate", "empty"], "'empty/config.json' cannot be read"),
-        (["generate", "empty", "--temperature", "0"], "--temperature: '0' must be a positive number"),
+        (["generate", "empty", "--temperature", "-1"], "--temperature: '-1' must be a number from 0, such as 0.8"),
         (["generate", "empty", "--prompt", ""], "--prompt '' is empty"),
         (["train", "missing.txt"], "'missing.txt' does not exist"),
         (["train", "empty"], "no text in 'empty'"),
@@ -287,12 +290,18 @@ def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_versions(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert re.fullmatch(
-        r"fastaccum [\d.]+ \(TensorFlow [\d.]+, Keras [\d.]+, Python [\d.]+\)\n", capsys.readouterr().out
-    )
+@pytest.mark.parametrize("command", [[], ["train"]])
+def test_versions(capsys, monkeypatch, command):
+    found = importlib.metadata.packages_distributions()
+    for of in (found, {"tensorflow": ["tf_keras"]}):  # as tensorflow-cpu and tf-nightly have another name
+        monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda of=of: of)
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([*command, "--version"])
+        number = r"[\d.]+" if of is found else "not installed"
+        assert re.fullmatch(
+            rf"fastaccum {fastaccum.__version__} \(TensorFlow [\d.]+, Keras {number}, Python [\d.]+\)\n",
+            capsys.readouterr().out,
+        )
 
 
 @pytest.mark.parametrize(
@@ -329,12 +338,24 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch,
     monkeypatch.setitem(PRESETS, "nano", {"width": 16, "layers": 1, "heads": 2, "context": 8})
     cosine = keras.optimizers.schedules.CosineDecay
     monkeypatch.setattr(app_run, "learning_rate", lambda highest, steps: cosine(highest, 10**9 + steps))
-    monkeypatch.setattr(recorder, "ROWS", 2)
+    monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
+    monkeypatch.setattr(app_run, "ROWS", 20)
     train_here(str(source), "--steps", "20", "--out", "whole", "--preset", "Nano")
+    monkeypatch.setattr(app_run, "ROWS", 2)
     train_here(str(source), "--steps", "7", "--out", "run")
-    for steps in ("13", "20"):
-        train_here("--resume", "run", "--steps", steps)
-    train_here("--resume", "run")
+    train_here("--resume", "run", "--steps", "13")
+    end = recorder.Recorder.on_train_batch_end
+
+    def interrupted(self, batch, logs=None):
+        end(self, batch, logs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(recorder.Recorder, "on_train_batch_end", interrupted)
+        assert cli.main(["train", "--resume", "run", "--steps", "20"]) == 130
+    assert not (tmp_path / "run" / "model.keras").exists()  # it was that of 13 steps
+    for _ in range(2):
+        train_here("--resume", "run")
     printed = capsys.readouterr().out
     assert "from 7 to 13 steps" in printed and "20 steps are done" in printed
     runs = [what_was_learned(tmp_path / name) for name in ("whole", "run")]
@@ -342,32 +363,78 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch,
     assert tensors[0] == tensors[1] and len(tensors[0]) > 10
     optimizer = store.latest(tmp_path / "run" / "checkpoints").manifest["description"]["optimizer"]
     assert optimizer["learning_rate"]["config"]["decay_steps"] == 10**9 + 20
-    assert [row["step"] for row in runs[1]["rows"]] == [4, 7, 11, 13, 17, 20]
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["steps"], config["earlier_steps"]) == (20, [7, 13])
+    # About as many rows for each length, each the mean of the steps since the one before.
+    assert [row["step"] for row in runs[1]["rows"]] == [4, 7, 13, 20]
+    losses = [row["bits_per_byte"] for row in runs[0]["rows"]]
+    for row, first in zip(runs[1]["rows"], (0, 4, 7, 13), strict=True):
+        last = int(row["step"])
+        assert row["bits_per_byte"] == pytest.approx(sum(losses[first:last]) / (last - first), rel=1e-5)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 20
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--resume", "run", "--steps", "19"])
     assert "the run in run is one of 20 steps: give more, to extend it" in capsys.readouterr().err
 
-    # What it learned continues a text, in the same way under the same seed.
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run, with its model, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a run"
+    path.mkdir()
+    keras.utils.set_random_seed(0)
+    gpt(256, width=16, layers=1, heads=2, context=8).save(path / "model.keras")
+    return path
+
+
+@pytest.mark.faults
+def test_a_model_continues_a_text(run, capsys):
     texts = []
-    for seed in ("0", "0", "1"):
-        assert cli.main(["generate", "run", "--prompt", "line é", "--length", "30", "--seed", seed]) == 0
+    for seed, *more in (("0",), ("0",), ("1",), ("0", "--temperature", "0"), ("1", "--temperature", "0")):
+        assert cli.main(["generate", run.name, "--prompt", "line é", "--length", "30", "--seed", seed, *more]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("line é") and len(texts[0]) > 20
-    (tmp_path / "run" / "model.keras").write_bytes(b"PK")
-    for message in ("'run/model.keras' cannot be loaded", "'run/model.keras' is saved when training ends"):
+    assert texts[3] == texts[4] != texts[0]
+
+
+def test_a_model_that_cannot_continue_a_text(run, capsys, monkeypatch):
+    def said(*arguments):
         with pytest.raises(SystemExit, match="2"):
-            cli.main(["generate", "run"])
-        assert message in capsys.readouterr().err
-        (tmp_path / "run" / "model.keras").unlink(missing_ok=True)
+            cli.main(["generate", *arguments])
+        return capsys.readouterr().err
+
+    assert "'a run/model.keras' is a file: name the folder of a run, such as 'a run'" in said("a run/model.keras")
+    (run / "model.keras").write_bytes(b"PK")
+    assert "'a run/model.keras' cannot be loaded" in said("a run")
+    (run / "model.keras").unlink()
+    (run / "config.json").write_text("{}")
+    assert "is saved when training ends: `fastaccum train --resume 'a run'` trains" in said("a run")
+    # Nor one that has diverged, or that is not waited for.
+    failing = mock.Mock(side_effect=[ValueError("not finite"), KeyboardInterrupt])
+    monkeypatch.setattr(generate.text, "drawn", lambda *_, **__: iter(failing, None))
+    monkeypatch.setattr(generate, "_loaded", lambda _: (None, 8))
+    for code, message in ((1, "not finite"), (130, "interrupted")):
+        assert cli.main(["generate", "a run"]) == code
+        assert capsys.readouterr().err == f"\n{message}\n"
+
+
+def test_generating_ends_with_its_reader(monkeypatch, capsys):
+    """As after `| head`."""
+    drawn = itertools.count(65)
+    monkeypatch.setattr(generate, "_loaded", lambda _: (None, None))
+    monkeypatch.setattr(generate.text, "drawn", lambda *_, **__: drawn)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["generate", "run", "--prompt", "a"]) == 0
+    assert next(drawn) == 65 and "stdout has ended: Broken pipe" in capsys.readouterr().err
 
 
 def test_a_binary_file_that_is_named_is_taken_with_a_warning(tmp_path, source, capsys):
     file = tmp_path / "text.gz"
     file.write_bytes(TEXT + b"\0")
-    parsed = options.parse(["train", str(file), str(source)])
-    assert text.read_text(parsed.paths).binary == [str(file)]
+    app_run.Run(options.parse(["train", str(file), str(source)])).announce()
+    assert f"warning   {file}: holds NUL bytes, so this may be no text" in capsys.readouterr().out
 
 
 def test_help_answers_without_tensorflow():
