@@ -29,6 +29,7 @@ PACKAGES = {
 OUTSIDE = "project"  # where what lies outside docs/ stands on the site
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 HELP = "<!-- help of every command -->"
+START = "<!-- README.md up to its second heading -->"
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.fastaccum")  # warnings fail a strict build
 warnings.simplefilter("ignore", DeprecationWarning)  # mkdocs shows other packages' in the output of the gallery
@@ -54,14 +55,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links between files of the repository become links between pages of the site."""
     if page.file.src_uri.startswith("generated/"):
         return markdown  # a page of the gallery leads to its own .py, to be downloaded
-    here = _path(page.file.src_uri)
+    uri = page.file.src_uri
+    markdown = _for_page(markdown.replace(HELP, _help() if HELP in markdown else ""), _path(uri), uri)
+    return markdown.replace(START, _for_page(_start(), "README.md", uri)) if START in markdown else markdown
+
+
+def _for_page(text: str, path: str, uri: str) -> str:
+    """The text of the file at `path`, with links that lead on from the page at `uri`."""
 
     def rewritten(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[2]))
-        uri = posixpath.relpath(_uri(target), posixpath.dirname(page.file.src_uri) or ".")
-        return match[1] + uri + match[3]
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
+        return match[1] + posixpath.relpath(_uri(target), posixpath.dirname(uri) or ".") + match[3]
 
-    return LINK.sub(rewritten, markdown.replace(HELP, _help() if HELP in markdown else ""))
+    return LINK.sub(rewritten, text)
+
+
+def _start() -> str:
+    """README.md up to its second heading; links within README.md lead to its own page, which has the rest."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    return text.replace("](#", "](README.md#")
 
 
 def _help() -> str:

@@ -90,14 +90,14 @@ class Record(keras.callbacks.Callback):
 
 class Crash(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs):
-        if len(crashed.losses) == 45:
+        if len(crashed.losses) == 25:
             raise RuntimeError("the power went out")
 
 
 folder = tempfile.TemporaryDirectory()
 arguments = {
     "batch_size": 16,
-    "epochs": 12,
+    "epochs": 10,
     "steps_per_epoch": 10,
     "validation_data": (x_test, y_test),
     "checkpoint_dir": Path(folder.name, "checkpoints"),
@@ -112,16 +112,16 @@ except RuntimeError as error:
 # %% [markdown]
 # ## Resume
 #
-# Make the same call again, with a new model, as in a new process. It finds the newest checkpoint, saved after 40
-# updates, and goes on from there. Updates 41 to 45 run a second time, and reach the same losses, to the last bit.
+# Make the same call again, with a new model, as in a new process. It finds the newest checkpoint, saved after 20
+# updates, and goes on from there. Updates 21 to 25 run a second time, and reach the same losses, to the last bit.
 
 # %%
 resumed = Record()
 trainer = make_trainer()
 history = trainer.fit(x_train, y_train, callbacks=[resumed], **arguments).history
 
-assert crashed.losses[40:] == resumed.losses[40:45]
-print(f"{len(resumed.losses)} updates in all; updates 41 to 45 reached the same losses again")
+assert crashed.losses[20:] == resumed.losses[20:25]
+print(f"{len(resumed.losses)} updates in all; updates 21 to 25 reached the same losses again")
 
 # %% [markdown]
 # The loss in bits per byte says how well the model predicts the next byte: 8 is a blind guess, and less is better. The
@@ -132,7 +132,7 @@ updates = 10 * np.arange(1, len(history["loss"]) + 1)
 figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
 for name, label in (("loss", "training"), ("val_loss", "held-out text")):
     axes.plot(updates, np.array(history[name]) / math.log(2), label=label)
-axes.axvline(45, color="red", linestyle=":", label="crash")
+axes.axvline(25, color="red", linestyle=":", label="crash")
 axes.set(xlabel="update", ylabel="bits per byte", title="A GPT learns Python's manual")
 axes.legend()
 plt.show()

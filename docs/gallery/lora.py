@@ -51,9 +51,9 @@ def rows(data, start, stop):
 
 
 modules = ["argparse", "doctest", "inspect", "logging", "pickle", "typing"]
-code = rows(windows("".join(inspect.getsource(importlib.import_module(name)) for name in modules)), 0, 80 * 64)
+code = rows(windows("".join(inspect.getsource(importlib.import_module(name)) for name in modules)), 0, 60 * 64)
 manual = windows("\n".join(topics.values()))
-english_test, english = rows(manual, 0, 256), rows(manual, 256, 256 + 60 * 64)
+english_test, english = rows(manual, 0, 256), rows(manual, 256, 256 + 45 * 64)
 print(f"{len(code[1]):,} windows of code, {len(english[1]):,} of English")
 
 # %% [markdown]

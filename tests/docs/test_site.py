@@ -46,6 +46,16 @@ def test_names_without_an_entry_and_entries_without_a_name_fail_the_build(hooks,
     assert caplog.records[0].levelno == logging.WARNING and caplog.records[0].name.startswith("mkdocs.")
 
 
+def test_the_start_page_begins_as_readme_does(hooks):
+    readme = "# Title\n\n[m](docs/memory.md#b), [further down](#test)\n\n## Next\n\n## Test\n"
+    (hooks.ROOT / "README.md").write_text(readme)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    start = hooks.on_page_markdown(f"{hooks.START}\n\n## Where to go next\n", page, None, None)
+    beginning = "# Title\n\n[m](memory.md#b), [further down](project/README.md#test)\n"
+    assert start == f"{beginning}\n\n## Where to go next\n"
+    assert (Path(__file__).parents[2] / "docs" / "index.md").read_text().startswith(hooks.START)
+
+
 @pytest.mark.parametrize(
     "page, link, on_the_site",
     [
