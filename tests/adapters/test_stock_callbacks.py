@@ -205,6 +205,7 @@ def TensorBoard(K, side, folder):
     found = fitted(side, [board], validation_data=(X, Y))
     values, others = scalars(folder)
     values = {tag: each for tag, each in values.items() if not any(name in tag for name in (*OURS, "per_second"))}
+    assert "keras" in others  # the model's graph
     return found | {"scalars": values, "histograms": sum("histogram" in tag for tag in others)}
 
 
@@ -325,6 +326,7 @@ def test_what_cannot_work_is_refused_before_training(sides):
     same(weights, ours.model.get_weights())
 
 
+@pytest.mark.twin
 def test_a_profile_holds_the_chosen_steps_under_readable_names(sides, tmp_path):
     K, *_ = sides
     model = K.Sequential([K.Input((4,)), K.layers.Dense(8, name="hidden"), K.layers.Dense(1, name="head")])
