@@ -16,6 +16,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 from fastaccum.adapters.models import Model
 from fastaccum.distribute.workers import Workers
 from fastaccum.kernels.custom_gradients import owned_by_graphs
+from fastaccum.kernels.random_keys import keys_derived_once
 from fastaccum.step import xla_cache
 
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -257,7 +258,8 @@ class ReplicaProgram:
     last: TracedProgram  # as it was traced last
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
-        self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
+        drawing = keys_derived_once()(function)
+        self._compiled = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
         self._traced = function
         self._replicas, self._around = replicas, around
         self.retrace()

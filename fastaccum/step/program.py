@@ -26,6 +26,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 
 from fastaccum.checks import one_of
 from fastaccum.kernels.custom_gradients import owned_by_graphs
+from fastaccum.kernels.random_keys import keys_derived_once
 from fastaccum.step import compile_cache, xla_cache
 
 Stage = Literal[
@@ -153,7 +154,8 @@ class Program:
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
         self._numbered = functools.partial(xla_cache.numbered, function)
-        self._compiled = functools.partial(tf.function, function, jit_compile=jit_compile, autograph=False)
+        drawing = keys_derived_once()(function)
+        self._compiled = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
         self.function = self._compiled()
         self.anew = self.retrace
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}

@@ -1,0 +1,107 @@
+"""Random numbers under XLA on a CPU: the same as without the scope, with a key that is derived once."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.ops import random_ops_util
+
+import fastaccum as fa
+from fastaccum.kernels import random_keys
+from fastaccum.kernels.random_keys import keys_derived_once
+
+SHAPE = [7, 5]
+SEEDS = [[1, 2], [-7, 2**31 - 1], [-(2**31), 0]]
+DRAWS = {
+    "dropout": lambda seed: tf.nn.experimental.stateless_dropout(tf.ones(SHAPE), 0.3, seed, noise_shape=[7, 1]),
+    "uniform": lambda seed: tf.random.stateless_uniform(SHAPE, seed, -1.0, 2.0),
+    "float16": lambda seed: tf.random.stateless_uniform(SHAPE, seed, dtype=tf.float16),
+    "integers": lambda seed: tf.random.stateless_uniform(SHAPE, seed, 0, 9, tf.int32),
+    "normal": lambda seed: tf.random.stateless_normal(SHAPE, seed),
+    "truncated normal": lambda seed: tf.random.stateless_truncated_normal(SHAPE, seed),
+}
+
+
+def compiled(function):
+    return tf.function(function, jit_compile=True, autograph=False)
+
+
+def barriers(function, *args):
+    operations = compiled(function).get_concrete_function(*args).graph.get_operations()
+    return sum(operation.type == "XlaOptimizationBarrier" for operation in operations)
+
+
+def draw():
+    return DRAWS["uniform"]([1, 2])
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.twin) for n in DRAWS if n != "dropout")]
+)
+def test_the_same_numbers_are_drawn(name):
+    ours, plain = keys_derived_once()(DRAWS[name]), DRAWS[name]
+    assert (barriers(ours, SEEDS[0]), barriers(plain, SEEDS[0])) == (1, 0)
+    ours, plain = compiled(ours), compiled(plain)
+    for seed in map(tf.constant, SEEDS):
+        np.testing.assert_array_equal(ours(seed), plain(seed))
+
+
+def test_on_a_gpu_without_xla_and_for_other_algorithms_nothing_changes(monkeypatch):
+    @keys_derived_once()
+    def threefry():
+        return tf.random.stateless_uniform(SHAPE, [1, 2], alg="threefry")
+
+    @tf.function(autograph=False)
+    def plain():
+        return keys_derived_once()(draw)()
+
+    assert not barriers(threefry)
+    np.testing.assert_array_equal(plain(), draw())
+    monkeypatch.setattr(random_keys, "has_gpu", lambda: True)
+    assert not barriers(keys_derived_once()(draw))
+
+
+def test_scopes_of_several_threads_overlap_and_leave_nothing_behind():
+    before = random_ops_util.get_key_counter_alg
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with keys_derived_once():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with pytest.raises(KeyError), keys_derived_once():
+        thread.start()
+        entered.wait(10)
+        raise KeyError
+    assert barriers(draw)  # within the other's scope
+    leave.set()
+    thread.join()
+    assert random_ops_util.get_key_counter_alg is before
+
+
+@pytest.mark.parametrize("api", [pytest.param("Trainer", marks=pytest.mark.twin), "TrainStep"])
+def test_a_training_draws_the_same_numbers(api, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype("float32")
+
+    def trained():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        dropped = keras.layers.Dropout(0.5)(keras.layers.GaussianNoise(0.1)(inputs), training=True)
+        model = keras.Model(inputs, keras.layers.Dense(1)(dropped))
+        if api == "TrainStep":
+            step = fa.TrainStep(lambda x: (tf.reduce_sum(model(x) ** 2), 4.0), model.trainable_variables, "sgd")
+            step(x)
+            return [*model.get_weights()]
+        trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2)
+        rows = x.reshape(8, 6), x.reshape(8, 6)[:, :1]
+        trainer.fit(*rows, batch_size=4, shuffle=False, verbose=0)
+        return [*model.get_weights(), trainer.evaluate(*rows, batch_size=4, verbose=0)]
+
+    ours = trained()
+    monkeypatch.setattr(random_keys, "has_gpu", lambda: True)
+    for a, b in zip(ours, trained(), strict=True):
+        np.testing.assert_array_equal(a, b)
