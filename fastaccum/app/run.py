@@ -165,6 +165,8 @@ def resumed(options: argparse.Namespace) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
         found = store.latest(path / run_folder.CHECKPOINTS)
+    if found and "row_began" not in found.manifest["callbacks"].get("Recorder", {}).get("state", {}):
+        raise ValueError(f"{found.path} is of another version of fastaccum, and this one cannot continue it")
     say("resuming", f"{path}: " + (f"{found.step:,} steps are done" if found else "no checkpoint, so from the start"))
     if parsed.steps > steps:
         rate = "the learning rate now follows the schedule of the longer run"

@@ -16,6 +16,7 @@ from fastaccum import cli, lines
 from fastaccum.app import options, output, run_folder, train
 from fastaccum.app.run import Run
 from fastaccum.app.run_folder import RunFolder
+from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import NAME, FolderLock
 
 pytestmark = pytest.mark.long
@@ -186,6 +187,16 @@ def test_what_is_not_the_runs_own_is_refused(run, tmp_path, capsys, name, kind):
     assert (outside / "file").read_text() == "theirs"
 
 
+def test_a_checkpoint_of_another_version(run, capsys, monkeypatch):
+    manifest = {"callbacks": {"Recorder": {"kind": None, "state": {}}}}
+    found = store.Checkpoint(run / "checkpoints" / "step-00000007", manifest)
+    monkeypatch.setattr(store, "latest", lambda _: found)
+    before = (run / "config.json").read_bytes()
+    errors = refusal(capsys, "train", "--resume", "run", "--steps", "20")
+    assert f"{found.path.relative_to(run.parent)} is of another version of fastaccum" in errors
+    assert (run / "config.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.csv"])
 def test_a_file_of_gigabytes_is_not_read(run, capsys, name):
     with open(run / name, "wb") as file:
@@ -278,6 +289,7 @@ def test_two_runs_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeyp
 
 HOLD = """
 import sys
+from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import FolderLock
 with FolderLock(sys.argv[1]):
     print("held", flush=True)
