@@ -184,8 +184,8 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             of_model = not name.startswith("_") and hasattr(vars(self).get("model"), name)
-            remedy = f": use trainer.model.{name}" if of_model else ""
-            raise AttributeError(f"Trainer has no attribute {name!r}{remedy}", name=name, obj=self)
+            whose = f"; its model has: trainer.model.{name}" if of_model else ""
+            raise AttributeError(f"Trainer has no attribute {name!r}{whose}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
@@ -477,7 +477,10 @@ class Trainer:
             source.require_predictable(x, self._model.may_take_text)
         try:
             with checks.naming(f"x ({type(x).__name__})", AttributeError):
-                return self.model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+                given = x if self._model.legacy else with_sequences(x)
+                return self.model.predict(
+                    given, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+                )
         except (tf.errors.InvalidArgumentError, StopIteration) as error:
             why = str(error) or "it yields nothing"
             raise ValueError(f"The model cannot be called with x ({type(x).__name__}): {why}") from error

@@ -665,7 +665,7 @@ def test_the_batch_size_that_is_wrong_is_named(trainer):
 
 def test_a_name_that_the_model_has_is_pointed_to():
     trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
-    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save': use trainer\.model\.save"):
+    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save'; its model has: trainer\.model\.save"):
         trainer.save("model.keras")
     with pytest.raises(AttributeError, match=r"Trainer has no attribute 'sav'$"):
         trainer.sav()

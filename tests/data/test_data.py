@@ -538,6 +538,8 @@ def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
         found = trained(trainer, KINDS[kind](), epochs=epochs)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+    if kind == "Sequence of tf_keras":
+        assert trainer.predict(Sequence(), verbose=0).shape == (22, 1)
 
 
 def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
