@@ -99,12 +99,13 @@ class Workload:
         return any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model().layers)
 
 
-def _mlp(widths):
+def _mlp(widths, dropout=()):
     layers = [keras.layers.Dense(width, activation="relu") for width in widths]
+    layers += [keras.layers.Dropout(rate) for rate in dropout]
     return keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
 
 
-def _convnet():
+def _convnet(dropout=()):
     """Three convolutions, each with BatchNorm, ReLU and pooling."""
     x = inputs = keras.Input((32, 32, 3))
     for filters in _size((32, 64, 128), (8, 8, 8)):
@@ -113,6 +114,8 @@ def _convnet():
         x = keras.layers.BatchNormalization()(x)
         x = keras.layers.ReLU()(x)
         x = keras.layers.MaxPooling2D()(x)
+        for rate in dropout:
+            x = keras.layers.Dropout(rate)(x)
     x = keras.layers.GlobalAveragePooling2D()(x)
     return keras.Model(inputs, keras.layers.Dense(10)(x))
 
@@ -212,6 +215,12 @@ GPT_32K = Workload(
 )
 
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
+
+# The same with Dropout after each hidden block.
+WITH_DROPOUT = {
+    MLP_128: dataclasses.replace(MLP_128, build=lambda: _mlp([128], [0.2])),
+    CONVNET: dataclasses.replace(CONVNET, build=lambda: _convnet([0.2])),
+}
 
 
 # Points on an axis: each function is known by its name in every process, and so are its arguments.
