@@ -58,10 +58,12 @@ def _named(name: str, optimizers: Any) -> Any:
     if name.lower() in known:
         return known[name.lower()]()
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
-    kind = "Keras" if package(optimizers.Optimizer) == "keras" else "tf_keras"
+    kind, more = "Keras", "fastaccum.addons.optimizers has"
+    if package(optimizers.Optimizer) == "tf_keras":
+        kind, more = "tf_keras", "keras.optimizers and fastaccum.addons.optimizers have"
     raise ValueError(
         f"optimizer={name!r} is not a {kind} optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
-        f"{', '.join(sorted(known))}; fastaccum.addons.optimizers has more, to be passed as objects"
+        f"{', '.join(sorted(known))}; {more} more, to be passed as objects"
     )
 
 
