@@ -80,7 +80,7 @@ CHECKS = {"fastaccum": check_fastaccum, "pip": check_pip, "python": check_python
 
 @pytest.mark.docs
 @pytest.mark.parametrize("command", FOUND, ids=lambda command: " ".join(command)[:100])
-def test_a_command_can_be_run(command, pytestconfig):
+def test_a_command_names_what_there_is(command, pytestconfig):
     _, program, *words = command
     words = [PLACEHOLDER.sub("folder", word) for word in words]
     if program == "pytest":
@@ -92,9 +92,6 @@ def test_a_command_can_be_run(command, pytestconfig):
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize(
-    "words", [["devices"], ["plan", "--global-batch", "8", "--memory-limit", "4GiB"]], ids=" ".join
-)
-def test_small_commands_run(words, capsys):
-    assert cli.main(words) == 0
+def test_the_smallest_command_runs(capsys):
+    assert cli.main(["devices"]) == 0
     assert capsys.readouterr().out

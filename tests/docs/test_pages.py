@@ -37,3 +37,18 @@ def test_a_block_whose_module_is_missing_is_left_out_and_the_rest_runs(tmp_path)
     page.write_text("# Page\n\n<!-- needs: sys -->\n\n" + block.format(1, 2))
     result = run(page, tmp_path)
     assert result.returncode == 1 and "the page says that this is printed" in result.stderr
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize(
+    "shown, printed, agree",
+    [
+        ("a table of 1,000 B\n", "a table of 1,050 B", True),
+        ("a table of 1,000 B\n", "a table of 1,200 B", False),
+        ("a table of 1,000 B\n", "a list of 1,000 B", False),
+        ("compiled, 20 s\n", "compiled, 3.5 s", True),
+        ("$ command --option 5\n│  9 │\n└────┘\n", "│ 9 │\n└───┘\n", True),
+    ],
+)
+def test_figures_of_a_machine_may_differ_by_a_tenth_and_words_may_not(shown, printed, agree):
+    assert run_page.same_but_for_numbers(shown, printed) is agree

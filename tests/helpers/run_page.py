@@ -7,7 +7,9 @@ bring (data, a model) comes from invisible blocks of Sybil, in HTML comments:
     x = np.zeros((8, 3), "float32")
     -->
 
-A ```text block after the comment `<!-- output -->` is what the block above prints; "..." stands for any text. Where a
+A ```text block after the comment `<!-- output -->` is what the block above prints; "..." stands for any text. After
+`<!-- output, about -->` numbers may differ by a tenth, times in seconds by anything, and a line that begins with "$ " is
+the command that the block above stands for. Where a
 module is missing, a page that begins with `<!-- needs: torch -->` is skipped, and so is a block right below that
 comment; the rest of the page runs.
 """
@@ -27,20 +29,42 @@ ROOT = Path(__file__).parents[2]
 # The change log tells of what was; docs/generated is made of the gallery's files, which are run by themselves.
 LEFT_OUT = {ROOT / "CHANGELOG.md", *ROOT.glob("docs/generated/**/*.md")}
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - LEFT_OUT)
+NUMBER = re.compile(r"(\d+(?:[.,]\d+)*)")
 SKIPPED = 5  # pytest's exit code for no tests
 
 
 def outputs(document):
     """A parser of Sybil for what the blocks print."""
-    for match in re.finditer(r"^<!-- output -->\n+```text\n(.*?)^```", document.text, re.DOTALL | re.MULTILINE):
-        yield Region(match.start(), match.end(), match[1], compare)
+    for match in re.finditer(
+        r"^<!-- output(, about)? -->\n+```text\n(.*?)^```", document.text, re.DOTALL | re.MULTILINE
+    ):
+        yield Region(match.start(), match.end(), (match[2], same_but_for_numbers if match[1] else same), compare)
+
+
+def same(expected, printed):
+    return doctest.OutputChecker().check_output(expected, printed, FLAGS)
+
+
+def same_but_for_numbers(expected, printed):
+    expected = re.sub(r"^\$ .*\n", "", expected)
+    expected, printed = parts(expected), parts(printed)
+    words_agree = expected[::2] == printed[::2]
+    numbers = [[float(number.replace(",", "")) for number in each[1::2]] for each in (expected, printed)]
+    return words_agree and all(abs(a - b) <= a / 10 for a, b in zip(*numbers, strict=True))
+
+
+def parts(text):
+    """Words and numbers in turn, without times and without what makes a table as wide as its numbers are."""
+    text = re.sub(r"[\d.]+ s\b", "x s", text.strip())
+    return NUMBER.split(re.sub(r"(\s|─)+", r"\1", text))
 
 
 def compare(example):
     printed = sys.stdout.getvalue()
-    if not doctest.OutputChecker().check_output(example.parsed, printed, FLAGS):
+    expected, agree = example.parsed
+    if not agree(expected, printed):
         place = f"{example.path}, line {example.line}"
-        raise AssertionError(f"{place}: the page says that this is printed:\n{example.parsed}\nIt was:\n{printed}")
+        raise AssertionError(f"{place}: the page says that this is printed:\n{expected}\nIt was:\n{printed}")
 
 
 def missing(above):
