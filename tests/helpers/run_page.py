@@ -8,10 +8,11 @@ bring (data, a model) comes from invisible blocks of Sybil, in HTML comments:
     -->
 
 A ```text block after the comment `<!-- output -->` is what the block above prints; "..." stands for any text. After
-`<!-- output, about -->` numbers may differ by a tenth, times in seconds by anything, and a line that begins with "$ " is
-the command that the block above stands for. Where a
-module is missing, a page that begins with `<!-- needs: torch -->` is skipped, and so is a block right below that
-comment; the rest of the page runs.
+`<!-- output, about -->` numbers may differ by a tenth, times in seconds by anything, and a line that begins with "$ "
+is the command that the block above stands for.
+
+Where a module is missing, a page that begins with `<!-- needs: torch -->` is skipped, and so is a block right below
+that comment; the rest of the page runs.
 """
 
 import doctest
@@ -35,9 +36,8 @@ SKIPPED = 5  # pytest's exit code for no tests
 
 def outputs(document):
     """A parser of Sybil for what the blocks print."""
-    for match in re.finditer(
-        r"^<!-- output(, about)? -->\n+```text\n(.*?)^```", document.text, re.DOTALL | re.MULTILINE
-    ):
+    pattern = r"^<!-- output(, about)? -->\n+```text\n(.*?)^```"
+    for match in re.finditer(pattern, document.text, re.DOTALL | re.MULTILINE):
         yield Region(match.start(), match.end(), (match[2], same_but_for_numbers if match[1] else same), compare)
 
 
