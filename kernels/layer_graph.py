@@ -45,10 +45,8 @@ class Keeping:
         self._names = {self._source(t).name: name for t, name in names.values() if self._owns(t)}
 
     def keep(self, policy: str | Sequence[str]) -> None:
-        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name.
-
-        Raises:
-            ValueError: raised if a name is none that a value has.
+        """Chooses what is `kept`, by the words of `LayerStack`; "auto" keeps whatever has a name; ValueError for a name
+        that no value has.
         """
         known = {"attention", "projection", *self._names.values()}
         if not isinstance(policy, str) and (unknown := sorted({*policy} - known)):
@@ -120,7 +118,6 @@ class LayerGraph(Keeping):
 
     Attributes:
         after: the new states, as tensors of the graph.
-        kept: what the way forward is to keep, as tensors of the graph: at first x alone, from which all else follows.
     """
 
     def __init__(self, call: Callable[..., tuple[tf.Tensor, dict[int, tf.Tensor]]], specs: list[Any]):
@@ -156,15 +153,8 @@ class LayerGraph(Keeping):
         return copied("forward", self._forward, [self._y, self.after, self.kept], fed, effects)
 
     def backward(self, dy: tf.Tensor, kept: list[tf.Tensor], *arguments: Any) -> Any:
-        """The gradients of x, of the floating tensors that are shared, and of the weights.
-
-        Args:
-            dy: the gradient of y.
-            kept: what `forward` kept.
-            *arguments: those of `forward` without x.
-
-        Raises:
-            ValueError: raised if what is computed again draws other random numbers then.
+        """The gradients of x, of the floating tensors that are shared, and of the weights, from that of y, what
+        `forward` kept and its arguments without x; ValueError if what is computed again draws other random numbers.
         """
         number, _, *others = self._inputs
         fed = fed_by_name([number, *others, self.kept], [*arguments, kept])

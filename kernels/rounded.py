@@ -51,10 +51,7 @@ def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
 def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor, scope: keras.StatelessScope) -> Iterator[None]:
     """Within it and `scope`, the copy of a layer's variable is slice `i` of that of the stacked one, if it has one.
 
-    Args:
-        stacks: a layer's variables, each with the one of all layers, `[depth, ...]`.
-        i: the layer's number.
-        scope: in which its variables are slices too.
+    `stacks` has layer i's variables, slices too in that scope, each with the one of all layers, `[depth, ...]`.
     """
     of_stacks, stacked = _find.get(), {id(variable): whole for variable, whole in stacks}
     same = stateless_scope() is _scope.get()

@@ -67,16 +67,8 @@ def strip_attention(
     """`attention`, forward in strips of queries with all keys they see, backward in strips of keys.
 
     A strip of queries has its whole softmax at once. On the way back, strips of keys have their gradients at once, and
-    only those of the queries are summed over strips; the scores are computed again.
-
-    Args:
-        query: [B, T, H, K]
-        key: [B, S, G, K]
-        value: [B, S, G, K]
-        scale: as in `attention`.
-        causal: likewise.
-        segments: integers [B, T] and [B, S], or None.
-        rows: from `strip_rows`.
+    only those of the queries are summed over strips; the scores are computed again. `segments` are integers [B, T] and
+    [B, S], or None; `rows` is from `strip_rows`.
     """
     groups = key.shape[2]
     _, queries, heads, width = query.shape

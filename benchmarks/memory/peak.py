@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> Result:
             if not BAR[0] <= found["predicted / measured"] <= BAR[1]:
                 missed.append(f"{case.name} at {size} rows: {found['predicted / measured']:.3f}")
     notes = (
-        "Predicted: `step_memory(...).peak_bytes`, before anything ran. Measured: the most bytes that TensorFlow's "
+        "Predicted: `dispatch_memory(...).peak_bytes`, before anything ran. Measured: the most bytes that TensorFlow's "
         "allocator for the CPU had given out at once over a `fit` after its first, and the stacks of NumPy's."
     )
     return Result("Predicted and measured memory of a train step", rows, missed, notes)
@@ -55,14 +55,14 @@ def measure(name: str, rows: int) -> dict[str, float]:
     tf.raw_ops.Empty(shape=[2**31 - 1], dtype=tf.uint8)
 
     from benchmarks.memory.models import CASES
-    from fastaccum.data.stacks import Batch
-    from fastaccum.memory.analysis import step_memory
+    from fastaccum.data.stacks import Batch, Dispatch
+    from fastaccum.memory.analysis import dispatch_memory, stacked
 
     case = CASES[name]
     trainer = case.trainer()
     accumulation = trainer.gradient_accumulation_steps
     batch = Batch(*tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape], s.dtype), case.specs))
-    predicted = step_memory(trainer._built(batch), batch, accumulation)
+    predicted = dispatch_memory(trainer._built(batch), Dispatch((stacked(batch, accumulation),)))
     x, y = case.arrays(STEPS * rows * accumulation)
     trainer.fit(x, y, batch_size=rows, verbose=0)
     tf.config.experimental.reset_memory_stats("CPU:0")

@@ -11,8 +11,8 @@ import tensorflow as tf
 import fastaccum as fa
 from benchmarks.memory.models import CASES, Case
 from benchmarks.memory.results import Result
-from fastaccum.data.stacks import Batch
-from fastaccum.memory.analysis import step_memory
+from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.memory.analysis import dispatch_memory, stacked
 
 GLOBAL_BATCH = 1024
 COMPILATIONS = 5
@@ -73,4 +73,4 @@ def _peak(case: Case, trainer: fa.Trainer, rows: int) -> int:
     )
     step = trainer._built(batch)
     with step.aside():
-        return step_memory(step, batch, GLOBAL_BATCH // rows).peak_bytes
+        return dispatch_memory(step, Dispatch((stacked(batch, GLOBAL_BATCH // rows),))).peak_bytes

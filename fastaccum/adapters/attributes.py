@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,17 @@ import tensorflow as tf
 def raw(variable: Any) -> tf.Variable:
     """The tf.Variable in a keras.Variable; one of TensorFlow's as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+@contextmanager
+def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Variables may be assigned within the scope; after it they are as before."""
+    before = [variable.read_value() for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
 
 
 @contextmanager

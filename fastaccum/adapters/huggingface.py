@@ -210,18 +210,6 @@ def _mean(labels: tf.Tensor, logits: tf.Tensor, counts: tf.Tensor, valid: tf.Ten
     return Observed(tf.math.divide_no_nan(tf.reduce_sum(tf.where(counts, values, 0.0)), count), count)
 
 
-def _language_model(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
-    return [(labels, logits, labels != -100)]
-
-
-def _token_classification(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
-    return [(labels, logits, labels >= 0)]
-
-
-def _led(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
-    return [(labels, logits, labels != config.pad_token_id)]
-
-
 def _segmentation(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
     logits = tf.image.resize(logits, labels.shape[1:], method="bilinear")
     return [(labels, logits, labels != config.semantic_loss_ignore_index)]
@@ -236,9 +224,9 @@ def _pretraining(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, 
 
 # By the class that defines hf_compute_loss: each mean's labels, logits and which labels count.
 _MEANS_OF_TOKENS: dict[str, Callable[[Any, Any, Any], list[tuple[Any, Any, Any]]]] = {
-    "TFCausalLanguageModelingLoss": _language_model,
-    "TFTokenClassificationLoss": _token_classification,
-    "TFLEDForConditionalGeneration": _led,
+    "TFCausalLanguageModelingLoss": lambda _, labels, logits: [(labels, logits, labels != -100)],
+    "TFTokenClassificationLoss": lambda _, labels, logits: [(labels, logits, labels >= 0)],
+    "TFLEDForConditionalGeneration": lambda config, labels, logits: [(labels, logits, labels != config.pad_token_id)],
     "TFSegformerForSemanticSegmentation": _segmentation,
     "TFMobileViTForSemanticSegmentation": _segmentation,
     "TFBertPreTrainingLoss": _pretraining,

@@ -20,9 +20,9 @@ from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import CHANGED, Run, folder_to_resume, resumed, say
 from fastaccum.app.run_folder import CHECKPOINTS, KEEP, RunFolder, new_path, read_config, require_free
+from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderInUseError, FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
-from fastaccum.checkpoint.store import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.memory.errors import OutOfMemoryError
 from fastaccum.step import program
 from fastaccum.step.guards import NonFiniteError

@@ -20,6 +20,7 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.checkpoint import callback_state, determinism, state, store
 from fastaccum.checkpoint import manifest as manifests
+from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Training, plain
@@ -83,7 +84,7 @@ class Saver:
         try:
             try:
                 self._wait()
-            except store.CheckpointWriteError as failure:
+            except CheckpointWriteError as failure:
                 if error is None:
                     raise
                 warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
@@ -299,7 +300,7 @@ class Saver:
             write.result()
         except Exception as error:
             reason = str(error).partition("\n")[0] or type(error).__name__  # TensorFlow adds lines
-            raise store.CheckpointWriteError(
+            raise CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
                 f"{reason}. {self._what_is_left()} Make room or mend the folder, then call fit again."
             ) from error
@@ -321,7 +322,7 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         if product:  # says the same, with what to do
             different = [*(each for each in different if not each.startswith("batch plan.global_batch: ")), product]
     if different:
-        raise store.IncompatibleCheckpointError(
+        raise IncompatibleCheckpointError(
             f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "
             f"another checkpoint_dir: {'; '.join(different)}"
         )

@@ -27,11 +27,8 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.checkpoint import files
 from fastaccum.checkpoint import manifest as manifests
-from fastaccum.checkpoint.errors import CheckpointWriteError as CheckpointWriteError
-from fastaccum.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
-from fastaccum.checkpoint.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
-from fastaccum.checkpoint.manifest import FORMAT as FORMAT
-from fastaccum.checkpoint.manifest import MANIFEST as MANIFEST
+from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from fastaccum.checkpoint.manifest import MANIFEST
 
 TENSORS = "state"
 FILES = [f"{TENSORS}.data-00000-of-00001", f"{TENSORS}.index"]

@@ -22,12 +22,7 @@ from fastaccum.step.options import Options
 
 
 class Identity:
-    """What a Trainer trains, and by what.
-
-    Args:
-        losses: "loss" and "loss_weights", as they were passed.
-        metrics: likewise.
-    """
+    """What a Trainer trains, and by what: `losses` are "loss" and "loss_weights", as they were passed."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, losses: Mapping[str, Any], metrics: Any, replicas: Replicas | None

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import raw, replaced
+from fastaccum.adapters.attributes import raw, replaced, restored
 from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
@@ -160,14 +160,12 @@ class ReplicatedStep:
     def _metrics_from_zero(self) -> Iterator[list[tf.Tensor]]:
         """Within it the metrics start from zero, and it adds to the list yielded what they have reached at its end."""
         variables = self.running.micro_batch_variables
-        before = [v.read_value() for v in variables]
-        for variable in variables:
-            variable.assign(tf.zeros_like(variable))
-        reached: list[tf.Tensor] = []
-        yield reached
-        reached += [v.read_value() for v in variables]
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+        with restored(variables):
+            for variable in variables:
+                variable.assign(tf.zeros_like(variable))
+            reached: list[tf.Tensor] = []
+            yield reached
+            reached += [v.read_value() for v in variables]
 
     @contextlib.contextmanager
     def _own_masks(self, replica: tf.Tensor) -> Iterator[None]:

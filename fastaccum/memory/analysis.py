@@ -18,19 +18,8 @@ from fastaccum.step.program import hlo_proto, memory_of
 IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
 
 
-def step_memory(step: Step, batch: Batch, accumulation: int) -> StepMemory:
-    """What a train step takes, of each replica's device; compiles its program, and runs nothing.
-
-    Args:
-        step: a model's step.
-        batch: specs of one micro-batch, of all replicas' rows together.
-        accumulation: how many of them make a step.
-    """
-    return dispatch_memory(step, Dispatch((stacked(batch, accumulation),)))
-
-
 def dispatch_memory(step: Step, dispatch: Dispatch) -> StepMemory:
-    """What a dispatch of these shapes takes, whose tensors may be specs."""
+    """What a dispatch of these shapes, whose tensors may be specs, takes of each replica's device."""
     return held(step, compiled(step, dispatch))
 
 

@@ -41,8 +41,7 @@ class _Reader:
 
     def cost(self, computation: int) -> Cost:
         """Of a computation and those that it calls."""
-        found = [self._launched(i) for i in self._computations[computation].instructions]
-        return _sum(found)
+        return _sum(map(self._launched, self._computations[computation].instructions))
 
     def _launched(self, line: Any) -> Cost:
         called = list(line.called_computation_ids)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from rich.console import Console
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import replaced, restored
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.remat import installed, recomputing
 from fastaccum.data.stacks import Batch, Dispatch
@@ -249,17 +249,12 @@ class Planner:
         """Of a train step whose rows all only pad: it moves no weight and no state, and what it reports is put back."""
         of_rows = self._specs(each.batch_size)
         stack = tf.nest.map_structure(lambda s: tf.zeros([each.accumulation_steps, *s.shape], s.dtype), of_rows)
-        reported = [*self._step.running.variables, *self._step.objective.model.metric_variables]
-        before = [variable.read_value() for variable in reported]
         times = []
-        try:
+        with restored([*self._step.running.variables, *self._step.objective.model.metric_variables]):
             for _ in range(3):  # of which the first compiles
                 start = time.perf_counter()
                 bool(self._step.dispatch(Dispatch((stack,))).fine)  # waits
                 times.append(time.perf_counter() - start)
-        finally:
-            for variable, value in zip(reported, before, strict=True):
-                variable.assign(value)
         return min(times[1:])
 
     def _planned(self, policy: Policy, chosen: int) -> Plan:

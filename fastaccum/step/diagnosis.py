@@ -12,7 +12,7 @@ import numpy as np
 import optree
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import replaced, restored
 from fastaccum.adapters.models import Model
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.step.guards import NonFiniteError
@@ -92,7 +92,7 @@ def _findings(step: _Failed) -> list[str]:
             "What to do: go back to weights that are finite, and lower the learning rate or set clip_norm.",
         ]
     micro_batches = [(s, i) for s, stack in enumerate(step.stacks) for i in range(trip_count(stack))]
-    with _kept([*step.objective.state, *step.objective.running.variables]):
+    with restored([*step.objective.state, *step.objective.running.variables]):
         look, layers = _looker(step)
         for at, (s, i) in enumerate(micro_batches):
             batch = tf.nest.map_structure(lambda t, i=i: t[i], step.stacks[s])
@@ -224,17 +224,6 @@ def _watched(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]]) ->
 
     with replaced([(layer, "call", noting(layer, layer.call)) for layer in model.called_layers]):
         yield
-
-
-@contextlib.contextmanager
-def _kept(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """Within the scope, what a micro-batch moves is moved; then it is as before."""
-    before = [v.numpy() for v in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
 
 
 def _bad_inputs(batch: Any) -> Iterator[str]:

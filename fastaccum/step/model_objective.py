@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import restored
 from fastaccum.adapters.callbacks import log_value
 from fastaccum.adapters.coupling import COMPILED
 from fastaccum.adapters.losses import Losses, Term
@@ -216,12 +217,8 @@ class ModelObjective(Objective):
             terms, _ = self.terms(batch, training=False, observe=False)
             return [*(t.weight_sum for t in terms), _rows(batch)]
 
-        state = [*self.state, *self.model.metric_variables]
-        before = [v.read_value() for v in state]
-        sums = _sum_over(stacks, count, len(self.term_weights) + 1)
-        for variable, value in zip(state, before, strict=True):
-            variable.assign(value)
-        return sums
+        with restored([*self.state, *self.model.metric_variables]):
+            return _sum_over(stacks, count, len(self.term_weights) + 1)
 
     def observe_labels(self, stacks: Sequence[Batch]) -> None:
         """Checks the class indices among the targets, but for those that are only found in a micro-batch."""

@@ -4,7 +4,6 @@ docs/reliability.md has a row for each test here that injects a fault.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -20,14 +19,6 @@ pytestmark = pytest.mark.faults
 
 EPOCHS = 2
 STARTING, ENDING = 200, 100  # seconds, on a machine that has much else to do
-
-
-@pytest.fixture(scope="module")
-def context():
-    """Processes that begin with everything imported, and nothing run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed", "fastaccum.trainer"])
-    return context
 
 
 def start(context, target, *arguments, **options):

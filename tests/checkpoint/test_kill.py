@@ -1,7 +1,6 @@
 """SIGKILL at random moments, during saves too: whatever a process was doing, another goes on bit-identically."""
 
 import json
-import multiprocessing
 import random
 import signal
 
@@ -16,14 +15,6 @@ KILLS_OF_A_TRAINING = 5
 # Within a save, in the order in which they come: the hidden folder, the files read back and flushed, the checkpoint
 # in place, an older one out of sight, its files gone.
 WITHIN_SAVES = ("os.mkdir", "open", "os.rename", "shutil.rmtree", "os.remove")
-
-
-@pytest.fixture(scope="module")
-def context():
-    """Processes that begin with everything imported, and nothing run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed", "fastaccum.trainer"])
-    return context
 
 
 def process(context, *arguments, **options):

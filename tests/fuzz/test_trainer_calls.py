@@ -146,14 +146,16 @@ def fit_table(kind, rows, form):
     return table
 
 
+def data(rng, accumulations=(1, 2, 3)):
+    """What to call, on data of which form, and what `fit` takes of them."""
+    kind, accumulation = str(rng.choice(list(given.KINDS))), int(rng.choice(accumulations))
+    rows, forms = int(rng.choice([1, 5, 12, 13])), ["arrays"] * 4 + ["dataset", "PyDataset", "generator"]
+    form = str(rng.choice(forms))
+    return kind, accumulation, form, fresh(kind, accumulation), fit_table(kind, rows, form)
+
+
 def make_fit(rng):
-    kind, accumulation = str(rng.choice(list(given.KINDS))), int(rng.choice([1, 2, 3]))
-    rows, form = (
-        int(rng.choice([1, 5, 12, 13])),
-        str(rng.choice(["arrays"] * 4 + ["dataset", "PyDataset", "generator"])),
-    )
-    trainer = fresh(kind, accumulation)
-    table = fit_table(kind, rows, form)
+    kind, accumulation, form, trainer, table = data(rng)
     if form != "arrays":
         for name in ("class_weight", "validation_split"):
             del table[name]
@@ -220,13 +222,7 @@ def test_fit(fuzzed):
 
 
 def make_evaluate(rng):
-    kind, accumulation = str(rng.choice(list(given.KINDS))), int(rng.choice([1, 2, 3]))
-    rows, form = (
-        int(rng.choice([1, 5, 12, 13])),
-        str(rng.choice(["arrays"] * 4 + ["dataset", "PyDataset", "generator"])),
-    )
-    trainer = fresh(kind, accumulation)
-    fit = fit_table(kind, rows, form)
+    kind, accumulation, form, trainer, fit = data(rng)
     table = {name: fit[name] for name in ("x", "y", "batch_size", "verbose", "sample_weight", "callbacks")}
     table |= {
         "steps": fit["validation_steps"],
@@ -263,13 +259,7 @@ def test_evaluate(fuzzed):
 
 
 def make_predict(rng):
-    kind, accumulation = str(rng.choice(list(given.KINDS))), 1
-    rows, form = (
-        int(rng.choice([1, 5, 12, 13])),
-        str(rng.choice(["arrays"] * 4 + ["dataset", "PyDataset", "generator"])),
-    )
-    trainer = fresh(kind, accumulation)
-    fit = fit_table(kind, rows, form)
+    kind, accumulation, form, trainer, fit = data(rng, [1])
     table = {name: fit[name] for name in ("x", "batch_size", "verbose", "callbacks")} | {
         "steps": fit["validation_steps"]
     }

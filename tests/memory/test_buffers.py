@@ -8,7 +8,7 @@ from tensorflow.compiler.xla.service import hlo_pb2
 import fastaccum as fa
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.memory import analysis, buffers
-from fastaccum.memory.analysis import _computed, bytes_at_most, stacked, step_memory
+from fastaccum.memory.analysis import _computed, bytes_at_most, dispatch_memory, stacked
 
 BATCH = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
 
@@ -19,7 +19,7 @@ def memory():
     model = keras.Sequential([keras.Input((32,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=4)
-    return trainer, step_memory(trainer._built(BATCH), BATCH, 4)
+    return trainer, dispatch_memory(trainer._built(BATCH), Dispatch((stacked(BATCH, 4),)))
 
 
 def test_kinds_add_up_to_the_peak(memory):

@@ -11,8 +11,9 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.adapters.remat import installed
 from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.stacks import Dispatch
 from fastaccum.memory import planner
-from fastaccum.memory.analysis import step_memory
+from fastaccum.memory.analysis import dispatch_memory, stacked
 
 ROWS = 40
 X = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
@@ -37,7 +38,7 @@ def peak(trainer, rows, global_batch):
     sample = planner.specs(trainer._source(*SAMPLE, None, batch_size=None).sample, rows)
     sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))
     with trainer._step.aside():
-        return step_memory(trainer._step, sample, global_batch // rows).peak_bytes
+        return dispatch_memory(trainer._step, Dispatch((stacked(sample, global_batch // rows),))).peak_bytes
 
 
 def graphs():

@@ -450,7 +450,7 @@ def test_the_warning_points_at_the_caller():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(changed(X, (5, 1), nan), Y, batch_size=B, verbose=0)
-    assert [w.filename for w in caught if "were skipped" in str(w.message)] == [__file__]
+    assert [w.filename for w in caught if "of this epoch was skipped" in str(w.message)] == [__file__]
 
 
 def test_who_was_stuck_may_mend_the_data_and_go_on(tmp_path):
