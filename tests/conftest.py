@@ -9,10 +9,23 @@ from pathlib import Path
 
 import keras
 import pytest
+import tensorflow as tf
 
 # The benchmarks are not installed. At the end of the path, where kernels/ shadows no other package.
 sys.path.append(str(Path(__file__).parents[1]))
 os.environ["FASTACCUM_COMPILE_CACHE"] = ""  # nothing is read that another run left behind
+
+
+def pytest_addoption(parser):
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped has failed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.skipped and item.config.getoption("no_skips") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,6 +57,19 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def untuned_datasets():
+    """TensorFlow tunes a dataset's parallelism in a thread, which an iterator waits for when it is let go: up to a
+    minute, where the thread does not hear of it before it sleeps again.
+    """
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    iterate = tf.data.Dataset.__iter__
+    tf.data.Dataset.__iter__ = lambda dataset: iterate(dataset.with_options(untuned))
+    yield
+    tf.data.Dataset.__iter__ = iterate
 
 
 @pytest.fixture(autouse=True)
