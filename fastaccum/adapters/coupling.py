@@ -7,17 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from fastaccum.kernels.layer_graph import DRAWS
+
 # Of a batch that is only traced: no other axis of a model is as long.
 TELLING_ROWS = 1031
 # What `compute_loss` hands to its compiled loss as sample weights, and what it gets from it, by name.
 WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
 
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-# From TensorFlow's own generators, whose state is nowhere to be read.
-_DRAWS = {
-    *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "ParameterizedTruncatedNormal"),
-    *("RandomShuffle", "RandomGamma", "RandomPoissonV2", "Multinomial"),
-}
+_DRAWS = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
 _CHECKS = {"All", "Any", "Assert"}
 _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
@@ -52,10 +50,7 @@ def draws(graph: tf.Graph) -> list[str]:
 
 def square(graph: tf.Graph) -> str | None:
     """The name of an operation that compares the rows of a batch with each other, where there is one."""
-    for operation in graph.get_operations():
-        if _is_square(operation):
-            return operation.name
-    return None
+    return next((operation.name for operation in graph.get_operations() if _is_square(operation)), None)
 
 
 def sum_in_weights(graph: tf.Graph) -> str | None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
-from fastaccum.adapters import added_losses, assigned, coupling, embeddings
+from fastaccum.adapters import added_losses, assigned, coupling, embeddings, remat
 from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.metrics import Metrics
@@ -325,9 +325,7 @@ class Model:
     def recomputed_layers(self) -> list[Any]:
         """The layers that a `keras.RematScope` recomputes whole."""
         own = [layer for layer in self.layers if "rematerialized_call" not in vars(layer)]  # which `fa.remat` sets
-        modes = [(layer, getattr(layer, "_remat_mode", None)) for layer in own]
-        chosen = [(layer, mode) for layer, mode in modes if mode and mode.mode not in (None, "activations")]
-        return [each for each, mode in chosen if mode.mode != "list_of_layers" or each.name in mode.layer_names]
+        return [layer for layer in own if remat.scope_mode(layer) not in (None, "activations")]
 
     def state_within(self, layer: Any) -> list[tf.Variable]:
         """What the layers in a layer, and itself, assign."""

@@ -107,8 +107,6 @@ def _rms_normalised(layer: Any, x: tf.Tensor) -> tf.Tensor:
 
 
 def _over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
-    if layer.epsilon is None:  # Keras's default of all its layers
-        return False
     floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
     last = floating and bool(inputs.shape[-1]) and list(layer.axis) in ([-1], [inputs.shape.rank - 1])
-    return last and layer.epsilon is not None  # for which Keras has a number of its own
+    return last and layer.epsilon is not None  # for None Keras has a number of its own

@@ -64,7 +64,7 @@ def remat(
     found = [] if keeps_all else _blocks(model, require_policy(policy), layer_names)
     for layer in _with_graphs(model):
         _restore(layer)
-        if found and _mode(layer) not in (None, "activations"):
+        if found and scope_mode(layer) not in (None, "activations"):
             _set(layer, "rematerialized_call", _plain)  # Keras's own fails here
     for block in found:
         _install(block, policy)
@@ -106,7 +106,7 @@ def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[
         return [Block(layer) for layer in _named(model, layer_names)]
     if not model.weights:
         raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
-    named = [layer for layer in model._flatten_layers() if _mode(layer) == "list_of_layers"]
+    named = [layer for layer in model._flatten_layers() if scope_mode(layer) == "list_of_layers"]
     found = [Block(layer) for layer in named if blocks.refusal(layer) is None] or blocks.find(model)
     if not found:
         parts = [part for part in model._flatten_layers() if part.weights]
@@ -134,7 +134,7 @@ def _named(model: Any, layer_names: Sequence[str]) -> list[Any]:
     return [by_name[name] for name in layer_names]
 
 
-def _mode(layer: Any) -> str | None:
+def scope_mode(layer: Any) -> str | None:
     """By what a `keras.RematScope` in which it was made has it computed again."""
     scope: Any = getattr(layer, "_remat_mode", None)
     listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)

@@ -74,10 +74,10 @@ def of_program(proto: Any, layers: Collection[str], trained: Iterable[tuple[int,
     """
     module = _Module(proto, layers, {tuple(shape) for shape in trained if len(shape)})
     assignment, found = proto.buffer_assignment, []
-    inner = [a for a in assignment.buffer_allocations if not (a.is_entry_computation_parameter or a.is_constant)]
-    inner = [a for a in inner if not a.is_thread_local]
     alive = _alive_at_peak(assignment)
-    for allocation in inner:
+    for allocation in assignment.buffer_allocations:
+        if allocation.is_entry_computation_parameter or allocation.is_constant or allocation.is_thread_local:
+            continue
         ids = [each.logical_buffer_id for each in allocation.assigned]
         groups = [alive[i] for i in ids if i in alive] if not allocation.maybe_live_out else []
         buffers = [module.buffer(group) for group in groups or [_largest_first(allocation)]]

@@ -164,17 +164,17 @@ def test_a_trainer_that_has_a_program_traces_it_anew():
     model, (x, y) = made(convolved), images()
     trainer = fa.Trainer(model, "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
-    def recomputes():
-        return "opt-barrier" in trainer.compiler_ir((x[None], y[None]), "hlo")
+    def barriers():
+        return trainer.compiler_ir((x[None], y[None]), "hlo").count(" opt-barrier(")
 
-    assert not recomputes()
+    plain = barriers()  # those of the Dropout
     fa.remat(model)
-    assert recomputes()
+    assert barriers() > plain
     fa.remat(model, "everything_saveable")
-    assert not recomputes()
+    assert barriers() == plain
     named = model.layers[0].layers[1:3]  # a Conv2D and a BatchNormalization, which train by other forms of their calls
     fa.remat(model, layer_names=[layer.name for layer in named])
-    assert recomputes()
+    assert barriers() > plain
     assert len(installed(model)) == 2
 
 
@@ -328,7 +328,8 @@ def test_it_takes_over_from_a_remat_scope():
     with pytest.raises(ValueError, match=r"second .Dropout.*fa\.remat\(model\)"):
         trainer.fit(x, x[:, :1], verbose=0)
     fa.remat(model)
-    assert "opt-barrier" in trainer.compiler_ir((x[None], x[None, :, :1]), "hlo")
+    barriers = trainer.compiler_ir((x[None], x[None, :, :1]), "hlo").count(" opt-barrier(")
+    assert barriers > 1  # a Dropout has one of its own
     assert [layer.name for layer in model.layers if "call" in vars(layer)] == ["first", "second"]
 
 
