@@ -375,6 +375,12 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch,
     assert "the run in run is one of 20 steps: give more, to extend it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("state", [{}, {"steps": 4, "row_began": 0}, {"steps": 2, "row_began": 3}])
+def test_a_state_that_no_run_is_in(state):
+    with pytest.raises(ValueError, match="no run of 3 steps is at"):
+        recorder.Recorder.set_state(mock.Mock(total=3), state)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The folder of a run, with its model, in the working directory."""
