@@ -7,7 +7,6 @@ import tensorflow as tf
 from every_optimizer import KERAS, SINCE, TF_KERAS, TFA, VERSION, make_model, own_apply, raw, tf_keras
 
 import fastaccum as fa
-from fastaccum import addons
 from fastaccum.adapters import optimizers
 
 STEPS = 3
@@ -219,8 +218,8 @@ def test_other_variable_dtypes(name, dtype):
 def test_a_keras_schedule_drives_an_addons_optimizer():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     for make in (
-        lambda rate: addons.optimizers.SGDW(0.0, rate),
-        lambda rate: addons.optimizers.Lookahead(tf_keras().legacy.SGD(rate), sync_period=100),
+        lambda rate: fa.addons.optimizers.SGDW(0.0, rate),
+        lambda rate: fa.addons.optimizers.Lookahead(tf_keras().legacy.SGD(rate), sync_period=100),
     ):
         variable = tf.Variable(1.0)
         optimizer = optimizers.get(make(schedule))
@@ -232,7 +231,7 @@ def test_a_keras_schedule_drives_an_addons_optimizer():
 
 
 def test_an_integer_hyperparameter_is_no_int32_variable():
-    for optimizer in (addons.optimizers.SGDW(1, 1), tf_keras().legacy.SGD(1), addons.optimizers.COCOB(alpha=100)):
+    for optimizer in (fa.addons.optimizers.SGDW(1, 1), tf_keras().legacy.SGD(1), fa.addons.optimizers.COCOB(alpha=100)):
         adapter = optimizers.get(optimizer)
         adapter.build([tf.Variable(1.0)])
         assert tf.int32 not in {v.dtype for v in reachable(optimizer)}
@@ -243,8 +242,8 @@ def test_a_wrapper_in_a_wrapper_counts_every_update():
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
     adam = keras.optimizers.Adam(0.1)
     optimizer = optimizers.get(
-        addons.optimizers.MovingAverage(
-            addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=100), average_decay=0.5
+        fa.addons.optimizers.MovingAverage(
+            fa.addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=100), average_decay=0.5
         )
     )
     optimizer.build(ours)
@@ -399,7 +398,7 @@ def test_the_multi_optimizer_of_tensorflow_addons():
     def make_optimizer(model):
         first, nothing, second, _ = model.layers
         pairs = [(legacy.SGD(0.1), [first, nothing]), (legacy.Adam(0.1), second), (legacy.SGD(0.1), nothing)]
-        return addons.optimizers.MultiOptimizer(pairs)
+        return fa.addons.optimizers.MultiOptimizer(pairs)
 
     fused, reference = make_tf_keras_model(), make_tf_keras_model()
     untrained = snapshot(fused.layers[-1].weights)
@@ -426,12 +425,12 @@ def test_the_multi_optimizer_of_tensorflow_addons():
 
 def test_the_multi_optimizer_of_tensorflow_addons_on_keras_3():
     model = make_model()
-    optimizer = addons.optimizers.MultiOptimizer([(tf_keras().legacy.SGD(0.1), model.layers[0])])
+    optimizer = fa.addons.optimizers.MultiOptimizer([(tf_keras().legacy.SGD(0.1), model.layers[0])])
     with pytest.raises(ValueError, match=r"the weights \['kernel', 'bias'\].*use keras\.optimizers\.MultiOptimizer"):
         optimizers.get(optimizer).build(model.trainable_variables)
     diverging = [(tf_keras().legacy.SGD(np.nan), model.layers[0])]
     with pytest.raises(ValueError, match=r"SGD has learning_rate=nan"):
-        optimizers.get(addons.optimizers.MultiOptimizer(diverging))
+        optimizers.get(fa.addons.optimizers.MultiOptimizer(diverging))
 
 
 def test_trainable_switched_after_building():
@@ -453,7 +452,7 @@ def test_slots_have_the_names_that_the_optimizer_gives_them():
     """Those of `apply_gradients`, by which files of weights know them."""
     names = []
     for build in (lambda o, v: optimizers.get(o).build([v]), lambda o, v: o.apply_gradients([(tf.ones(2), v)])):
-        optimizer = addons.optimizers.Lookahead(addons.optimizers.LazyAdam(0.1))
+        optimizer = fa.addons.optimizers.Lookahead(fa.addons.optimizers.LazyAdam(0.1))
         build(optimizer, tf.Variable([1.0, 2.0], name="w"))
         names.append([v.name for v in optimizer.weights])
     assert names[0] == names[1]

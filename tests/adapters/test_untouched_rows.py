@@ -7,13 +7,14 @@ import tensorflow as tf
 from every_optimizer import KERAS, TF_KERAS, TFA, raw, tf_keras
 
 import fastaccum as fa
-from fastaccum import addons
 from fastaccum.adapters import optimizers, untouched_rows
 
 
 def decayed(name, **arguments):
     base = getattr(tf_keras().legacy, name)
-    return addons.optimizers.extend_with_decoupled_weight_decay(base)(weight_decay=0.1, learning_rate=0.1, **arguments)
+    return fa.addons.optimizers.extend_with_decoupled_weight_decay(base)(
+        weight_decay=0.1, learning_rate=0.1, **arguments
+    )
 
 
 LEGACY = {
@@ -23,14 +24,14 @@ LEGACY = {
     },
     "legacy momentum": lambda: tf_keras().legacy.SGD(0.1, momentum=0.9, nesterov=True),
     "legacy RMSprop with momentum": lambda: tf_keras().legacy.RMSprop(0.1, momentum=0.9, centered=True),
-    "ProximalAdagrad": lambda: addons.optimizers.ProximalAdagrad(0.1, l1_regularization_strength=0.1),
-    "ConditionalGradient": lambda: addons.optimizers.ConditionalGradient(0.9, 0.1),
-    "SGDW without momentum": lambda: addons.optimizers.SGDW(0.1, 0.1),
-    "AdaBelief, amsgrad": lambda: addons.optimizers.AdaBelief(0.1, weight_decay=0.1, amsgrad=True),
-    "NovoGrad, decay": lambda: addons.optimizers.NovoGrad(0.1, weight_decay=0.1, grad_averaging=True),
-    "Yogi, l1": lambda: addons.optimizers.Yogi(0.1, l1_regularization_strength=0.1),
-    "Yogi without momentum": lambda: addons.optimizers.Yogi(0.1, beta1=0.0),
-    "SWA of LazyAdam": lambda: addons.optimizers.SWA(addons.optimizers.LazyAdam(0.1), 1, 1),
+    "ProximalAdagrad": lambda: fa.addons.optimizers.ProximalAdagrad(0.1, l1_regularization_strength=0.1),
+    "ConditionalGradient": lambda: fa.addons.optimizers.ConditionalGradient(0.9, 0.1),
+    "SGDW without momentum": lambda: fa.addons.optimizers.SGDW(0.1, 0.1),
+    "AdaBelief, amsgrad": lambda: fa.addons.optimizers.AdaBelief(0.1, weight_decay=0.1, amsgrad=True),
+    "NovoGrad, decay": lambda: fa.addons.optimizers.NovoGrad(0.1, weight_decay=0.1, grad_averaging=True),
+    "Yogi, l1": lambda: fa.addons.optimizers.Yogi(0.1, l1_regularization_strength=0.1),
+    "Yogi without momentum": lambda: fa.addons.optimizers.Yogi(0.1, beta1=0.0),
+    "SWA of LazyAdam": lambda: fa.addons.optimizers.SWA(fa.addons.optimizers.LazyAdam(0.1), 1, 1),
     **{f"decayed {name}": lambda name=name: decayed(name) for name in ("RMSprop", "Adamax", "Adagrad", "Nadam")},
 }
 # COCOB has no update for lookups; MultiOptimizers have those of their parts.
@@ -113,10 +114,10 @@ def test_fit_equals_tf_keras_on_the_full_batch(regularizer):
     rng = np.random.default_rng(1)
     x, y = rng.integers(1, 5, (10, 3)), rng.normal(size=(10, 1)).astype("float32")
     x[5:] += 2
-    reference.compile(addons.optimizers.AdamW(0.1, 0.1), "mse")
+    reference.compile(fa.addons.optimizers.AdamW(0.1, 0.1), "mse")
     reference.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
     trainer = fa.Trainer(
-        fused, addons.optimizers.AdamW(0.1, 0.1), "mse", gradient_accumulation_steps=3, jit_compile=False
+        fused, fa.addons.optimizers.AdamW(0.1, 0.1), "mse", gradient_accumulation_steps=3, jit_compile=False
     )
     for _ in range(2):
         for half in (slice(5), slice(5, None)):
@@ -160,7 +161,7 @@ def test_keras_3_squares_repeated_lookups_apart():
 
 
 def test_every_class_of_theirs_is_known():
-    classes = [c for m in (tf_keras().legacy, addons.optimizers) for c in vars(m).values() if isinstance(c, type)]
+    classes = [c for m in (tf_keras().legacy, fa.addons.optimizers) for c in vars(m).values() if isinstance(c, type)]
     families = {c.__name__ for c in classes if "_resource_apply_sparse" in vars(c)}
     wrappers = {"AveragedOptimizerWrapper", "DecoupledWeightDecayExtension", "Lookahead"}
     not_exported = {"NonFusedAdam", "with momentum", "AdamWeightDecay"}  # the last is Hugging Face's

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from fastaccum import addons
+import fastaccum as fa
 
 KERAS = {
     "SGD": lambda: keras.optimizers.SGD(0.1),
@@ -40,7 +40,7 @@ KERAS |= {name: lambda: pytest.skip("of a later Keras") for name, since in SINCE
 
 
 def tf_keras():
-    # Named here, not imported above: collecting the tests must not bind tf.keras.
+    # Named here, not imported above: collecting the tests must not bind tf.keras, as fa.addons does.
     import tf_keras
 
     return tf_keras.optimizers
@@ -61,19 +61,21 @@ TF_KERAS = {
 }
 
 TFA = {
-    "LAMB": lambda: addons.optimizers.LAMB(0.01, weight_decay=0.1, exclude_from_weight_decay=["bias"]),
-    "tfa AdamW": lambda: addons.optimizers.AdamW(0.1, 0.01),
-    "SGDW": lambda: addons.optimizers.SGDW(0.1, 0.01, momentum=0.9, exclude_from_weight_decay=["bias"]),
-    "LazyAdam": lambda: addons.optimizers.LazyAdam(0.01),
-    "RectifiedAdam": lambda: addons.optimizers.RectifiedAdam(0.01, weight_decay=0.1),
-    "Lookahead": lambda: addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=2),
-    "NovoGrad": lambda: addons.optimizers.NovoGrad(0.01),
-    "Yogi": lambda: addons.optimizers.Yogi(0.01),
-    "AdaBelief": lambda: addons.optimizers.AdaBelief(0.01),
-    "COCOB": lambda: addons.optimizers.COCOB(),
-    "MovingAverage": lambda: addons.optimizers.MovingAverage(tf_keras().legacy.Adam(0.1), average_decay=0.5),
-    "SWA": lambda: addons.optimizers.SWA(tf_keras().legacy.SGD(0.1, momentum=0.9), start_averaging=1, average_period=1),
-    "Ranger": lambda: addons.optimizers.Lookahead(addons.optimizers.RectifiedAdam(0.1), sync_period=2),
+    "LAMB": lambda: fa.addons.optimizers.LAMB(0.01, weight_decay=0.1, exclude_from_weight_decay=["bias"]),
+    "tfa AdamW": lambda: fa.addons.optimizers.AdamW(0.1, 0.01),
+    "SGDW": lambda: fa.addons.optimizers.SGDW(0.1, 0.01, momentum=0.9, exclude_from_weight_decay=["bias"]),
+    "LazyAdam": lambda: fa.addons.optimizers.LazyAdam(0.01),
+    "RectifiedAdam": lambda: fa.addons.optimizers.RectifiedAdam(0.01, weight_decay=0.1),
+    "Lookahead": lambda: fa.addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=2),
+    "NovoGrad": lambda: fa.addons.optimizers.NovoGrad(0.01),
+    "Yogi": lambda: fa.addons.optimizers.Yogi(0.01),
+    "AdaBelief": lambda: fa.addons.optimizers.AdaBelief(0.01),
+    "COCOB": lambda: fa.addons.optimizers.COCOB(),
+    "MovingAverage": lambda: fa.addons.optimizers.MovingAverage(tf_keras().legacy.Adam(0.1), average_decay=0.5),
+    "SWA": lambda: fa.addons.optimizers.SWA(
+        tf_keras().legacy.SGD(0.1, momentum=0.9), start_averaging=1, average_period=1
+    ),
+    "Ranger": lambda: fa.addons.optimizers.Lookahead(fa.addons.optimizers.RectifiedAdam(0.1), sync_period=2),
 }
 
 
