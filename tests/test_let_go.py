@@ -50,7 +50,9 @@ def layers(kind):
     return [keras.layers.Dense(4, "relu", dtype=dtype), keras.layers.Dense(1, dtype=dtype)]
 
 
-@pytest.mark.parametrize("kind", ["XLA", "LayerStack", "float16", "fit with all"])
+@pytest.mark.parametrize(
+    "kind", ["LayerStack", "fit with all", *(pytest.param(k, marks=pytest.mark.twin) for k in ("XLA", "float16"))]
+)
 def test_a_trainer_is_let_go_with_model_programs_and_graphs(kind, tmp_path):
     paths = iter(range(9))
 

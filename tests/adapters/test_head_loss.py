@@ -52,7 +52,7 @@ def make_weights(kind, rows):
 @pytest.mark.parametrize(
     ("dtype", "reduction", "weights"),
     [
-        ("float32", "sum_over_batch_size", "rows"),
+        pytest.param("float32", "sum_over_batch_size", "rows", marks=pytest.mark.twin),
         ("float32", "mean_with_sample_weight", "tokens"),
         ("mixed_float16", "sum", "none"),
     ],

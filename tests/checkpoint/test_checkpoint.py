@@ -451,6 +451,7 @@ def fit_with_small_files(folder):
         sys.exit(7 if "could not be written" in str(error) and "File too large" in str(error) else 8)
 
 
+@pytest.mark.faults
 def test_files_over_the_limit(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(fit_with_small_files, tmp_path) == 7
@@ -488,12 +489,14 @@ def terminated(folder, times):
     fit(make(), folder, callbacks=callbacks)
 
 
+@pytest.mark.faults
 def test_sigterm_ends_the_process_with_143(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(terminated, tmp_path, 1) == 143
     run.goes_on(tmp_path)
 
 
+@pytest.mark.faults
 def test_a_second_sigterm_kills_at_once(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(terminated, tmp_path, 2) == -signal.SIGTERM

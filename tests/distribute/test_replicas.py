@@ -19,6 +19,8 @@ pytestmark = pytest.mark.long
 ROOT = pathlib.Path(__file__).parents[2]
 CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]
 ON_FOUR = ["tokens_weights_tails_and_clipping"]
+# The others are with what else starts processes.
+FIRST = ["tokens_weights_tails_and_clipping", "overflow", "batch_norm", "datasets", "refused"]
 
 
 def outcomes(count, names):
@@ -32,7 +34,12 @@ def outcomes(count, names):
 
 @pytest.fixture(scope="module")
 def on_two():
-    return outcomes(2, CHECKS)
+    return outcomes(2, FIRST)
+
+
+@pytest.fixture(scope="module")
+def others_on_two():
+    return outcomes(2, [name for name in CHECKS if name not in FIRST])
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +47,15 @@ def on_four():
     return outcomes(4, ON_FOUR)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", FIRST)
 def test_two_replicas(on_two, name):
     assert on_two[name] is None, on_two[name]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in FIRST])
+def test_other_checks_on_two_replicas(others_on_two, name):
+    assert others_on_two[name] is None, others_on_two[name]
 
 
 @pytest.mark.faults

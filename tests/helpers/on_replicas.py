@@ -345,7 +345,7 @@ def check_batch_norm():
 
     # The same rows on one device, a share at a time: the same sum of gradients.
     one = make()
-    options = {"gradient_accumulation_steps": micro_batches * COUNT}
+    options = {"gradient_accumulation_steps": micro_batches * COUNT, "jit_compile": False}
     fa.Trainer(one, keras.optimizers.SGD(0.1), "mse", **options).train_step(
         (x.reshape(-1, share, x.shape[-1]), y.reshape(-1, share, y.shape[-1]))
     )
@@ -406,7 +406,8 @@ def check_mean_of_replica_means_is_another_result():
 
     def moved(indices):
         model = dense()
-        fa.Trainer(model, keras.optimizers.SGD(1.0), "mse").train_step((x[None, indices], y[None, indices]))
+        sgd = keras.optimizers.SGD(1.0)
+        fa.Trainer(model, sgd, "mse", jit_compile=False).train_step((x[None, indices], y[None, indices]))
         return [now - then for now, then in zip(model.get_weights(), before, strict=True)]
 
     size = -(-5 // COUNT)
