@@ -131,8 +131,27 @@ def _mend(addons: ModuleType) -> None:
     # It has an `if` of a tensor, which only a tf.function takes in a graph.
     for name in ("update_state", "result"):
         setattr(addons.metrics.GeometricMean, name, tf.function(getattr(addons.metrics.GeometricMean, name)))
+    for name in [name for name in sys.modules if name.startswith(f"{_ADDONS}.losses.")]:
+        _inline(sys.modules[name])
     _follow_weights(addons.optimizers.SWA)
     _assign_to_keras_3(addons.optimizers.AveragedOptimizerWrapper)
+
+
+def _inline(module: ModuleType) -> None:
+    """In a graph its tf.functions become part of that: else the gradient of a `tf.tile` in one takes the shape from
+    among the function's results, and XLA, to which a shape is a constant, compiles each step anew.
+    """
+    import tensorflow as tf
+
+    function: Any = type(tf.function(lambda: None))
+
+    class Inlined(function):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return (super().__call__ if tf.executing_eagerly() else self.python_function)(*args, **kwargs)
+
+    for each in vars(module).values():
+        if type(each) is function:
+            each.__class__ = Inlined
 
 
 class _Refused:

@@ -214,6 +214,18 @@ def test_what_needs_a_compiled_operation_is_refused_by_name():
 
 
 @needs_addons
+@pytest.mark.parametrize("name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.twin)])
+def test_losses_become_part_of_the_graph_that_calls_them(name):
+    """What a tf.function passes to its gradient is no constant for XLA, which then compiles each step anew."""
+    loss = getattr(fa.addons.losses, name)
+    labels = tf.constant([0, 1, 0, 1])
+    rows = tf.constant([[1.0, 2, 3], [2, 1, 0], [1, 0, 1], [0, 1, 2]])
+    traced = tf.function(lambda: loss(labels, rows)).get_concrete_function()
+    assert not [op.name for op in traced.graph.get_operations() if "PartitionedCall" in op.type]
+    np.testing.assert_allclose(traced(), loss(labels, rows), rtol=1e-6)
+
+
+@needs_addons
 def test_averages_are_swapped_in_for_an_evaluation():
     """SWA's are the weights until its averages begin; a Keras 3 model's can be kept."""
     import tf_keras
