@@ -14,6 +14,8 @@ AGAINST_OTHERS = {
     "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",
     "fit: Keras GA best tuned / ours tuned": "the same, ours with 10 steps per execution",
     "fit: gradient-accumulator / ours": "`fit`: tf-keras with `gradient-accumulator` / ours",
+    "fit with Dropout: Keras GA, jit / ours": "`fit` with Dropout: Keras 3's accumulation, with XLA / ours",
+    "fit with Dropout: Keras GA, no jit / ours": "`fit` with Dropout: Keras 3's accumulation, without XLA / ours",
     "train step: eager loop / ours": "train step: hand-written eager loop / ours",
     "train step: tf.function loop / ours": "train step: hand-written `tf.function` loop / ours",
     "train step: full batch XLA / ours": "train step: one XLA step on the full batch / ours",
