@@ -297,6 +297,7 @@ with FolderLock(sys.argv[1]):
 """
 
 
+@pytest.mark.faults
 def test_a_run_that_goes_on_is_not_resumed(run, capsys):
     other = subprocess.Popen([sys.executable, "-c", HOLD, run], stdin=-1, stdout=-1)
     try:

@@ -84,7 +84,9 @@ def test_metrics_that_make_variables_at_their_first_update(tmp_path):
     assert_same(make, arrays, [2], tmp_path, epochs=1, shuffle=False)
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["padded", "exact rows"])
+@pytest.mark.parametrize(
+    "norm", [pytest.param(False, marks=pytest.mark.twin, id="padded"), pytest.param(True, id="exact rows")]
+)
 def test_arrays_through_steps_per_execution(tmp_path, norm):
     def make():
         return trainer(norm, steps_per_execution=2, jit_compile=True)
@@ -187,11 +189,11 @@ def batches(*, seed=None, count=100, repeat=False, known=True):
     [
         pytest.param(lambda: batches(seed=3), {}, id="seeded"),
         pytest.param(batches, {}, id="seeded by Keras"),
-        pytest.param(lambda: batches(known=False), {}, id="of unknown length"),
+        pytest.param(lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.twin),
         pytest.param(lambda: batches(repeat=True), {"steps_per_epoch": 4}, id="endless"),
-        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes"),
+        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.twin),
         pytest.param(lambda: batches().cache(), {}, id="shuffled, then cached"),
-        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice"),
+        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.twin),
         pytest.param(lambda: batches().map(numpy_identity), {}, id="with Python code in it"),
     ],
 )
