@@ -27,6 +27,7 @@ AGAINST_OTHERS = {
 }
 COST = {
     "fit / bare train step": "`fit` / the train step alone",
+    "fit: with Dropout / without": "`fit` with Dropout / without",
     "time per example: 64 micro-batches / 1": "time of the same rows, in 64 micro-batches / in 1",
     "steps per execution: 1 / 32": "`fit`, `steps_per_execution=1` / `=32`",
     "fraction of the matmul rate": "arithmetic done a second / in matrix products alone",
