@@ -1,6 +1,6 @@
-"""Convolution, max pooling and batch normalisation as XLA:CPU runs them fast inside a loop.
+"""Convolutions, max pooling and batch normalisation as XLA:CPU runs them fast inside a loop.
 
-There it runs the gradient of a plain convolution, a window's maximum and a sum over rows as scalar code.
+There it runs the gradients of a convolution, a window's maximum and a sum over rows as scalar code.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from typing import Literal
 import tensorflow as tf
 
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.gradients import accumulator_dtype
 
 # The most terms that a product adds up one after the other: its rounding error grows with their number.
 _MOST_TERMS = 4096
+# The fewest elements that XLA sums up by vectors.
+_FEWEST_OF_VECTORS = 32 * 1024
+
+Sizes = Sequence[int]  # of height and width
+Pads = list[tuple[int, int]]  # before and after each of them
 
 
 def conv2d(
@@ -32,24 +38,101 @@ def conv2d(
 
     @custom_gradient
     def convolve(x, kernel):
-        y = tf.nn.conv2d(x, kernel, list(strides), padding.upper())
-        pads = []  # before and after each spatial axis; less than none where no output has seen the last rows
-        for size, taps, out, stride in zip(x.shape[1:3], kernel.shape[:2], y.shape[1:3], strides, strict=True):
-            total = (out - 1) * stride + taps - size
-            before = max(total, 0) // 2 if padding == "same" else 0
-            pads.append((before, total - before))
+        y = tf.nn.conv2d(x, kernel, strides, padding.upper())
+        pads = _pads(x.shape[1:3], kernel.shape[:2], y.shape[1:3], strides, padding)
 
         def gradient(dy):
             dy = _spread(dy, strides)
-            swapped = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
-            rest = [[taps - 1 - pad for pad in pair] for taps, pair in zip(kernel.shape[:2], pads, strict=True)]
-            dx = _unit_stride(dy, swapped, rest)
-            dkernel = _unit_stride(tf.transpose(x, [3, 1, 2, 0]), tf.transpose(dy, [1, 2, 0, 3]), pads)
-            return dx, tf.transpose(dkernel, [1, 2, 0, 3])
+            return _for_input(dy, kernel, pads), _for_kernel(x, dy, pads)
 
         return y, gradient
 
     return convolve(x, kernel)
+
+
+def conv2d_transpose(
+    x: tf.Tensor, kernel: tf.Tensor, size: Sizes, strides: tuple[int, int], padding: Literal["same", "valid"]
+) -> tf.Tensor:
+    """`tf.nn.conv2d_transpose` to an output of height and width `size`: what is dx in `conv2d`, as it is there."""
+
+    @custom_gradient
+    def convolve(x, kernel):
+        pads = _pads(size, kernel.shape[:2], x.shape[1:3], strides, padding)
+
+        def gradient(dy):
+            return tf.nn.conv2d(dy, kernel, strides, padding.upper()), _for_kernel(dy, _spread(x, strides), pads)
+
+        return _for_input(_spread(x, strides), kernel, pads), gradient
+
+    return convolve(x, kernel)
+
+
+def depthwise_conv2d(
+    x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int], padding: Literal["same", "valid"]
+) -> tf.Tensor:
+    """`tf.nn.depthwise_conv2d(x, kernel, [1, *strides, 1], padding.upper())` and its gradients, as sums over windows.
+
+    They are float32 for a half-precision x, whose height and width are known.
+    """
+    taps, multiplier, wide = kernel.shape[:2], kernel.shape[3], accumulator_dtype(x.dtype)
+    valid = [tap - 1 if padding == "valid" else 0 for tap in taps]
+    out = [-((lost - size) // stride) for size, lost, stride in zip(x.shape[1:3], valid, strides, strict=True)]
+    pads = _pads(x.shape[1:3], taps, out, strides, padding)
+    # XLA sums up a product term by term, but the sum of its parts by vectors.
+    axis, size = (1 if out[0] > 1 else 2), (x.shape[0] or 1) * math.prod(out) * kernel.shape[2] * multiplier
+    fitting = [n for n in range(2, 9) if out[axis - 1] % n == 0 and size // n >= _FEWEST_OF_VECTORS]
+    parts = max(fitting, default=1)
+
+    @custom_gradient
+    def convolve(x, kernel):
+        def gradient(dy):
+            products = [tf.split(window * dy, parts, axis) for window in _windows(x, pads, taps, strides)]
+            dkernel = tf.stack([tf.reduce_sum(functools.reduce(tf.add, each), [0, 1, 2]) for each in products])
+            windows = _windows(_spread(dy, strides), _rest(taps, pads), taps, (1, 1))
+            return _weighted(windows, tf.reverse(kernel, [0, 1])), tf.reshape(dkernel, kernel.shape)
+
+        return _weighted(_windows(x, pads, taps, strides), kernel), gradient
+
+    repeated = tf.repeat(tf.cast(x, wide), multiplier, axis=-1) if multiplier > 1 else tf.cast(x, wide)
+    return tf.cast(convolve(repeated, tf.reshape(tf.cast(kernel, wide), [*taps, -1])), x.dtype)
+
+
+def _windows(x: tf.Tensor, pads: Pads, taps: Sizes, strides: Sizes) -> list[tf.Tensor]:
+    """What each element of a kernel sees of x."""
+    x = tf.pad(*_cropped(x, pads))
+    (rows, columns), (height, width) = strides, (size - tap + 1 for size, tap in zip(x.shape[1:3], taps, strict=True))
+    corners = itertools.product(*map(range, taps))
+    return [x[:, i : i + height : rows, j : j + width : columns] for i, j in corners]
+
+
+def _weighted(windows: list[tf.Tensor], kernel: tf.Tensor) -> tf.Tensor:
+    weights = tf.unstack(tf.reshape(kernel, [len(windows), -1]))
+    return functools.reduce(tf.add, map(tf.multiply, windows, weights))
+
+
+def _pads(sizes: Sizes, taps: Sizes, out: Sizes, strides: Sizes, padding: str) -> Pads:
+    """Before and after each spatial axis; less than none where no output has seen the last rows."""
+    pads = []
+    for size, tap, outs, stride in zip(sizes, taps, out, strides, strict=True):
+        total = (outs - 1) * stride + tap - size
+        before = max(total, 0) // 2 if padding == "same" else 0
+        pads.append((before, total - before))
+    return pads
+
+
+def _rest(taps: Sizes, pads: Pads) -> Pads:
+    """The pads of the convolution that takes the gradient back."""
+    return [(tap - 1 - before, tap - 1 - after) for tap, (before, after) in zip(taps, pads, strict=True)]
+
+
+def _for_input(dy: tf.Tensor, kernel: tf.Tensor, pads: Pads) -> tf.Tensor:
+    swapped = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
+    return _unit_stride(dy, swapped, _rest(kernel.shape[:2], pads))
+
+
+def _for_kernel(x: tf.Tensor, dy: tf.Tensor, pads: Pads) -> tf.Tensor:
+    dkernel = _unit_stride(tf.transpose(x, [3, 1, 2, 0]), tf.transpose(dy, [1, 2, 0, 3]), pads)
+    return tf.transpose(dkernel, [1, 2, 0, 3])
 
 
 def _spread(dy: tf.Tensor, strides: tuple[int, int]) -> tf.Tensor:
@@ -60,11 +143,16 @@ def _spread(dy: tf.Tensor, strides: tuple[int, int]) -> tf.Tensor:
     return dy[:, : height * rows - rows + 1, : width * columns - columns + 1]
 
 
-def _unit_stride(x: tf.Tensor, kernel: tf.Tensor, pads: Sequence[Sequence[int]]) -> tf.Tensor:
+def _unit_stride(x: tf.Tensor, kernel: tf.Tensor, pads: Pads) -> tf.Tensor:
     """A convolution with stride 1; a negative pad at the end leaves rows out."""
+    x, inside = _cropped(x, pads)
+    return tf.nn.conv2d(x, kernel, 1, inside)
+
+
+def _cropped(x: tf.Tensor, pads: Pads) -> tuple[tf.Tensor, list[list[int]]]:
+    """x without the rows that a negative pad leaves out, and the other pads of all its axes."""
     height, width = (size + min(after, 0) for size, (_, after) in zip(x.shape[1:3], pads, strict=True))
-    inside = [[before, max(after, 0)] for before, after in pads]
-    return tf.nn.conv2d(x[:, :height, :width], kernel, 1, [[0, 0], *inside, [0, 0]])
+    return x[:, :height, :width], [[0, 0], *([before, max(after, 0)] for before, after in pads), [0, 0]]
 
 
 def max_pool2d(x: tf.Tensor, pool_size: tuple[int, int]) -> tf.Tensor:

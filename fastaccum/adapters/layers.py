@@ -1,4 +1,4 @@
-"""Keras layers in the form that XLA compiles in a loop, and runs fast there."""
+"""Layers of Keras 3 and tf_keras in the form that XLA compiles in a loop, and runs fast there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.packages import of_keras
 from fastaccum.kernels import cpu_layers, fp32_layers
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.norms import layer_norm, rms_norm
@@ -18,9 +19,13 @@ from fastaccum.kernels.xla_ops import HALF
 # In elements. Each takes a slice and a select of its own: larger windows compile longer, and run no faster.
 _LARGEST_WINDOW = 4
 
+# Those whose `call` holds their convolution.
+_TRANSPOSED = "Conv1DTranspose", "Conv2DTranspose"
+_CONVOLUTIONS = "Conv1D", *_TRANSPOSED, "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"
+
 
 def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
-    """What to set on which Keras 3 layer: `(layer, name of a method, function to take its place)`.
+    """What to set on which layer: `(layer, name of a method, function to take its place)`.
 
     With `fast_gradients` forms are chosen for the sake of their speed on a CPU too. A method that was set on the layer
     itself is left alone.
@@ -35,13 +40,14 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
             found.append((layer, "call", functools.partial(_rms_normalised, layer)))
         if getattr(layer, "data_format", None) != "channels_last":
             continue
-        if type(layer) in (keras.layers.Conv2D, fp32_layers.Fp32Conv2D):
-            if layer.dilation_rate != (1, 1):
-                found.append((layer, "convolution_op", functools.partial(_dilated, layer)))
-            elif fast_gradients and layer.groups == 1:
+        kind = type(layer).__name__ if of_keras(type(layer)) else ""
+        if kind == "Conv2D" or type(layer) is fp32_layers.Fp32Conv2D:
+            if layer.dilation_rate != (1, 1) or (fast_gradients and layer.groups == 1):
                 found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
-        elif fast_gradients and type(layer) is keras.layers.MaxPooling2D and _is_small(layer):
+        elif fast_gradients and kind == "MaxPooling2D" and _is_small(layer):
             found.append((layer, "call", functools.partial(_pooled, layer)))
+        elif fast_gradients and kind in _CONVOLUTIONS and _is_plain(layer):
+            found.append((layer, "call", functools.partial(_called, layer)))
     return [(layer, name, made) for layer, name, f in found if (made := _unless_set(layer, name, f))]
 
 
@@ -56,15 +62,43 @@ def _unless_set(layer: Any, name: str, function: Callable) -> Callable | None:
 # The arguments of what takes a layer's `call` are named as there: Keras passes on what it is called with.
 
 
-def _dilated(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
-    # Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
-    return tf.nn.conv2d(
-        inputs, tf.convert_to_tensor(kernel), layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
-    )
-
-
 def _convolved(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
-    return cpu_layers.conv2d(inputs, tf.convert_to_tensor(kernel), layer.strides, layer.padding)
+    if len(inputs.shape) != 4:  # tf_keras takes several dimensions of rows
+        return type(layer).convolution_op(layer, inputs, kernel)
+    kernel = tf.convert_to_tensor(kernel)
+    if layer.dilation_rate == (1, 1):
+        return cpu_layers.conv2d(inputs, kernel, layer.strides, layer.padding)
+    # Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
+    return tf.nn.conv2d(inputs, kernel, layer.strides, layer.padding.upper(), dilations=layer.dilation_rate)
+
+
+def _is_plain(layer: Any) -> bool:
+    return getattr(layer, "groups", 1) == 1 and set(layer.dilation_rate) == {1}
+
+
+def _called(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+    """Keras's `call` with a form of its convolution: of an image of one row, where the inputs are sequences."""
+    if len(inputs.shape) != layer.rank + 2 or None in inputs.shape[1:] or inputs.dtype != layer.compute_dtype:
+        return type(layer).call(layer, inputs)
+    row = [1] * (2 - layer.rank)
+    x, strides = tf.reshape(inputs, [-1, *row, *inputs.shape[1:]]), (*row, *layer.strides)
+    names = "kernel", "depthwise_kernel", "pointwise_kernel"  # tf_keras has other names than Keras 3
+    variables = [getattr(layer, name) for name in names if getattr(layer, name, None) is not None]
+    kernel, *pointwise = (tf.reshape(v, [*row, *v.shape]) for v in variables)
+    kind = type(layer).__name__
+    if kind in _TRANSPOSED:
+        size = layer.compute_output_shape(inputs.shape)[1:-1]
+        y = cpu_layers.conv2d_transpose(x, kernel, [*row, *size], strides, layer.padding)
+    elif kind == "Conv1D":
+        causal = layer.padding == "causal"
+        x = tf.pad(x, [[0, 0], [0, 0], [layer.kernel_size[0] - 1, 0], [0, 0]]) if causal else x
+        y = cpu_layers.conv2d(x, kernel, strides, "valid" if causal else layer.padding)
+    else:
+        y = cpu_layers.depthwise_conv2d(x, kernel, strides, layer.padding)
+        y = cpu_layers.conv2d(y, *pointwise) if pointwise else y
+    y = tf.squeeze(y, [1]) if row else y
+    y = y + tf.convert_to_tensor(layer.bias) if layer.use_bias else y
+    return y if layer.activation is None else layer.activation(y)
 
 
 def _is_small(layer: Any) -> bool:
