@@ -16,7 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters import models, optimizers, own_loss
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
 from fastaccum.adapters.callbacks import require as require_callbacks
-from fastaccum.adapters.data_adapters import read_once, with_sequences
+from fastaccum.adapters.data_adapters import predictable, read_once, with_sequences
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.own_loss import Reduction
@@ -41,6 +41,8 @@ from fastaccum.step.options import OnNonfinite, Options, Schedule, capped
 from fastaccum.step.train_step import StepResult
 
 Verbose = Literal["auto", 0, 1, 2]
+# Of Keras's models, what a Trainer has elsewhere.
+_INSTEAD = {"compile": "; pass optimizer, loss and metrics to Trainer(...)", "history": "; fit returns it"}
 
 
 class Trainer:
@@ -119,6 +121,7 @@ class Trainer:
     on_nonfinite: OnNonfinite
     own_loss_reduction: Reduction
 
+    @checks.suggesting
     def __init__(
         self,
         model: Any,
@@ -184,8 +187,8 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             of_model = not name.startswith("_") and hasattr(vars(self).get("model"), name)
-            whose = f"; its model has: trainer.model.{name}" if of_model else ""
-            raise AttributeError(f"Trainer has no attribute {name!r}{whose}", name=name, obj=self)
+            hint = _INSTEAD.get(name, f"; its model has: trainer.model.{name}" if of_model else "")
+            raise AttributeError(f"Trainer has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
@@ -306,10 +309,9 @@ class Trainer:
         )
         self._identity.require_one_fit(training)
         self.model.stop_training = False
-        compiled = self._model.compilation
         step.running.stuck_steps.reset()
         logs: dict[str, Any] = {}
-        with saver, self._guarded():
+        with saver, self._guarded(), self._builder.fitting() as require_same:
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, verbose)
             with replicas.first_of(self._replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
@@ -321,8 +323,7 @@ class Trainer:
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
                 step.running.reset()
                 hooks.list.on_epoch_begin(epoch)
-                self._builder.require_same_weights()
-                self._model.require_not_compiled_since(compiled)
+                require_same()
                 done = saver.begin_epoch(epoch)
                 logs = self._train_epoch(step, saver.watched(step.together(stacks, dispatches)), hooks, done)
                 if validate is not None and schedule.validates(epoch):
@@ -477,7 +478,7 @@ class Trainer:
             source.require_predictable(x, self._model.may_take_text)
         try:
             with checks.naming(f"x ({type(x).__name__})", AttributeError):
-                given = x if self._model.legacy else with_sequences(x)
+                given = predictable(x, self._model.legacy)
                 return self.model.predict(
                     given, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
                 )

@@ -200,7 +200,7 @@ def gpt(
             block that `policy` names, and compile time and program size do not grow with depth.
         policy: of that LayerStack: what is kept for the backward pass. By default it is chosen by size. On a GPU that
             has memory for everything, the blocks are unrolled: the step is faster, and takes longer to compile.
-        preset: a name in `PRESETS`; sizes given as arguments override it.
+        preset: sizes by name, "nano", "micro", "124m", "350m" or "1.3b"; those given as arguments override it.
         dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
             global one (`keras.config.dtype_policy()`).
 
@@ -216,6 +216,10 @@ def gpt(
     one_of("positions", positions, ("rotary", "learned"))
     object_name(name)
     chosen = dict(_DEFAULTS if preset is None else _DEFAULTS | PRESETS[one_of("preset", preset, tuple(PRESETS))])
+    if isinstance(vocabulary_size, str) and vocabulary_size in PRESETS:
+        raise ValueError(
+            f"vocabulary_size={vocabulary_size!r} must be a number: did you mean preset={vocabulary_size!r}?"
+        )
     given = (vocabulary_size, context, width, layers, heads, tied, stacked)
     chosen |= {name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None}
     tied, stacked = (true_or_false(name, chosen.pop(name)) for name in ("tied", "stacked"))

@@ -446,7 +446,8 @@ def test_steps_per_execution_changes_no_weight(K, trainer, steps_per_execution):
     ends = {3: [2, 5], 8: [7]}[steps_per_execution]  # what a full dispatch would end with, as in Keras
     assert seen == 2 * ends
     assert_close(many.model.get_weights(), trainer.model.get_weights(), rtol=1e-6)
-    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-6)
+    for log in ("loss", "grad_norm"):
+        np.testing.assert_allclose(history.history[log], expected.history[log], rtol=1e-6)
 
 
 def test_without_xla_the_results_are_the_same(K, trainer):
@@ -663,10 +664,21 @@ def test_the_batch_size_that_is_wrong_is_named(trainer):
         trainer.fit(X, Y, validation_freq=np.array([1, 2]))
 
 
+def test_the_argument_that_was_probably_meant_is_named():
+    with pytest.raises(TypeError, match=r"'accumulation_steps': did you mean 'gradient_accumulation_steps'\?"):
+        fa.Trainer(regressor(), "sgd", "mse", accumulation_steps=4)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        fa.Trainer(regressor(), "sgd", "mse", colour=4)
+
+
 def test_a_name_that_the_model_has_is_pointed_to():
     trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
     with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save'; its model has: trainer\.model\.save"):
         trainer.save("model.keras")
     with pytest.raises(AttributeError, match=r"Trainer has no attribute 'sav'$"):
         trainer.sav()
+    with pytest.raises(AttributeError, match=r"no attribute 'compile'; pass optimizer, loss and metrics to Trainer"):
+        trainer.compile("sgd")
+    with pytest.raises(AttributeError, match=r"no attribute 'history'; fit returns it"):
+        trainer.history  # noqa: B018
     assert not hasattr(trainer, "_plans")

@@ -146,6 +146,7 @@ def test_sizes_override_the_preset():
         ({"width": -8}, "width=-8"),
         ({"heads": 2.5}, "heads=2.5"),
         ({"vocabulary_size": 0}, "vocabulary_size=0"),
+        ({"vocabulary_size": "nano"}, r"did you mean preset='nano'\?"),
         ({"preset": "giant"}, r"preset='giant'.*nano"),
         ({"preset": ["nano"]}, r"preset=\['nano'\]"),
         ({"dtype": "float64"}, "dtype='float64'"),

@@ -125,13 +125,9 @@ class Model:
         """What `compile` replaces."""
         return self.model.optimizer, getattr(self.model, self._COMPILED[0], None)
 
-    def require_not_compiled_since(self, compilation: tuple[Any, Any]) -> None:
-        """Raises ValueError if the model has been compiled since it had this `compilation`."""
-        if any(now is not then for now, then in zip(self.compilation, compilation, strict=True)):
-            raise ValueError(
-                "The model was compiled anew within this fit, by a callback or by another Trainer. As in Keras, that "
-                "cannot change a training under way: end the fit, and make a new Trainer."
-            )
+    def compiled_since(self, compilation: tuple[Any, Any]) -> bool:
+        """Whether the model has been compiled since it had this `compilation`."""
+        return any(now is not then for now, then in zip(self.compilation, compilation, strict=True))
 
     @property
     def returned_losses(self) -> int:

@@ -42,10 +42,11 @@ class DatasetSource:
         text: bool = False,
     ):
         self.what, self.read_once = f"{what} ({type(x).__name__})", read_once(x)
-        x = with_sequences(x)
+        given, x = x, with_sequences(x)
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
         if isinstance(x, keras.utils.PyDataset):
-            origin = origin._replace(shuffled=shuffle, begin=x.on_epoch_begin, end=x.on_epoch_end)
+            hooks = {"begin": x.on_epoch_begin, "end": x.on_epoch_end}
+            origin = origin._replace(shuffled=shuffle, anew=x is not given, **hooks)
         self.origin = origin
         if origin.python:
             with checks.naming(self.what):
@@ -87,7 +88,7 @@ class DatasetSource:
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
         """The stacks that the batches become: an epoch is a pass, or part of one, which goes on where the last one
-        ended; raises ValueError if the data does not last for `epochs`, or never ends.
+        ended (a Sequence's begins anew); raises ValueError if the data does not last for `epochs`, or never ends.
         """
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.origin)
@@ -103,11 +104,14 @@ class DatasetStacks:
     """
 
     def __init__(self, source: DatasetSource, layout: Layout, steps_per_epoch: int | None):
-        self.what, batches = source.what, source.batches
+        self.what, batches, dataset = source.what, source.batches, source.dataset
         if batches > 0:
             layout = layout._replace(accumulation=min(layout.accumulation, batches))
         self.layout = _own_shards(layout, source.dataset, source.what)
         self._given_steps = steps_per_epoch or 0  # else epochs are passes
+        if source.origin.anew and 0 < self._given_steps * layout.accumulation < batches + layout.accumulation:
+            batches, self._given_steps = min(batches, self._given_steps * layout.accumulation), 0
+            dataset = dataset.take(batches)
         steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
             counted = ", counted in train steps" if source.origin.steps == "steps_per_epoch" else ""
@@ -133,9 +137,9 @@ class DatasetStacks:
         self._equal_rows = all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(source.dataset.element_spec))
         micro_batches = self.layout.accumulation
         if self._equal_rows:
-            pipeline = source.dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
+            pipeline = dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
         else:
-            pipeline = source.dataset.prefetch(PREFETCH * micro_batches)
+            pipeline = dataset.prefetch(PREFETCH * micro_batches)
         self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike)
 
     def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:

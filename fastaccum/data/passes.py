@@ -33,6 +33,7 @@ class Origin(NamedTuple):
     read_once: bool  # a second pass is impossible
     python: bool  # Python code yields the elements
     shuffled: bool = False  # each pass draws its order from Python's `random`, as Keras does for a PyDataset
+    anew: bool = False  # every epoch begins a pass, as tf_keras has it for a Sequence
     begin: Callable[[], Any] = lambda: None
     end: Callable[[], Any] = lambda: None
     steps: str = "steps_per_epoch"  # the argument that says how much of it is read at a time
@@ -199,7 +200,8 @@ class Passes:
         if obstacle is not None:
             warn(
                 f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass "
-                "is read again and dropped: exact if the dataset, made anew, yields the same in the same order."
+                f"{'and all earlier passes are' if _moves_state(self._pipeline) else 'is'} read again and dropped: "
+                "exact if the dataset, made anew, yields the same in the same order."
             )
         if _unseeded(self._pipeline):
             warn(
@@ -241,7 +243,7 @@ class Passes:
         first = None
         self._ended, self._skip, self.rows = given["passes"], given["steps"], given["rows"]
         self._saved_random = given.get("random")
-        whole = not self._origin.python and _shuffled_within(self._pipeline)
+        whole = not self._origin.python and (_shuffled_within(self._pipeline) or _moves_state(self._pipeline))
         for _ in range(self._ended):
             self._origin.begin()
             if not self._origin.python:  # a shuffle draws its seeds as a pass begins
@@ -302,6 +304,13 @@ def _caches(dataset: tf.data.Dataset) -> list[str]:
 
 def _endless(dataset: tf.data.Dataset) -> bool:
     return any(int(each._count) < 0 for each in _parts(dataset, "RepeatDataset"))
+
+
+def _moves_state(dataset: tf.data.Dataset) -> bool:
+    """Whether a function assigns variables, as augmentation layers do to their seeds, which go on from pass to pass."""
+    graphs = (f.function.graph.as_graph_def() for each in _chain(dataset) for f in each._functions())
+    nodes = (node for g in graphs for nodes in (g.node, *(f.node_def for f in g.library.function)) for node in nodes)
+    return any("Assign" in node.op or node.op == "RngReadAndSkip" for node in nodes)
 
 
 def _shuffled_within(dataset: tf.data.Dataset) -> str | None:

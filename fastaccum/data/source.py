@@ -63,7 +63,7 @@ def of(
             arrays = arrays._replace(sample_weight=weigh(rows.as_tensors("y", arrays.y), weights))
         return ArraySource(arrays, 32 if batch_size is None else batch_size, seed if shuffle else None)
     if y is not None or sample_weight is not None:
-        raise ValueError(f"{what} is a {type(x).__name__}, which yields y and sample_weight itself: leave them out.")
+        raise ValueError(f"{what} ({type(x).__name__}) yields y and sample_weight itself: leave them out.")
     if isinstance(x, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
         raise TypeError(
             f"{what} is a {type(x).__name__}: pass the tf.data.Dataset itself, which a Trainer distributes if the "
@@ -116,6 +116,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, batch_size: int | None, what: s
     return tf.data.Dataset.from_tensor_slices(given).batch(size)
 
 
+@tf.autograph.experimental.do_not_convert  # `map` would, and warn of what it cannot
 def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:
     """The sample weights times the factors of the classes in `y`, indices or one-hot; 1 for a class that has none."""
     targets, weights = ([t for t in tf.nest.flatten(nest) if t is not None] for nest in (y, sample_weight))

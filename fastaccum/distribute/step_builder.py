@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -27,6 +28,7 @@ from fastaccum.step.probe import probe
 from fastaccum.step.program import without_collection
 
 Step = ModelStep | ReplicatedStep
+_FITTED: set[int] = set()  # the ids of the models that a `fit` is training
 
 
 class StepBuilder:
@@ -54,6 +56,7 @@ class StepBuilder:
         self._model, self._optimizer, self._losses, self._metrics = model, optimizer, losses, metrics
         self._given, self._replicas, self._identity = given, replicas, identity
         self.needs_targets = given["loss"] is not None and not model.overrides("compute_loss")
+        self._compilation: tuple[Any, Any] = None, None
         self.step: Step | None = None
         self.sample: Batch | None = None  # that it was built for
 
@@ -69,7 +72,8 @@ class StepBuilder:
         self._model.require_inputs(sample.x)
         if self.step is None:
             self.step, self.sample = self._build(sample, options), sample
-            self._model.adopt(self._optimizer.optimizer, self._metrics, **self._given)
+            if id(self._model.model) not in _FITTED:
+                self._compile()
             self._moving = self._model.moving_layers
             with replicas.first_of(self._replicas):
                 self.felt_by = probe(self.step.objective, sample)
@@ -103,6 +107,35 @@ class StepBuilder:
             raise ValueError(f"model {model.model.name!r} has no trainable variables: there is nothing to train.")
         parts = model, self._outputs, losses, metrics, self._optimizer, options
         return ModelStep(*parts) if self._replicas is None else ReplicatedStep(self._replicas, *parts)
+
+    def _compile(self) -> None:
+        self._model.adopt(self._optimizer.optimizer, self._metrics, **self._given)
+        self._compilation = self._model.compilation
+
+    @contextlib.contextmanager
+    def fitting(self) -> Iterator[Callable[[], None]]:
+        """Around a fit: the model is compiled with what trains it, and another Trainer's `evaluate` leaves it so.
+
+        Yields what raises ValueError if a callback has changed what is trained.
+        """
+        if self._model.compiled_since(self._compilation):
+            self._compile()
+        model = id(self._model.model)
+        within_another = model in _FITTED
+        _FITTED.add(model)
+        try:
+            yield self._require_same
+        finally:
+            if not within_another:
+                _FITTED.remove(model)
+
+    def _require_same(self) -> None:
+        self.require_same_weights()
+        if self._model.compiled_since(self._compilation):
+            raise ValueError(
+                "The model was compiled anew within this fit, by a callback or by another Trainer. As in Keras, that "
+                "cannot change a training under way: end the fit, and make a new Trainer."
+            )
 
     def require_same_weights(self) -> None:
         """Raises ValueError if the `trainable` attributes are no longer those that the step was built for."""

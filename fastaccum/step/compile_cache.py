@@ -66,7 +66,8 @@ class CompileCache:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 seal = json.loads(_read(path))
                 if seal["key"] == self.key and seal["function"] in (function, ""):
-                    found[path.name.removesuffix(_SEAL)] = {"sha256": str(seal["sha256"]), "s": float(seal["seconds"])}
+                    kept = {"sha256": str(seal["sha256"]), "s": float(seal["seconds"]), "at": path.stat().st_mtime}
+                    found[path.name.removesuffix(_SEAL)] = kept
         return found
 
     def offer(self, function: str, staging: Path) -> list[str]:
@@ -186,9 +187,9 @@ class _Process:
         return outputs, loaded
 
     def last(self, function: str) -> float | None:
-        """Seconds that a program took to compile, where that is known."""
+        """Seconds that the program of this name that was compiled last took, where that is known."""
         seals = self.cache.seals(function).values() if self.cache is not None else ()
-        return max((seal["s"] for seal in seals), default=None)
+        return max(((seal["at"], seal["s"]) for seal in seals), default=(0, None))[1]
 
     def _can_do_without(self, error: tf.errors.OpError, offered: list[str]) -> bool:
         """Whether a program may compile after all: its entry could not be loaded, or none could be written."""

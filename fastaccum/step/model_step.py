@@ -72,7 +72,14 @@ class ModelStep:
     def _execute_many(self, stack: Batch) -> Executed:
         """Train steps over the leading axis of [steps, micro-batches, rows, ...], in one program."""
         nothing = StepResult(*(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32)))
-        (result,) = loop(trip_count(stack), lambda i, _: [self._run(_at(stack, i))], [nothing])
+
+        def turn(i, last):
+            result = self._run(_at(stack, i))
+            # What only fills up the dispatch has no gradient.
+            norm = tf.where(tf.equal(result.weight, 0.0), last.grad_norm, result.grad_norm)
+            return [result._replace(grad_norm=norm)]
+
+        (result,) = loop(trip_count(stack), turn, [nothing])
         return self.running.report(result)
 
     def _evaluate(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:

@@ -209,6 +209,39 @@ def test_a_callback_that_changes_what_is_trained_is_refused(change, message):
         np.testing.assert_array_equal(weight, was)
 
 
+@pytest.mark.parametrize("made", ["before", "within"])
+def test_a_callback_may_evaluate_by_another_trainer(made):
+    def train(*callbacks):
+        trainer = make_trainer(keras.optimizers.SGD(0.1), jit_compile=False)
+        others = [other(trainer)] if made == "before" else []
+        return trainer, fit(trainer, *(each(trainer, others) for each in callbacks), epochs=3 if callbacks else 2)
+
+    def other(trainer):
+        return fa.Trainer(trainer.model, "adam", "mae", ["mse"], jit_compile=False)
+
+    def evaluation(trainer, others):
+        def evaluate(epoch, logs):
+            trainer.model.stop_training = epoch == 1  # which evaluating keeps
+            others[:] = others or [other(trainer)]
+            found = others[0].evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+            assert found["mse"] == pytest.approx(float(np.mean((trainer.predict(X, verbose=0) - Y) ** 2)), rel=1e-5)
+            assert trainer.model.stop_training == (epoch == 1)
+
+        return keras.callbacks.LambdaCallback(on_epoch_end=evaluate)
+
+    trainer, history = train(evaluation)
+    assert history.history == train()[1].history and len(history.epoch) == 2
+    assert trainer.model.optimizer is trainer.optimizer
+
+
+def test_a_model_is_compiled_with_the_optimizer_of_the_trainer_that_fits_it():
+    first = make_trainer(keras.optimizers.SGD(0.1), jit_compile=False)
+    second = fa.Trainer(first.model, keras.optimizers.SGD(0.1), "mae", jit_compile=False)
+    for trainer in (first, second, first):
+        fit(trainer, keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2))
+    assert (rate(first), rate(second)) == (pytest.approx(0.025), pytest.approx(0.05))
+
+
 # Stock callbacks: beyond what test_stock_callbacks.py compares with Keras
 
 

@@ -434,6 +434,13 @@ class TestClassWeights:
         expected_BT = np.stack([self.EXPECTED, 2 * self.EXPECTED[::-1]])
         np.testing.assert_array_equal(self.weights(tokens_BT, [1, 2] * np.ones(2), True), expected_BT)
 
+    def test_are_counted_in_a_dataset_without_a_warning(self, caplog):
+        dataset = tf.data.Dataset.from_tensor_slices((np.zeros(5), self.LABELS)).batch(5)
+        stacks = stacks_of(dataset, batch_size=None, layout=Layout(1), class_weight=self.CLASS_WEIGHT)
+        ((dispatch,),) = epochs_of(stacks, 1)
+        np.testing.assert_array_equal(dispatch.stacks[0].sample_weight.numpy()[0], self.EXPECTED)
+        assert "AutoGraph" not in caplog.text
+
     def test_need_a_single_output(self):
         with pytest.raises(ValueError, match="single output"):
             stacks_of(np.zeros(2), [np.zeros(2)] * 2, batch_size=2, layout=Layout(1), class_weight={0: 2.0})
@@ -540,6 +547,86 @@ def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     if kind == "Sequence of tf_keras":
         assert trainer.predict(Sequence(), verbose=0).shape == (22, 1)
+
+
+def rows_of(dispatches):
+    """Of each train step, the numbers of its rows in X."""
+    valid = (stack.x.numpy()[stack.valid.numpy()] for dispatch in dispatches for stack in dispatch.stacks)
+    return [[int(np.argmax((row == X).all(1))) for row in rows] for rows in valid]
+
+
+class Shuffling(Sequence):
+    """Other batches in each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = 0
+
+    def __getitem__(self, index):
+        return super().__getitem__((index + self.ended) % len(self))
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Sequence, [2, 2, 2]), (Rows, [2, 1, 2])])
+def test_steps_per_epoch_is_counted_as_that_keras_counts_it(kind, expected):
+    """tf_keras begins a Sequence anew in each epoch; Keras 3 goes on with a PyDataset, and ends the epoch with it."""
+    stacks = stacks_of(kind(), batch_size=None, layout=Layout(2), steps_per_epoch=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*ran out of data")
+        epochs = [rows_of(each) for each in epochs_of(stacks, 3)]
+    assert [len(each) for each in epochs] == expected
+    assert epochs[0] == [[*range(8)], [*range(8, 16)]]
+    assert (epochs[0] == epochs[1]) is (kind is Sequence)
+
+
+def test_a_sequence_that_begins_anew_is_resumed_in_its_epoch():
+    def stacks(sequence, steps_per_epoch=2):
+        stacks = stacks_of(sequence, batch_size=None, layout=Layout(2), steps_per_epoch=steps_per_epoch)
+        stacks.track()
+        return stacks
+
+    sequence = Shuffling()
+    whole = [rows_of(each) for each in epochs_of(stacks(sequence), 2)]
+    assert whole[0] != whole[1] and sequence.ended == 2
+    epochs_of(stacks(sequence, steps_per_epoch=3), 1)
+    assert sequence.ended == 3
+    stopped, resumed = stacks(Shuffling()), stacks(Shuffling())
+    epochs = stopped.epochs(Position(0, 0))
+    rows_of(next(epochs))
+    next(next(epochs))
+    resumed.restore(*stopped.position())
+    assert rows_of(next(resumed.epochs(Position(0, 1, 1)))) == whole[1][1:]
+
+
+def test_predict_takes_what_the_other_keras_reads_batches_from():
+    layers = [tf_keras.layers.Input((3,)), tf_keras.layers.Dense(1)]
+    trainer = fa.Trainer(tf_keras.Sequential(layers), "sgd", "mse", jit_compile=False)
+    np.testing.assert_allclose(trainer.predict(Rows(), verbose=0), trainer.predict(X, verbose=0), rtol=1e-5)
+
+
+def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
+    """As augmentation layers in a `map`, whose seeds go on from pass to pass."""
+
+    def stacks():
+        seen = tf.Variable(0.0)
+        dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+        stacks = stacks_of(dataset.map(lambda x, y: (x + seen.assign_add(1.0), y)), batch_size=None, layout=Layout(2))
+        stacks.track()
+        return stacks, seen
+
+    def rows(dispatches):
+        return [stack.x.numpy().tolist() for dispatch in dispatches for stack in dispatch.stacks]
+
+    (whole, _), (resumed, seen) = stacks(), stacks()
+    epochs = whole.epochs(Position(0, 0))
+    with pytest.warns(RuntimeWarning, match="used of a pass and all earlier passes are read again"):
+        for _ in range(2):
+            rows(next(epochs))
+        resumed.restore(*whole.position())
+        assert seen.numpy() == 12.0
+        assert rows(next(resumed.epochs(Position(0, 2)))) == rows(next(epochs))
 
 
 def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():

@@ -120,6 +120,18 @@ def test_the_oldest_entries_go_first(cache, tmp_path, monkeypatch):
     assert not (cache.store / f"{ENTRY}.seal").exists()
 
 
+def test_the_seconds_of_last_time_are_those_of_the_newest_entry(cache, tmp_path):
+    for number, seconds in (("5", 9.0), ("6", 2.0)):
+        written = tmp_path / ENTRY.replace("1", number)
+        written.write_bytes(b"x")
+        cache.keep("__inference_step", seconds, [written])
+        os.utime(cache.store / f"{written.name}.seal", (2**32, 2**32 + int(number)))
+    process = compile_cache._Process()
+    assert process.last("__inference_step") is None
+    process.cache = cache
+    assert process.last("__inference_step") == 2.0
+
+
 def test_the_users_folder(monkeypatch):
     monkeypatch.delenv("FASTACCUM_COMPILE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
