@@ -266,7 +266,7 @@ def ragged():
         (X, np.array([None] * ROWS), TypeError, r"y has dtype object"),
         (X, [Y, Y], ValueError, r"y has 2 entries for the 1 outputs"),
         (X, {"other": Y}, ValueError, r"y names \['other'\], but the model's outputs are"),
-        (object(), Y, ValueError, r"x is a object, which yields y"),
+        (object(), Y, ValueError, r"x \(object\) yields y"),
         (keras.KerasTensor((ROWS, 4)), Y, ValueError, r"^x: A KerasTensor is symbolic"),
         (memoryview(X), Y, TypeError, r"x is a memoryview that cannot be taken apart"),
         (X, {1: Y, "a": Y}, TypeError, r"y is a dict that cannot be taken apart"),
