@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import numbers
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,24 +23,6 @@ from fastaccum.kernels.checks import (  # noqa: F401
     true_or_false,
     whole_number,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def suggesting(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which names the argument that was probably meant where it is given one that it has not."""
-    names = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def called(*args: P.args, **options: P.kwargs) -> R:
-        for name in options.keys() - set(names):
-            for near in difflib.get_close_matches(name, names, 1):
-                what = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                raise TypeError(f"{what}: did you mean {near!r}?")
-        return function(*args, **options)
-
-    return called
 
 
 def positive_or_none(name: str, value: Any) -> float | None:

@@ -16,7 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters import models, optimizers, own_loss
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
 from fastaccum.adapters.callbacks import require as require_callbacks
-from fastaccum.adapters.data_adapters import predictable, read_once, with_sequences
+from fastaccum.adapters.data_adapters import as_dataset, read_once, with_sequences
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.own_loss import Reduction
@@ -41,7 +41,6 @@ from fastaccum.step.options import OnNonfinite, Options, Schedule, capped
 from fastaccum.step.train_step import StepResult
 
 Verbose = Literal["auto", 0, 1, 2]
-# Of Keras's models, what a Trainer has elsewhere.
 _INSTEAD = {"compile": "; pass optimizer, loss and metrics to Trainer(...)", "history": "; fit returns it"}
 
 
@@ -121,7 +120,6 @@ class Trainer:
     on_nonfinite: OnNonfinite
     own_loss_reduction: Reduction
 
-    @checks.suggesting
     def __init__(
         self,
         model: Any,
@@ -311,7 +309,7 @@ class Trainer:
         self.model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, Any] = {}
-        with saver, self._guarded(), self._builder.fitting() as require_same:
+        with saver, self._guarded(), self._builder.fitting():
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, verbose)
             with replicas.first_of(self._replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
@@ -323,7 +321,7 @@ class Trainer:
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
                 step.running.reset()
                 hooks.list.on_epoch_begin(epoch)
-                require_same()
+                self._builder.require_same()
                 done = saver.begin_epoch(epoch)
                 logs = self._train_epoch(step, saver.watched(step.together(stacks, dispatches)), hooks, done)
                 if validate is not None and schedule.validates(epoch):
@@ -478,7 +476,9 @@ class Trainer:
             source.require_predictable(x, self._model.may_take_text)
         try:
             with checks.naming(f"x ({type(x).__name__})", AttributeError):
-                given = predictable(x, self._model.legacy)
+                given = with_sequences(x)
+                if self._model.legacy and isinstance(given, keras.utils.PyDataset):
+                    given = as_dataset(given)
                 return self.model.predict(
                     given, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
                 )
@@ -659,14 +659,10 @@ def plan(
 def _planned(trainer: Trainer, sample: Any, **asked: Any) -> Plan:
     if hasattr(sample, "__next__") or isinstance(with_sequences(sample), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
-    x, y, weight = (sample, None, None) if isinstance(sample, tf.data.Dataset) else _unpacked(sample)
+    with checks.naming("sample"):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(sample)
     data = trainer._source(x, y, weight, batch_size=None, what="sample")
     return trainer._plan(data.sample, **asked)
-
-
-def _unpacked(sample: Any) -> Any:
-    with checks.naming("sample"):
-        return keras.utils.unpack_x_y_sample_weight(sample)
 
 
 def _same(logs: LateLogs) -> LateLogs:

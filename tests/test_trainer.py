@@ -664,13 +664,6 @@ def test_the_batch_size_that_is_wrong_is_named(trainer):
         trainer.fit(X, Y, validation_freq=np.array([1, 2]))
 
 
-def test_the_argument_that_was_probably_meant_is_named():
-    with pytest.raises(TypeError, match=r"'accumulation_steps': did you mean 'gradient_accumulation_steps'\?"):
-        fa.Trainer(regressor(), "sgd", "mse", accumulation_steps=4)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
-        fa.Trainer(regressor(), "sgd", "mse", colour=4)
-
-
 def test_a_name_that_the_model_has_is_pointed_to():
     trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
     with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save'; its model has: trainer\.model\.save"):

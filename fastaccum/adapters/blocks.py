@@ -110,13 +110,9 @@ def _search(layer: Any, known: dict[int, list[Block]], root: Any) -> list[Block]
 
 def _is_composite(layer: Any) -> bool:
     """Whether it is made of layers, and not one of Keras's own that happens to be."""
-    if of_keras(type(layer)) and not _is_model(layer):
+    if of_keras(type(layer)) and not {"keras.Model", "tf_keras.Model"} & kinds(layer).keys():
         return False
     return bool(layer.weights) and any(part.weights for part in layer._flatten_layers(include_self=False))
-
-
-def _is_model(layer: Any) -> bool:
-    return any(kind in kinds(layer) for kind in ("keras.Model", "tf_keras.Model"))
 
 
 def _holds_most(blocks: list[Block], layer: Any) -> bool:

@@ -29,12 +29,6 @@ def with_sequences(x: Any) -> Any:
     return _Sequence(x) if "tf_keras.Sequence" in kinds(x) else x
 
 
-def predictable(x: Any, legacy: bool) -> Any:
-    """What `predict` of a Keras 3 model, or with `legacy` of a tf_keras model, takes for `x`."""
-    x = x if legacy else with_sequences(x)
-    return as_dataset(x) if legacy and isinstance(x, keras.utils.PyDataset) else x
-
-
 def read_once(x: Any) -> bool:
     """Whether `x` is an iterator; ImageDataGenerator's have batches by their numbers too, and can be read again."""
     return hasattr(x, "__next__") and not isinstance(with_sequences(x), keras.utils.PyDataset)

@@ -45,8 +45,7 @@ class DatasetSource:
         given, x = x, with_sequences(x)
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
         if isinstance(x, keras.utils.PyDataset):
-            hooks = {"begin": x.on_epoch_begin, "end": x.on_epoch_end}
-            origin = origin._replace(shuffled=shuffle, anew=x is not given, **hooks)
+            origin = origin._replace(shuffled=shuffle, anew=x is not given, begin=x.on_epoch_begin, end=x.on_epoch_end)
         self.origin = origin
         if origin.python:
             with checks.naming(self.what):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -28,7 +28,7 @@ from fastaccum.step.probe import probe
 from fastaccum.step.program import without_collection
 
 Step = ModelStep | ReplicatedStep
-_FITTED: set[int] = set()  # the ids of the models that a `fit` is training
+_FITTED: list[int] = []  # the ids of the models that a `fit` is training
 
 
 class StepBuilder:
@@ -113,23 +113,18 @@ class StepBuilder:
         self._compilation = self._model.compilation
 
     @contextlib.contextmanager
-    def fitting(self) -> Iterator[Callable[[], None]]:
-        """Around a fit: the model is compiled with what trains it, and another Trainer's `evaluate` leaves it so.
-
-        Yields what raises ValueError if a callback has changed what is trained.
-        """
+    def fitting(self) -> Iterator[None]:
+        """Around a fit: the model is compiled with what trains it, and another Trainer's `evaluate` leaves it so."""
         if self._model.compiled_since(self._compilation):
             self._compile()
-        model = id(self._model.model)
-        within_another = model in _FITTED
-        _FITTED.add(model)
+        _FITTED.append(id(self._model.model))
         try:
-            yield self._require_same
+            yield
         finally:
-            if not within_another:
-                _FITTED.remove(model)
+            _FITTED.remove(id(self._model.model))
 
-    def _require_same(self) -> None:
+    def require_same(self) -> None:
+        """Raises ValueError if a callback has changed what is trained."""
         self.require_same_weights()
         if self._model.compiled_since(self._compilation):
             raise ValueError(

@@ -145,7 +145,8 @@ class _Process:
             cache = CompileCache(folder)
             if self.staging is None:
                 _remove_left(cache.store)
-                staging = Path(tempfile.mkdtemp(prefix=_mine(), dir=cache.store))
+                mine = f"staging-{socket.gethostname()}-{os.getpid()}-"
+                staging = Path(tempfile.mkdtemp(prefix=mine, dir=cache.store))
                 atexit.register(self._leave, os.getpid(), staging)
                 if not xla_cache.told(staging):
                     return
@@ -291,10 +292,6 @@ def _read(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{path} is no file of this user's")
         return stream.read()
-
-
-def _mine() -> str:
-    return f"staging-{socket.gethostname()}-{os.getpid()}-"
 
 
 def _remove_left(store: Path) -> None:

@@ -76,8 +76,7 @@ class ModelStep:
         def turn(i, last):
             result = self._run(_at(stack, i))
             # What only fills up the dispatch has no gradient.
-            norm = tf.where(tf.equal(result.weight, 0.0), last.grad_norm, result.grad_norm)
-            return [result._replace(grad_norm=norm)]
+            return [result._replace(grad_norm=tf.where(tf.equal(result.weight, 0.0), last.grad_norm, result.grad_norm))]
 
         (result,) = loop(trip_count(stack), turn, [nothing])
         return self.running.report(result)
