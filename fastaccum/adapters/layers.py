@@ -16,8 +16,9 @@ from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.norms import layer_norm, rms_norm
 from fastaccum.kernels.xla_ops import HALF
 
-# In elements. Each takes a slice and a select of its own: larger windows compile longer, and run no faster.
+# In elements. Each takes a slice and more of its own: larger ones compile longer, and larger windows run no faster.
 _LARGEST_WINDOW = 4
+_LARGEST_DEPTHWISE_KERNEL = 64
 
 # Those whose `call` holds their convolution.
 _TRANSPOSED = "Conv1DTranspose", "Conv2DTranspose"
@@ -46,7 +47,7 @@ def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any,
                 found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
         elif fast_gradients and kind == "MaxPooling2D" and _is_small(layer):
             found.append((layer, "call", functools.partial(_pooled, layer)))
-        elif fast_gradients and kind in _CONVOLUTIONS and _is_plain(layer):
+        elif fast_gradients and kind in _CONVOLUTIONS and _is_plain(layer, kind):
             found.append((layer, "call", functools.partial(_called, layer)))
     return [(layer, name, made) for layer, name, f in found if (made := _unless_set(layer, name, f))]
 
@@ -72,8 +73,9 @@ def _convolved(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
     return tf.nn.conv2d(inputs, kernel, layer.strides, layer.padding.upper(), dilations=layer.dilation_rate)
 
 
-def _is_plain(layer: Any) -> bool:
-    return getattr(layer, "groups", 1) == 1 and set(layer.dilation_rate) == {1}
+def _is_plain(layer: Any, kind: str) -> bool:
+    small = kind in ("Conv1D", *_TRANSPOSED) or math.prod(layer.kernel_size) <= _LARGEST_DEPTHWISE_KERNEL
+    return small and getattr(layer, "groups", 1) == 1 and set(layer.dilation_rate) == {1}
 
 
 def _called(layer: Any, inputs: tf.Tensor) -> tf.Tensor:

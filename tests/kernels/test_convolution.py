@@ -113,6 +113,7 @@ def test_sums_over_windows_lose_nothing_in_half_precision(kind):
         ("Conv1D", {"groups": 3}),
         ("Conv2DTranspose", {"dilation_rate": 2}),
         ("DepthwiseConv2D", {"data_format": "channels_first"}),
+        ("SeparableConv2D", {"kernel_size": 9}),
     ],
 )
 def test_what_has_no_form_is_left_to_keras(kind, options):
