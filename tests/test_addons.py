@@ -180,7 +180,7 @@ for Without.hidden in ("tensorflow_addons", "tf_keras"):
     try:
         import tensorflow_addons
     except ImportError as error:
-        assert Without.hidden.replace("_", "-") in str(error) and "pip install fastaccum[addons]" in str(error)
+        assert Without.hidden.replace("_", "-") in str(error) and "pip install 'fastaccum[addons]'" in str(error)
     else:
         raise AssertionError
 """)
