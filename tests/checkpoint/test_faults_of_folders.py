@@ -349,6 +349,7 @@ def train_on(folder):
 
 
 def hung_up(folder):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has its children ignore it
     fit(make(), folder, [At("on_train_batch_end", 7, send(signal.SIGHUP))])
 
 
