@@ -183,6 +183,22 @@ def test_a_trainer_that_has_a_program_traces_it_anew():
     assert len(installed(model)) == 2
 
 
+def test_a_policy_says_what_a_functional_model_keeps():
+    model = keras.Sequential([keras.Input((64,)), *(layers.Dense(64, "tanh") for _ in range(8)), layers.Dense(1)])
+    trainer, x = fa.Trainer(model, "sgd", "mse"), np.ones((1, 4, 64), "float32")
+
+    def products(policy):
+        fa.remat(model, policy)
+        assert [block.segments is None for block in blocks.find(model)] == [False]
+        return trainer.compiler_ir((x, x[..., :1]), "hlo").count(" dot(")
+
+    plain, again = products(None), products("nothing_saveable")
+    assert again > plain
+    assert products(["projection"]) == products("auto") == plain, "what is kept is not computed again"
+    with pytest.raises(ValueError, match=r"no value of a layer has the name 'projections'.*'projection'"):
+        products(["projections"])
+
+
 def test_what_a_model_is_stays_as_it_was(tmp_path):
     model = made(attended)
     config, names, before = saved(model, tmp_path), [layer.name for layer in model.layers], set(vars(model))
@@ -274,6 +290,33 @@ def test_a_layer_that_cannot_be_recomputed_is_refused(names, message):
     with pytest.raises(ValueError, match=message):
         fa.remat(model, layer_names=names)
     assert not installed(model)
+
+
+class Tagger(layers.Layer):
+    """Ids in, a word's vector out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.dense = layers.Embedding(VOCABULARY, WIDTH), layers.Dense(WIDTH)
+
+    def build(self, shape):
+        self.embed.build(shape)
+        self.dense.build((*shape, WIDTH))
+
+    def call(self, ids):
+        return self.dense(self.embed(ids))
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor((*ids.shape, WIDTH))
+
+
+def test_layers_that_hold_an_embedding_are_no_blocks():
+    """Which would look up its ids again, unchecked."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    sides = [Tagger(), Tagger()]
+    model = keras.Model(ids, layers.Dense(1)(layers.Add()([side(ids) for side in sides])))
+    recomputed = [layer for block in blocks.find(model) for layer in block.layers]
+    assert not {*map(id, recomputed)} & {id(part) for side in sides for part in side._flatten_layers()}
 
 
 def test_spectral_normalization_stays_outside_of_blocks():

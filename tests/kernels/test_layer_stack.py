@@ -411,6 +411,26 @@ def test_tensor_arguments_reach_every_layer_and_get_gradients(jit_compile):
     assert (ours[1][0, 1:] != 0).numpy().all() and not (ours[1][0, 0] != 0).numpy().any()
 
 
+class Share(layers.Layer):
+    def call(self, x, context):
+        return x + 0.01 * context
+
+
+def test_the_gradient_of_a_tensor_that_layers_share_is_summed_in_float32():
+    """300 times 0.01; summed in bfloat16, whose numbers are 1/64 apart there, it would be 3.22."""
+    stack = LayerStack(lambda: Share(dtype="bfloat16"), 300)
+    x = tf.zeros([1, 1], tf.bfloat16)
+
+    @tf.function
+    def gradient(context):
+        with tf.GradientTape() as tape:
+            tape.watch(context)
+            y = stack(x, context=context, training=True)
+        return tape.gradient(y, context)
+
+    assert gradient(tf.ones_like(x)).numpy().item() == 3.0
+
+
 def test_python_arguments_reach_every_layer():
     stack, _ = stack_and_plain(Gate)
     x = values(B, T, D)

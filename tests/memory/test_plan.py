@@ -13,7 +13,7 @@ from fastaccum.adapters.remat import installed
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Dispatch
 from fastaccum.memory import planner
-from fastaccum.memory.analysis import dispatch_memory, stacked
+from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, stacked
 
 ROWS = 40
 X = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
@@ -34,11 +34,11 @@ def state(trainer):
     return [v.numpy() for v in variables]
 
 
-def peak(trainer, rows, global_batch):
+def memory(trainer, rows, global_batch):
     sample = planner.specs(trainer._source(*SAMPLE, None, batch_size=None).sample, rows)
     sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))
     with trainer._step.aside():
-        return dispatch_memory(trainer._step, Dispatch((stacked(sample, global_batch // rows),))).peak_bytes
+        return dispatch_memory(trainer._step, Dispatch((stacked(sample, global_batch // rows),)))
 
 
 def graphs():
@@ -51,7 +51,7 @@ def planned():
     """A trainer that has trained, what it held before a plan, the plan, and what it holds since."""
     trainer = dense()
     trainer.fit(X, Y, batch_size=8, verbose=0)
-    too_large = peak(trainer, 8, 16)
+    too_large = memory(trainer, 8, 16).peak_bytes
     before, drawn, graphs_before = state(trainer), np.random.get_state()[1], graphs()
     with pytest.MonkeyPatch.context() as few:
         few.setattr(planner, "candidates", lambda *_: [4, 8])
@@ -87,6 +87,16 @@ def test_a_plan_is_a_table_and_a_picture(planned, tmp_path):
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dispatch_of_several_steps_holds_the_data_of_all(planned, monkeypatch):
+    trainer, _, plan, _, _ = planned
+    monkeypatch.setattr(planner, "candidates", lambda *_: [4])
+    monkeypatch.setattr(trainer, "steps_per_execution", 16)
+    several = fa.plan(trainer, SAMPLE, global_batch_size=16, memory_limit="1GiB")
+    data = memory(trainer, 4, 16).by_kind["data"]
+    assert several.peak_bytes == plan.peak_bytes + 15 * data
+    assert data >= IN_FLIGHT * 16 * (64 * 4 + 8 + 1)  # rows of x, labels and validity
 
 
 def test_nothing_fits(planned, monkeypatch):

@@ -96,6 +96,27 @@ def test_other_versions_devices_and_flags_have_folders_of_their_own(cache, tmp_p
     assert offered(other, tmp_path) == [], "another's seal"
 
 
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("flags\t\t: fpu sse2 avx2", "flags\t\t: fpu sse2 avx2 avx512f"),
+        ("Features\t: fp asimd", "Features\t: fp asimd sve"),
+        ("model name\t: AMD EPYC 7B12", "model name\t: Intel(R) Xeon(R)"),
+    ],
+)
+def test_another_cpu_has_a_folder_of_its_own(tmp_path, monkeypatch, line, other):
+    """Whose instructions an entry may have been compiled for."""
+
+    read = Path.read_text
+
+    def store(of_cpu):
+        said = f"processor\t: 0\n{of_cpu}\nbogomips\t: 4500\n"
+        monkeypatch.setattr(Path, "read_text", lambda p, *a, **k: said if p.name == "cpuinfo" else read(p, *a, **k))
+        return CompileCache(tmp_path).store
+
+    assert store(line) == store(f"{line}\ncpu MHz\t: 2250") != store(other)
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)
