@@ -36,6 +36,7 @@ ROWS = 100  # of metrics.csv, about
 OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
 CHANGED = ("steps", "options_sha256")  # where a run is extended
 SAME = ("text_sha256", "parameters", "options_sha256")
+MOST_FILES = 10_000  # that config.json lists
 
 
 class Run:
@@ -93,6 +94,7 @@ class Run:
             "train_bytes": len(self.text.train),
             "held_out_bytes": len(self.text.held_out),
             "text_sha256": self.text.sha256,
+            "files": self.text.files if self.options.paths and len(self.text.files) <= MOST_FILES else {},
             "versions": {"python": platform.python_version(), "tensorflow": tf.__version__, "keras": keras.__version__},
         }
 
@@ -105,7 +107,7 @@ class Run:
             say("warning", f"{', '.join(binary)}: holds NUL bytes, so this may be no text; trained on as it is")
         say("device", self.device)
         say("precision", self.precision)
-        say("text", f"{source}: {self.text.files:,} file{'s' * (self.text.files != 1)}{skipped}")
+        say("text", f"{source}: {len(self.text.files):,} file{'s' * (len(self.text.files) != 1)}{skipped}")
         say("", f"{len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
         shape = ", ".join(name if value is True else f"{name} {value:,}" for name, value in self.sizes.items())
         say("model", f"{options.preset}: {self.model.count_params():,} parameters ({shape})")
@@ -161,6 +163,7 @@ def resumed(options: argparse.Namespace) -> Run:
     if any(config[name] != now[name] for name in (*OPTIONS, "options_sha256")):
         raise ValueError(f"{file} was edited: its options are not those that the run began with")
     if changed := [f"{name} was {config[name]!r}, is {now[name]!r}" for name in SAME if config[name] != now[name]]:
+        changed += _changed_files(config["files"], now["files"])
         raise ValueError(f"--resume {path}: the run cannot continue as it began: {'; '.join(changed)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
@@ -175,6 +178,14 @@ def resumed(options: argparse.Namespace) -> Run:
         if config.get(name) != now[name]:
             say("note", f"{name} was {config.get(name)}, is {now[name]}: results will differ by rounding")
     return run
+
+
+def _changed_files(before: Any, now: dict[str, str]) -> list[str]:
+    """Names the files of a text that differ, the first five of them."""
+    before = before if isinstance(before, dict) else {}
+    other = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    states = ["is gone" if name not in now else "has changed" if name in before else "is new" for name in other]
+    return [*map("{!r} {}".format, other[:5], states), *[f"and {len(other) - 5:,} files more"][: len(other[5:])]]
 
 
 def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from fastaccum.app import run_folder
 from fastaccum.app.options import physical_memory
 
 HELD_OUT_EVERY = 20
@@ -24,7 +25,7 @@ class Text(NamedTuple):
 
     train: np.ndarray
     held_out: np.ndarray
-    files: int
+    files: dict[str, str]  # the start of each one's SHA-256, by its path
     skipped: int  # files in the folders that hold a NUL byte: not text
     binary: list[str]  # files that were named and hold one
 
@@ -46,8 +47,8 @@ def standard_library() -> list[Path]:
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
     """Reads files, and folders to their bottom, as bytes, and holds a part out as `split` does.
 
-    From a folder comes every file but hidden ones and those that are not text, in sorted order; a file that
-    is itself in `paths` is read whatever it holds. With no path: `standard_library()`.
+    From a folder comes every file, in sorted order, but hidden ones, those of runs and those that are not text; a file
+    that is itself in `paths` is read whatever it holds. With no path: `standard_library()`.
     """
     files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
     for path in map(Path, paths):
@@ -62,13 +63,14 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
         raise ValueError(f"the text has {size:,} bytes, which the {memory:,} of memory here cannot hold: give less.")
     read = {path: path.read_bytes() for path in files}
     binary = {path for path, content in read.items() if b"\0" in content}
-    contents = [content for path, content in read.items() if path not in binary or files[path]]
-    if not any(contents):
+    texts = {str(path): content for path, content in read.items() if path not in binary or files[path]}
+    if not any(texts.values()):
         where = ", ".join(repr(str(path)) for path in paths)
-        raise ValueError(f"no text in {where}: give a file or a folder that holds some.")
-    train, held_out = split(contents)
+        raise ValueError(f"no text in {where}: give a file or a folder that holds some, other than those of a run.")
+    train, held_out = split([*texts.values()])
+    sums = {path: hashlib.sha256(content).hexdigest()[:16] for path, content in texts.items()}
     named = sorted(str(path) for path in binary if files[path])
-    return Text(train, held_out, len(contents), skipped=len(files) - len(contents), binary=named)
+    return Text(train, held_out, sums, skipped=len(files) - len(texts), binary=named)
 
 
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -170,6 +172,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise error  # or what cannot be listed would be left out in silence
 
     for parent, folders, names in os.walk(folder, onerror=fail):
+        if "config.json" in names and run_folder.is_run(Path(parent)):  # its files change while it goes on
+            folders[:] = names = []
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import shlex
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from fastaccum import checks
 from fastaccum.app import text
 from fastaccum.app.extend import adopt_last
 from fastaccum.app.options import BadArgument, as_options
@@ -20,6 +22,7 @@ from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import CHANGED, Run, folder_to_resume, resumed, say
 from fastaccum.app.run_folder import CHECKPOINTS, KEEP, RunFolder, new_path, read_config, require_free
+from fastaccum.checkpoint import files
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderInUseError, FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
@@ -56,6 +59,9 @@ def train(options: argparse.Namespace) -> int:
 
 def _begin(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Run, RunFolder]:
     """The run and its folder, which belongs to this process until `held` is left."""
+    place = options.resume or options.out or "runs"
+    with checks.naming(f"no run can be in {os.path.abspath(place)!r}"):
+        files.absolute(place)
     if options.resume is not None:
         path = folder_to_resume(options)
         lock = held.enter_context(FolderLock(path))

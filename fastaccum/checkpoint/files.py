@@ -10,6 +10,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Returns `path` as an absolute one; raises ValueError if TensorFlow cannot write to it, or not read from it."""
+    found = Path(path).absolute()
+    str(found).encode()  # as TensorFlow does
+    if set("*?[\\") & set(str(found)):
+        raise ValueError("TensorFlow takes * ? [ and \\ in a path for patterns when it reads files")
+    return found
+
+
 def opened(file: Path) -> BinaryIO:
     """`file`, for reading; OSError if it is a link, which could lead out of the folder, or a device."""
     if not stat.S_ISREG(os.lstat(file).st_mode):

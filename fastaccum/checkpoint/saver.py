@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.checkpoint import callback_state, determinism, state, store
+from fastaccum.checkpoint import callback_state, determinism, files, state, store
 from fastaccum.checkpoint import manifest as manifests
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderLock
@@ -353,10 +353,7 @@ def _writable(directory: Any) -> Path:
     if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str) or directory == "":
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:
-        path = Path(directory).absolute()  # a callback may change the working directory
-        str(path).encode()  # as TensorFlow does
-        if set("*?[\\") & set(str(path)):
-            raise ValueError("TensorFlow takes * ? [ and \\ in a path for patterns when it reads files")
+        path = files.absolute(directory)  # a callback may change the working directory
         path.mkdir(parents=True, exist_ok=True)
         # As deep as what is written there, and with names as long.
         with tempfile.TemporaryDirectory(prefix=".step-00000000.writing-", dir=path) as folder:

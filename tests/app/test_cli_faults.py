@@ -134,6 +134,16 @@ def test_a_run_whose_reader_and_folder_go_away(tmp_path, source):
     assert steps_of(run)[0] == 1000 and json.loads((run / "config.json").read_text())["steps"] == 100_000
 
 
+def test_a_run_in_its_own_text(tmp_path):
+    """After SIGTERM the command that was printed continues it, though its folder lies in the text."""
+    (tmp_path / "source.txt").write_bytes(TEXT)
+    process = start(tmp_path, ["train", ".", "--steps", 100, *TINY], fault="sigterm_while_evaluating")
+    printed, _ = ended(process, 143)
+    (command,) = (line.split(maxsplit=2)[2] for line in printed.splitlines() if line.startswith("to resume"))
+    printed, _ = ended(start(tmp_path, command.split()[1:]), 0)
+    assert "10 steps are done" in printed and "after 100 steps" in printed
+
+
 def test_ctrl_c_while_it_compiles(tmp_path, source):
     process = start(tmp_path, ["train", source, "--steps", 100, *TINY, "--out", "run"], fault="sigint_while_compiling")
     printed, errors = ended(process, 130)

@@ -18,6 +18,7 @@ from fastaccum.app.run import Run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import NAME, FolderLock
+from fastaccum.transformer import gpt
 
 pytestmark = pytest.mark.long
 
@@ -195,6 +196,45 @@ def test_a_checkpoint_of_another_version(run, capsys, monkeypatch):
     errors = refusal(capsys, "train", "--resume", "run", "--steps", "20")
     assert f"{found.path.relative_to(run.parent)} is of another version of fastaccum" in errors
     assert (run / "config.json").read_bytes() == before
+
+
+def test_a_text_that_has_changed_is_named_by_its_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_bytes(TEXT)
+    began = Run(options.make_parser().parse_args(["train", ".", "--steps", "9"])).config
+    RunFolder(tmp_path / "run", began).held.release()
+    (tmp_path / "0.txt").write_bytes(TEXT[1:])
+    (tmp_path / "1.txt").unlink()
+    (tmp_path / "log").write_bytes(b"step 1")
+    errors = refusal(capsys, "train", "--resume", "run")
+    for name, change in (("0.txt", "has changed"), ("1.txt", "is gone"), ("log", "is new")):
+        assert f"{str(tmp_path / name)!r} {change}" in errors
+    assert "2.txt" not in errors and "more" not in errors
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_bytes(TEXT[2:])
+    assert "'4.txt" not in (errors := refusal(capsys, "train", "--resume", "run")) and "and 5 files more" in errors
+
+
+@pytest.mark.parametrize(("name", "below"), [("r\udcffun", ""), ("run[1]", "below")])
+def test_folders_that_tensorflow_cannot_write_to(tmp_path, monkeypatch, capsys, began, name, below):
+    """As the folder of a run, or as one above it, nothing is made; a text may be there, and a model be read there."""
+    monkeypatch.chdir(tmp_path)
+    path = os.path.join(name, below)
+    errors = refusal(capsys, "train", *began["paths"], "--steps", "1", "--accum", "1", "--out", path)
+    assert "no run can be in" in errors and not [*tmp_path.iterdir()]
+    os.mkdir(name)
+    monkeypatch.chdir(name)
+    assert "no run can be in" in refusal(capsys, "train", *began["paths"], "--steps", "1", "--accum", "1")
+    assert not os.listdir()
+    with RunFolder("run", began).held:
+        pass
+    assert "no run can be in" in refusal(capsys, "train", "--resume", "run")
+    gpt(256, width=16, layers=1, heads=2, context=8).save("model.keras")
+    assert cli.main(["generate", "../" + name, "--length", "3"]) == 0
+    with open("text.txt", "wb") as file:
+        file.write(TEXT)
+    assert len(Run(options.make_parser().parse_args(["train", "../" + name])).config["files"]) == 1
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.csv"])

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from fastaccum.app import text
+from fastaccum.app.run_folder import RunFolder
 from fastaccum.transformer import gpt
 
 
@@ -11,7 +12,7 @@ def test_the_standard_library_is_real_text_without_tests():
     assert files == sorted(files)
     assert not [path for path in files if {"test", "site-packages"} & set(path.parts)]
     read = text.read_text()
-    assert read.files == len(files)
+    assert len(read.files) == len(files)
     assert len(read.train) > 1_000_000
     assert 0.01 < len(read.held_out) / len(read.train) < 0.3
 
@@ -53,14 +54,32 @@ def test_reads_folders_to_the_bottom_and_counts_what_is_not_text(tmp_path):
     (tmp_path / ".dot").write_bytes(b"never")
     read = text.read_text([tmp_path])
     assert bytes(read.train) + bytes(read.held_out) == b"first!" * 9 + b"second" * 9
-    assert (read.files, read.skipped) == (2, 1)
-    assert text.read_text([tmp_path / "picture.bin"]).files == 1
+    assert (len(read.files), read.skipped) == (2, 1)
+    assert len(text.read_text([tmp_path / "picture.bin"]).files) == 1
 
 
 def test_a_file_named_twice_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789" * 10)
     read = text.read_text([tmp_path / "a.txt", tmp_path])
-    assert (read.files, len(read.train) + len(read.held_out)) == (1, 100)
+    assert (len(read.files), len(read.train) + len(read.held_out)) == (1, 100)
+
+
+def test_the_files_of_runs_are_no_text(tmp_path):
+    """A run may write into the folder that it reads; a config.json of something else is text as ever."""
+    (tmp_path / "a.txt").write_bytes(b"text")
+    alone = text.read_text([tmp_path])
+    for folder in (tmp_path / "runs" / "one", tmp_path / "deep" / "er" / "two"):
+        RunFolder(folder, {"text_sha256": "0", "options_sha256": "0"}, [{"step": 1}]).held.release()
+        (folder / "notes").mkdir()
+        (folder / "notes" / "mine.txt").write_text("of the run")
+    again = text.read_text([tmp_path])
+    assert (again.sha256, again.files, again.skipped) == (alone.sha256, alone.files, 0)
+    with pytest.raises(ValueError, match=r"no text in.*other than those of a run"):
+        text.read_text([tmp_path / "runs"])
+    (tmp_path / "other").mkdir()
+    for config in ("{}", "[]", "no json", '{"hidden_size": 8}'):
+        (tmp_path / "other" / "config.json").write_text(config)
+        assert {*text.read_text([tmp_path]).files} - {*alone.files} == {str(tmp_path / "other" / "config.json")}
 
 
 def test_nothing_to_read_is_an_error(tmp_path):
