@@ -172,7 +172,7 @@ class ModelObjective(Objective):
         *denominators, all_rows = prepared
         rows = _rows(batch)
         # The shares of a step's micro-batches in a sum add up to one.
-        share = rows / all_rows
+        share = tf.math.divide_no_nan(rows, all_rows)  # a step may be without rows
         counts = [share if r == "sum" else t.weight_sum for t, r in zip(terms, self.reductions, strict=True)]
         self.running.add_terms(terms, counts)
         # A `compute_loss` of the model's own has those of the outputs in it.

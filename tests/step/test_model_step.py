@@ -276,3 +276,24 @@ def test_programs_are_traced_anew_where_the_model_computes_otherwise():
     assert losses() == before
     trainer._step.retrace()
     np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-6)
+
+
+class Doubled(keras.Model):
+    """A `compute_loss` of its own around the compiled loss."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return 2.0 * super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+@pytest.mark.parametrize("model, reduction", [(keras.Model, "sum"), (Doubled, "sum_over_batch_size")])
+def test_what_fills_up_the_last_execution_is_in_no_log(model, reduction):
+    a = keras.Input((2,))
+    outputs = [keras.layers.Dense(1, kernel_initializer="zeros", name=name)(a) for name in ("p", "q")]
+    losses = [keras.losses.MeanSquaredError(reduction=reduction) for _ in outputs]
+    options = {"gradient_accumulation_steps": 2, "steps_per_execution": 2, "jit_compile": False}
+    trainer = fa.Trainer(model(a, outputs), keras.optimizers.SGD(1e-9), losses, **options)
+    y = np.ones([12, 1], "float32")
+    logs = trainer.fit(np.ones([12, 2]), [y, y], batch_size=2, verbose=0).history  # three steps of four rows
+    each = 4.0 if reduction == "sum" else 1.0
+    assert [logs["p_loss"], logs["q_loss"]] == pytest.approx(np.full([2, 1], each))
+    assert logs["loss"] == pytest.approx([2 * each * (2 if model is Doubled else 1)])
