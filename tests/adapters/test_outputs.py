@@ -137,6 +137,11 @@ def test_targets_for_the_outputs_with_a_loss(y):
     assert_as_keras(lambda: model_of(keras, lambda p, q, r: [p, q, r]), y, **compiled)
 
 
+def test_targets_for_the_outputs_with_a_loss_are_in_the_order_of_the_outputs():
+    compiled = {"loss": {"r": "mae", "p": "mse"}}
+    assert_as_keras(lambda: model_of(keras, lambda p, q, r: {"p": p, "q": q, "r": r}), [Y, Z], **compiled)
+
+
 def test_none_among_targets_and_weights(K):
     def build():
         return model_of(K, lambda p, q, r: [p, q, r])

@@ -99,7 +99,9 @@ def test_the_trainings_agree_with_one_without_checkpoints(run):
 
 def test_the_document_names_tests_that_exist():
     tests = Path(__file__).parents[1]
-    files = {path.name: path.read_text() for path in tests.rglob("*.py")}
+    files: dict[str, str] = {}
+    for path in tests.rglob("*.py"):  # of which two may have the same name
+        files[path.name] = files.get(path.name, "") + path.read_text()
     numbers, faults = (
         re.findall(r"^\|.*", section, re.MULTILINE)[2:]
         for title in ("## Bad numbers", "## Faults injected")
@@ -597,6 +599,21 @@ def test_a_damaged_newer_checkpoint_does_not_cost_the_one_just_written(run, tmp_
         good = store.inspect(run.folder / "stopped" / name)
         path = store.write(tmp_path, good.manifest, good.tensors(), keep=1)
     assert [each.name for each in store.paths(tmp_path)] == ["step-00000009", path.name]
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_is(run, tmp_path, monkeypatch):
+    """And its name is before an older one is removed."""
+    older, newer = (store.inspect(run.folder / "stopped" / name) for name in reversed(run.steps[:2]))
+    store.write(tmp_path, older.manifest, older.tensors(), keep=1)
+    events, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda number: events.append(Path(os.readlink(f"/proc/self/fd/{number}")).name))
+    monkeypatch.setattr(Path, "rename", lambda path, to: events.append(f"-> {to.name}") or rename(path, to))
+    path = store.write(tmp_path, newer.manifest, newer.tensors(), keep=1)
+    files = sorted(each.name for each in path.iterdir())
+    flushed, (named, of_folder, removed) = events[:-3], events[-3:]
+    assert sorted(flushed[:-1]) == files and flushed[-1].startswith(f".{path.name}.writing-")
+    assert (named, of_folder) == (f"-> {path.name}", tmp_path.name)
+    assert removed.startswith(f"-> .{older.path.name}.removing-")
 
 
 @pytest.mark.parametrize(

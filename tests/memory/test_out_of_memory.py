@@ -98,6 +98,18 @@ def test_later_runs_write_over_the_variables(trainer):
     assert places() == before
 
 
+def test_where_copies_of_the_variables_do_not_fit_the_first_run_is_rehearsed(monkeypatch):
+    """It writes over the variables, so what it takes is asked for before."""
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, use_bias=False)])
+    trainer, x, y = fa.Trainer(model, "sgd", "mse"), np.ones([8, 16], "float32"), np.ones([8, 64], "float32")
+    peak, rehearsed = trainer.summary(x, y, batch_size=8, verbose=False).memory.peak_bytes, []
+    monkeypatch.setenv(device.LIMIT, str(peak))
+    monkeypatch.setattr(guard, "variables_kept", lambda captured: pytest.fail("more than there is"))
+    monkeypatch.setattr(guard, "_rehearse", rehearsed.append)
+    trainer.train_step((x[None], y[None]))
+    assert [memory.peak_bytes for memory in rehearsed] == [pytest.approx(peak, rel=0.01)]
+
+
 def test_advice(monkeypatch):
     held = {"weights": 10, "optimizer slots": 40, "activations": 50, "data": 50}
     found = [buffers.Buffer(size, kind, "", "", (8, 50_000)) for kind, size in held.items()]

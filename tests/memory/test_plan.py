@@ -14,6 +14,7 @@ from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Dispatch
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, stacked
+from fastaccum.memory.buffers import Buffer, StepMemory
 
 ROWS = 40
 X = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
@@ -152,6 +153,35 @@ def test_of_those_timed_what_runs_out_of_memory_is_not_chosen(planned, monkeypat
     found = planner.Planner(planned[0]._step, None, 8, timed=True)
     found._considered = [planner.Considered(rows, 8 // rows, None, rows, rows < 16) for rows in (4, 16, 1, 8, 2)]
     assert found._fastest(None, 8) == 4  # of the three largest; less than 3% is noise
+
+
+@pytest.mark.parametrize(("activations", "chosen", "compiled"), [(2, 8, {2, 4, 8}), (6, None, {1, 2})])
+def test_one_micro_batch_of_all_rows_may_fit_where_smaller_ones_do_not(
+    planned, monkeypatch, activations, chosen, compiled
+):
+    """It needs no accumulators. Where it could not fit either, it is not compiled."""
+    found = planner.Planner(planned[0]._step, None, 8)
+
+    def peak(self, policy, rows):
+        kinds = {"weights": 60, "accumulators": 30 * (rows < 8), "activations": activations * rows}
+        buffers = [Buffer(size, kind, "", "") for kind, size in kinds.items()]
+        memory = self._memory[repr(policy), rows] = StepMemory(None, tuple(buffers))
+        self._considered.append(planner.Considered(rows, 8 // rows, policy, memory.peak_bytes, True))
+        return memory.peak_bytes
+
+    monkeypatch.setattr(planner.Planner, "_peak", peak)
+    monkeypatch.setattr(planner.Planner, "_held", 60)
+    found._limit = 95
+    assert found._largest(None, [1, 2, 4, 8]) == chosen
+    assert {each.batch_size for each in found._considered} == compiled
+
+
+def test_what_recomputation_adds_is_told_of_one_micro_batch(planned):
+    """That with the fewest rows, which was compiled with and without: larger ones may compute less."""
+    found = planner.Planner(planned[0]._step, None, 8)
+    compiled = [(None, 8, 1000), (None, 1, 1200), ("auto", 1, 1560), ("auto", 4, 1400)]
+    found._considered = [planner.Considered(rows, 8 // rows, policy, 0, True, n) for policy, rows, n in compiled]
+    assert found._planned("auto", 4).extra_flops == pytest.approx(0.3)
 
 
 def test_a_notebook_is_told_what_is_compiled(planned, monkeypatch, capsys):

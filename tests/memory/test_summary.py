@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.memory import cost
+from fastaccum.step.program import hlo_proto
 
 K, ROWS = 3, 4
 
@@ -57,6 +58,18 @@ def test_a_loop_of_unknown_length_counts_at_least_once():
     forward = 2 * K * ROWS * 5 * (4 + 8) * 8
     assert found.at_least and forward < found.flops < 3 * forward and "at least" in str(found)
     assert not summarized([keras.layers.Dense(8)], [4], [8]).at_least
+
+
+def test_of_a_branchs_cases_the_one_that_computes_most_counts():
+    def product(size):
+        return lambda x: tf.reduce_sum(tf.fill([size, size], x) @ tf.fill([size, size], x + 1.0))
+
+    @tf.function(jit_compile=True)
+    def either(which, x):
+        return tf.cond(which > 0, lambda: product(96)(x), lambda: product(64)(x))
+
+    concrete = either.get_concrete_function(tf.TensorSpec([], tf.int32), tf.TensorSpec([]))
+    assert cost.of_program(hlo_proto(concrete)).flops == 2 * 96**3
 
 
 def test_bytes_of_one_product_that_dwarfs_all_else():
