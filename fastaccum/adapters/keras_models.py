@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
-from fastaccum.adapters import added_losses, assigned, coupling, embeddings, remat
+from fastaccum.adapters import added_losses, assigned, batch_size, coupling, embeddings, remat
 from fastaccum.adapters import layers as xla_layers
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.metrics import Metrics
@@ -37,6 +37,7 @@ class Model:
         self._assigned: list[Any] = []
         # And whether the result of it for a row depends on the others.
         self.mixes_rows = False
+        self.row_counter: str | None = None  # an operation by which the number of rows reaches what it returns
         self.unsaved_draws: list[str] = []  # operations in training that draw what no seed of the model's says
 
     @property
@@ -269,7 +270,9 @@ class Model:
             call = functools.partial(self.__call__, training=training)
             try:
                 traced = coupling.traced(call, x)
-                self.mixes_rows |= coupling.mixing(traced.graph) is not None
+                if training:
+                    self.row_counter = batch_size.row_counter(traced, call, x)
+                self.mixes_rows |= bool(self.row_counter or coupling.mixing(traced.graph))
             except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
                 traced, self.mixes_rows = coupling.traced(call, x, rows=None), True
             if training:

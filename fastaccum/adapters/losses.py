@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
-from fastaccum.adapters import coupling
+from fastaccum.adapters import batch_size, coupling
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known, whole
@@ -30,13 +30,20 @@ class Term(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One loss of a model output. `classes` is set where labels are class indices."""
+    """One loss of a model output. `classes` is set where labels are class indices; `power` where a power of the number
+    of rows is a factor of each row's loss: it is that of the mean, which a sum of such losses is of so many times more.
+    """
 
     position: int
     name: str
     loss: Any
     weight: float
     classes: int | None
+    power: float | None = None
+
+    @property
+    def reduction(self) -> str:
+        return self.loss.reduction if self.power is None else "mean"
 
 
 _OF_ALL_ROWS = {
@@ -72,6 +79,7 @@ class Losses:
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the output
+        self.replicas = 1  # that share the rows of a batch
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
     def build(self, outputs: Outputs, y_true: Any, targets_are_own: bool = False) -> None:
@@ -115,8 +123,9 @@ class Losses:
         if not self.outputs and self._loss is not None:
             raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
         logged = len(outputs.names if outputs.legacy else self.outputs) > 1
-        seen = [(o.name, _mixing(o.loss, targets[o.position], outputs, o)) for o in self.outputs]
-        self.mixing = {name: operation for name, operation in seen if operation is not None}
+        seen = [(o, *_by_rows(o.loss, targets[o.position], outputs.specs[o.position])) for o in self.outputs]
+        self.mixing = {o.name: operation for o, operation, _ in seen if operation is not None}
+        self.outputs = [o if not p else o._replace(power=p + (o.reduction == "sum")) for o, _, p in seen]
         self.log_names = distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
 
     def require_targets(self, outputs: Outputs, y_true: Any) -> None:
@@ -155,14 +164,28 @@ class Losses:
                 scopes.enter_context(o.loss.head_left_out(lambda tensor, i=o.position: hidden.update({i: tensor})))
             yield hidden
 
-    def terms(self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor]) -> list[Term]:
-        """One term per output that has a loss; `hidden` is what `heads_left_out` yielded around the forward pass."""
+    def terms(
+        self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None
+    ) -> list[Term]:
+        """One term per output that has a loss; `hidden` is what `heads_left_out` yielded around the forward pass, and
+        `rows` the number of all rows, where the batch is a part of a step.
+        """
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
-        return [
+        terms = [
             term(o.loss, batch.y_true[o.position], batch.y_pred[o.position], batch.sample_weight[o.position], valid)
             for o in self.outputs
         ]
+        for i, o in enumerate(self.outputs):
+            if o.power is not None:
+                own = batch.y_pred[o.position].shape[0]
+                all_rows = own * self.replicas if rows is None else tf.maximum(rows, 1.0)
+                loss_sum, weight_sum = terms[i].loss_sum * (all_rows / own) ** o.power, terms[i].weight_sum
+                if o.loss.reduction == "sum":
+                    counted = tf.ones([own]) if valid is None else tf.cast(valid, tf.float32)
+                    loss_sum, weight_sum = loss_sum * own, tf.reduce_sum(counted)
+                terms[i] = Term(loss_sum, weight_sum)
+        return terms
 
     def require_classes(self, class_weight: dict[int, float] | None) -> None:
         """Raises ValueError for a class that no label can be."""
@@ -255,17 +278,27 @@ def term(
     return Term(loss_sum, weight_sum)
 
 
-def _mixing(loss: Any, target: Any, outputs: Outputs, output: Output) -> str | None:
-    """By what a loss makes of a row what depends on others, if that is known, or seen where it is not Keras's own."""
+def _by_rows(loss: Any, target: Any, spec: Any) -> tuple[str | None, float | None]:
+    """Looks at a loss that is not Keras's: by which operation it mixes rows, or reads their number otherwise than as a
+    factor that is a power of it; else that power.
+    """
     if isinstance(loss, _OfAllRows) or _loss_name(loss) == "circle":
-        return loss.name
+        return loss.name, None
     if of_keras(getattr(loss, "fn", type(loss))):
-        return None
+        return None, None
+
+    def call(pair: Any) -> Any:
+        return loss.call(*(tf.cast(each, getattr(loss, "dtype", None) or "float32") for each in pair))
+
     try:
-        traced = coupling.traced(lambda pair: loss.call(*pair), (target, outputs.specs[output.position]))
+        traced = coupling.traced(call, (target, spec))
     except Exception:  # of a distribution, or by AutoGraph: nothing is known
-        return None
-    return coupling.mixing(traced.graph)
+        return None, None
+    found = coupling.mixing(traced.graph)
+    if found or not (found := batch_size.row_counter(traced, call, (target, spec))):
+        return found, None
+    power = batch_size.power_of_rows(call, (target, spec))
+    return None if power else found, power
 
 
 def _require_target(position: int, outputs: Outputs, targets: Sequence[Any]) -> None:

@@ -79,6 +79,7 @@ class ReplicatedStep:
                 optimizer.optimizer.build(model.trainable_variables)
         replicas.mirror(optimizer.optimizer.variables)
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
+        losses.replicas = replicas.count
         with first_components():
             step = self._step = ModelStep(model, outputs, losses, metrics, optimizer, options)
             self._seeds = model.seeds

@@ -161,7 +161,8 @@ class StepBuilder:
     def evaluation_layout(self, micro_batches: int) -> Layout:
         """How stacks for an evaluation do, each of so many micro-batches."""
         mixed = self._model.mixes_rows or self._model.couples_losses or self._losses.mixing
-        exact = bool(mixed) or not self.needs_targets or self._metrics.need_exact_rows
+        counted = any(o.power for o in self._losses.outputs)
+        exact = bool(mixed) or counted or not self.needs_targets or self._metrics.need_exact_rows
         return self._layout(micro_batches, 1, exact)
 
     def _layout(self, micro_batches: int, steps: int, exact_rows: bool) -> Layout:

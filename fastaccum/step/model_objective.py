@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,9 @@ class ModelObjective(Objective):
         self._added = [] if self.own else added
         others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
-        self.reductions = [o.loss.reduction for o in losses.outputs] + list(others)
-        self.has_several_terms = len(self.term_weights) > 1 or self.own is not None or bool(losses.log_names)
+        self.reductions = [o.reduction for o in losses.outputs] + list(others)
+        several = len(self.term_weights) > 1 or self.own is not None or bool(losses.log_names)
+        self.has_several_terms = several or any(o.power for o in losses.outputs)
         self.running = RunningState(
             losses.log_names,
             metrics,
@@ -104,7 +106,7 @@ class ModelObjective(Objective):
             matched = self._matched(batch, y_pred)
             if observe and self.model.takes_targets_apart:
                 self._observe(matched.y_true)
-            terms = self.losses.terms(self._in_range(matched), batch.mask, hidden)
+            terms = self.losses.terms(self._in_range(matched), batch.mask, hidden, prepared and prepared[-1])
         for reduction, counted_as in zip(self.model.added_reductions, self._added, strict=True):
             added = self.model.added_loss(reduction)
             terms.append(Term(added * rows if counted_as == "mean" else added, rows))
@@ -130,7 +132,7 @@ class ModelObjective(Objective):
             matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
-            asked.extend(self.losses.terms(self._in_range(matched), None, {}))
+            asked.extend(self.losses.terms(self._in_range(matched), None, {}, prepared and prepared[-1]))
             scaled = part() if share is None or own.reduction == "sum" else part() / share
             return tf.identity(scaled, name=COMPILED)
 
@@ -197,6 +199,13 @@ class ModelObjective(Objective):
         Several losses, each with a denominator of its own, share one accumulator only if the denominators are known
         before the first gradient. XLA drops from the counting pass whatever they do not depend on.
         """
+        if (found := self.model.row_counter) and sum(map(trip_count, stacks)) * self.losses.replicas > 1:
+            warnings.warn(
+                f"A layer of {self.model.model.name!r} computes with the number of rows in its batch (see {found}): "
+                "here that of each micro-batch on each replica, not that of the update. Give the layer a number of its "
+                "own, such as batch_size * gradient_accumulation_steps.",
+                stacklevel=2,
+            )
         self.observe_labels(stacks)
         if not self.has_several_terms:
             return None

@@ -89,6 +89,7 @@ SUMS = {
 }
 BEYOND = {
     "a root": lambda m, y, p: tf.sqrt(compiled(m, y, p)),
+    "a reciprocal": lambda m, y, p: 1.0 / compiled(m, y, p),
     "a maximum": lambda m, y, p: tf.maximum(compiled(m, y, p), 1.85),
     "a masked mean": lambda m, y, p: masked_mean(y, p),
     "a Keras loss that masks": lambda m, y, p: IGNORING(tf.argmax(y, -1), p),

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import traceback
+import warnings
 import weakref
 
 import keras
@@ -172,6 +173,38 @@ def check_tokens_weights_tails_and_clipping():
         assert "9" in str(error) and "labels" in str(error)
     for now, then in zip(values(trainer), before, strict=True):
         assert_close(now[: len(trainer.model.weights)], then[: len(trainer.model.weights)], 0)
+
+
+def check_losses_that_compute_with_the_number_of_rows():
+    """That number is the update's, and in an evaluation the batch's, however many replicas share the rows."""
+
+    class ByRows(keras.losses.Loss):
+        def call(self, y, y_pred):
+            return tf.reduce_sum((y - y_pred) ** 2, -1) / tf.cast(tf.shape(y_pred)[0], tf.float32)
+
+    for reduction, rows, size in (("sum", 23, 5), ("sum_over_batch_size", 20, 4)):
+
+        def fit(trainer, rows=rows, size=size):
+            history = trainer.fit(X, Y, batch_size=5, epochs=2, verbose=0).history
+            return history, [trainer.evaluate(X[:rows], Y[:rows], batch_size=size, verbose=0)]
+
+        def options(reduction=reduction):
+            loss = ByRows(reduction=reduction)
+            return {"optimizer": "sgd", "loss": loss, "gradient_accumulation_steps": 2, "jit_compile": False}
+
+        compare(dense, fit, options, X)
+
+
+def check_layers_that_compute_with_the_number_of_rows_are_told_of():
+    def make():
+        keras.utils.set_random_seed(1)
+        layer = keras.layers.Lambda(lambda h: h / tf.sqrt(tf.cast(tf.shape(h)[0], h.dtype)))
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), layer])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fa.Trainer(replicated(make), "sgd", "mse", jit_compile=False).fit(X[:20], Y[:20], batch_size=4, verbose=0)
+    assert any("computes with the number of rows in its batch" in str(each.message) for each in caught)
 
 
 def check_several_outputs():

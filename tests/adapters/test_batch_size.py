@@ -1,0 +1,254 @@
+"""Losses, layers and metrics that compute with the number of rows in their batch, which a micro-batch has fewer of."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.adapters import batch_size, coupling
+from fastaccum.data.stacks import Batch
+
+RNG = np.random.default_rng(0)
+X, Y = (RNG.normal(size=(27, n)).astype("float32") for n in (6, 3))
+WEIGHTS = RNG.uniform(0.2, 2.0, 27).astype("float32")
+
+
+def squares(y, p):
+    return tf.reduce_sum((y - p) ** 2, -1)
+
+
+@tf.function
+def in_a_function(values):
+    return values / tf.cast(tf.shape(values)[0], tf.float32)
+
+
+def in_a_loop(y, p):
+    rows = tf.cast(tf.shape(p)[0], tf.float32)
+    return tf.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v / rows), [0, squares(y, p)])[1]
+
+
+# Each with the power of the number of rows that it has.
+LOSSES = {
+    "tf.shape": (lambda y, p: squares(y, p) / tf.cast(tf.shape(p)[0], p.dtype), -1.0),
+    "ops.shape": (lambda y, p: squares(y, p) / keras.ops.shape(p)[0], -1.0),
+    "ops.size": (lambda y, p: squares(y, p) / keras.ops.cast(keras.ops.size(p), "float32"), -1.0),
+    "Python's arithmetic": (lambda y, p: 3.0 * squares(y, p) * (0.5 / int(p.shape[0]) ** 0.5), -0.5),
+    "a product": (lambda y, p: squares(y, p) * tf.cast(2 * tf.shape(p)[0], tf.float32), 1.0),
+    "a little beside it": (lambda y, p: squares(y, p) / (tf.cast(tf.shape(p)[0], p.dtype) + 1e-7), -1.0),
+    "a tf.function": (lambda y, p: in_a_function(squares(y, p)), -1.0),
+    "a loop": (in_a_loop, -2.0),
+}
+# And what has no such power.
+OTHERS = {
+    "a logarithm": lambda y, p: squares(y, p) * tf.math.log(tf.cast(tf.shape(p)[0], tf.float32)),
+    "a summand": lambda y, p: squares(y, p) + tf.cast(tf.shape(p)[0], tf.float32) * tf.abs(p[:, 0]),
+    "operations": lambda y, p: sum(squares(y, p) for _ in range(1 + p.shape[0] % 3)),
+    "a comparison": lambda y, p: (
+        tf.where(y[:, 0] * 1e6 < tf.cast(tf.shape(p)[0], tf.float32), 1.0, 2.0) * squares(y, p)
+    ),
+}
+
+
+def by_shape(y, p):
+    rows = tf.shape(p)[0]
+    index = tf.stack([tf.range(rows), tf.zeros([rows], tf.int32)], 1)
+    wide = tf.reshape(tf.broadcast_to(p[:, None], [rows, 2, 3]), [rows, -1])
+    padded = tf.concat([wide, keras.ops.zeros((keras.ops.shape(p)[0], 2))], 1)
+    return (
+        squares(y, p)
+        + tf.gather_nd(padded, index)
+        + tf.cast(tf.reshape(tf.cast(p, tf.int32), [rows, 3])[:, 0], p.dtype)
+    )
+
+
+def model(middle=lambda h: h):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    return keras.Model(inputs, keras.layers.Dense(3)(middle(keras.layers.Dense(4, activation="tanh")(inputs))))
+
+
+def as_class(name, reduction):
+    class Own(keras.losses.Loss):
+        def call(self, y, p):
+            return LOSSES[name][0](y, p)
+
+    return Own(reduction=reduction)
+
+
+def optimizer():
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+def require_equal(make, *, y=Y, weights=None, trainer=None, **losses):
+    """27 rows in updates of 12, of which the last has 3: in Keras whole, here in micro-batches of 4."""
+    theirs, ours = make(), make()
+    theirs.compile(optimizer(), **losses, run_eagerly=True)
+    trainer = fa.Trainer(
+        ours, optimizer(), gradient_accumulation_steps=3, **losses, **{"jit_compile": False, **(trainer or {})}
+    )
+    data = {"x": X, "y": y, "sample_weight": weights, "shuffle": False, "verbose": 0}
+    expected = theirs.fit(**data, batch_size=12).history
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logs = trainer.fit(**data, batch_size=4).history
+    for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6)
+    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+    evaluated = [each.evaluate(X, y, batch_size=10, verbose=0) for each in (theirs, trainer)]
+    np.testing.assert_allclose(evaluated[1], evaluated[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_power_of_the_rows_is_found(name):
+    loss, power = LOSSES[name]
+    trainer = fa.Trainer(model(), optimizer(), loss, jit_compile=False)
+    trainer._built(tf.nest.map_structure(lambda a: tf.TensorSpec([4, *a.shape[1:]]), Batch(X, Y)))
+    assert [o.power for o in trainer._losses.outputs] == [power]
+
+
+twin = pytest.mark.twin
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        ("tf.shape", "sum_over_batch_size"),
+        ("tf.shape", "sum"),
+        pytest.param("ops.size", "mean_with_sample_weight", marks=twin),
+        pytest.param("Python's arithmetic", "sum", marks=twin),
+        pytest.param("a loop", "sum_over_batch_size", marks=twin),
+    ],
+)
+def test_a_power_of_the_rows_is_that_of_the_whole_update(name, reduction):
+    weights = None if reduction == "sum_over_batch_size" else WEIGHTS
+    require_equal(model, loss=as_class(name, reduction), weights=weights)
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"steps_per_execution": 2}, pytest.param({"jit_compile": True}, marks=twin)], ids=str
+)
+def test_functions_in_several_steps_of_a_dispatch_and_in_xla(trainer):
+    require_equal(model, loss=LOSSES["ops.size"][0], trainer=trainer)
+
+
+def two_outputs():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(6)(inputs)
+    return keras.Model(inputs, [keras.layers.Dense(3)(hidden), keras.layers.Reshape((2, 3))(hidden)])
+
+
+def test_several_outputs_one_of_them_of_tokens():
+    losses = [as_class("tf.shape", "sum"), lambda y, p: squares(y, p) / tf.cast(tf.size(p), tf.float32)]
+    y = [Y, RNG.normal(size=(27, 2, 3)).astype("float32")]
+    require_equal(two_outputs, y=y, loss=losses, loss_weights=[0.5, 2.0])
+
+
+class Halved(keras.Model):
+    """With the compiled loss in a `compute_loss` of its own."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return 0.5 * super().compute_loss(x, y, y_pred, sample_weight)
+
+
+def halved():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    return Halved(inputs, keras.layers.Dense(3)(inputs))
+
+
+@twin
+def test_the_compiled_loss_in_a_compute_loss():
+    require_equal(halved, loss=as_class("tf.shape", "sum"))
+
+
+@pytest.mark.parametrize("name", ["a logarithm", *(pytest.param(n, marks=twin) for n in OTHERS if n != "a logarithm")])
+def test_what_is_no_power_is_told_of(name):
+    trainer = fa.Trainer(model(), "sgd", OTHERS[name], jit_compile=False)
+    with pytest.warns(UserWarning, match="is no sum or mean over the rows of a batch"):
+        trainer.fit(X, Y, batch_size=9, verbose=0)
+
+
+def test_shapes_indices_and_ranges_of_rows_say_nothing():
+    specs = tf.TensorSpec([4, 3]), tf.TensorSpec([4, 3])
+    one = coupling.traced(lambda pair: by_shape(*pair), specs)
+    assert batch_size.row_counter(one, lambda pair: by_shape(*pair), specs) is None
+
+
+class Root(keras.layers.Layer):
+    def call(self, x):
+        return x / keras.ops.sqrt(keras.ops.cast(keras.ops.shape(x)[0], x.dtype))
+
+
+class Counted(keras.layers.Layer):
+    """Whose added loss, metric and shapes go by the rows, and whose result does not."""
+
+    def build(self, shape):
+        self.seen = keras.metrics.Mean()
+
+    def call(self, x):
+        rows = keras.ops.shape(x)[0]
+        self.add_loss(tf.reduce_sum(x**2) / tf.cast(rows, tf.float32))
+        self.seen.update_state(x)
+        return keras.ops.reshape(keras.ops.concatenate([x, keras.ops.zeros((rows, 2))], 1), (rows, 6))
+
+
+class Cell(keras.layers.Layer):
+    state_size = output_size = 4
+
+    def call(self, x, states):
+        new = states[0] + x / keras.ops.cast(keras.ops.shape(x)[0], x.dtype)
+        return new, [new]
+
+
+LAYERS = {
+    "a layer": Root(),
+    "a Lambda": keras.layers.Lambda(lambda h: h * (1.0 / tf.cast(tf.shape(h)[0], tf.float32))),
+    "a cell in a loop": lambda h: keras.layers.RNN(Cell())(keras.layers.RepeatVector(3)(h)),
+}
+
+
+def told(middle, **options):
+    batch = options.pop("batch_size", 9)
+    trainer = fa.Trainer(model(middle), optimizer(), "mse", jit_compile=False, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(X, Y, batch_size=batch, verbose=0)
+    return [each for each in caught if "computes with the number of rows in its batch" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=twin) for n in LAYERS if n != "a layer")])
+def test_layers_are_told_of_where_the_update_has_more_rows(name):
+    assert told(LAYERS[name], gradient_accumulation_steps=3)
+
+
+def test_layers_whose_batch_is_the_update_need_no_word():
+    """Nor is the short batch at the end padded."""
+    assert not told(LAYERS["a layer"], batch_size=12)
+    theirs, ours = model(LAYERS["a layer"]), model(LAYERS["a layer"])
+    theirs.compile(optimizer(), "mse", jit_compile=False)
+    trainer = fa.Trainer(ours, optimizer(), "mse", jit_compile=False)
+    for fit in (theirs.fit, trainer.fit):
+        fit(X, Y, batch_size=12, shuffle=False, verbose=0)
+    for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-6)
+
+
+@twin
+def test_layers_in_bfloat16_are_told_of():
+    with_python = keras.layers.Lambda(lambda h: h * (1.0 / (h.shape[0] or 1)), dtype="bfloat16")
+    assert told(with_python, gradient_accumulation_steps=3)
+
+
+@twin
+def test_layers_that_only_add_losses_count_or_reshape_need_no_word():
+    assert not told(lambda h: Counted()(h), gradient_accumulation_steps=3)
+
+
+def test_a_stack_by_hand_is_told_of_too():
+    trainer = fa.Trainer(model(LAYERS["a layer"]), optimizer(), "mse", jit_compile=False)
+    with pytest.warns(UserWarning, match="computes with the number of rows in its batch"):
+        trainer.train_step((X.reshape(3, 9, 6), Y.reshape(3, 9, 3)))
