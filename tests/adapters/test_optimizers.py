@@ -479,3 +479,27 @@ def test_what_an_optimizer_of_ones_own_overrides_is_called_or_refused():
     for refused, method in ((Scaled(), "scale_loss"), (Minimized(), "compute_gradients")):
         with pytest.raises(ValueError, match=f"overrides {method}, which a train step never calls"):
             optimizers.get(refused)
+
+
+def test_schedule_free_adamw_equals_its_formula():
+    """As Keras's eager `fit`: its compiled one loses what `build` assigns to the slots."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(32, n)).astype("float32") for n in (6, 3))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    weights = [w.astype("float64") for w in model.get_weights()]
+    optimizer = KERAS["ScheduleFreeAdamW"]()
+    fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=4, jit_compile=False).fit(
+        x, y, batch_size=8, epochs=5, shuffle=False, verbose=0
+    )
+    rate, beta_1, beta_2 = 0.01, optimizer.beta_1, optimizer.beta_2
+    z, v = [w.copy() for w in weights], [0.0, 0.0]
+    for step in range(1, 6):
+        error = 2.0 * (x @ weights[0] + weights[1] - y) / y.size
+        for i, gradient in enumerate((x.T @ error, error.sum(0))):
+            v[i] += (1.0 - beta_2) * (gradient**2 - v[i])
+            z[i] = z[i] - rate * gradient / (np.sqrt(v[i] / (1.0 - beta_2**step)) + optimizer.epsilon)
+            mean = (weights[i] - (1.0 - beta_1) * z[i]) / beta_1  # with TensorFlow of the z that has moved
+            mean += (z[i] - mean) / step
+            weights[i] = z[i] + beta_1 * (mean - z[i])
+    for ours, expected in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
