@@ -19,7 +19,7 @@ _MODULES = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-__all__ = sorted(_MODULES)
+__all__ = sorted(_MODULES.keys() - {"addons"})  # which `help`, asking for every name, would import
 
 
 def __getattr__(name: str) -> Any:

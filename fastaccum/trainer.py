@@ -120,6 +120,7 @@ class Trainer:
     on_nonfinite: OnNonfinite
     own_loss_reduction: Reduction
 
+    @checks.keywords
     def __init__(
         self,
         model: Any,
@@ -184,6 +185,8 @@ class Trainer:
     if not TYPE_CHECKING:  # or type checkers would take any name
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property, whose own error led here
+                return super().__getattribute__(name)
             of_model = not name.startswith("_") and hasattr(vars(self).get("model"), name)
             hint = _INSTEAD.get(name, f"; its model has: trainer.model.{name}" if of_model else "")
             raise AttributeError(f"Trainer has no attribute {name!r}{hint}", name=name, obj=self)
@@ -313,6 +316,7 @@ class Trainer:
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, verbose)
             with replicas.first_of(self._replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
+                diagnosis.warn_of_zero_lora(self._model.layers)
             hooks.list.on_train_begin()
             saver.begin()
             if epoch := backed_up_epoch(self.model, stacks.steps_per_epoch):
@@ -603,6 +607,7 @@ class Trainer:
         return compilable.explained(self._model)
 
 
+@checks.keywords
 def plan(
     trainer: Trainer,
     sample: Any,
@@ -652,11 +657,11 @@ def plan(
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...).")
     asked = {"global_batch_size": global_batch_size, "memory_limit": memory_limit, "recompute": recompute}
-    return _planned(trainer, sample, **asked, verbose=verbose)
+    return _plan(trainer, sample, **asked, verbose=verbose)
 
 
 @workers.connected
-def _planned(trainer: Trainer, sample: Any, **asked: Any) -> Plan:
+def _plan(trainer: Trainer, sample: Any, **asked: Any) -> Plan:
     if hasattr(sample, "__next__") or isinstance(with_sequences(sample), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
     with checks.naming("sample"):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import keras
 from keras import ops
 
-from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
+from fastaccum.checks import keywords, naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gelu import gelu
@@ -166,6 +166,7 @@ class TransformerBlock(_AttentionLayer):
         return x_BTD + self.mlp_out(h_BTF)
 
 
+@keywords
 def gpt(
     vocabulary_size: int | None = None,
     context: int | None = None,

@@ -58,6 +58,22 @@ else:
 
 @needs_addons
 @pytest.mark.faults
+def test_who_asks_for_every_name_leaves_tf_keras_alone():
+    succeeds("""
+import inspect, pydoc
+import fastaccum as fa
+assert "class Trainer" in pydoc.render_doc(fa, renderer=pydoc.plaintext)
+inspect.getmembers(fa)
+from fastaccum import *
+import keras, tensorflow as tf
+assert tf.keras.Model is keras.Model and Trainer is fa.Trainer
+assert "fastaccum.addons" not in sys.modules and "TF_USE_LEGACY_KERAS" not in os.environ
+assert fa.addons.__name__ == "fastaccum.addons" and "addons" in dir(fa)
+""")
+
+
+@needs_addons
+@pytest.mark.faults
 def test_keras_3_goes_on_beside_it(tmp_path):
     """A Keras 3 model made before, trained, saved and loaded after; tf.keras is tf_keras in every spelling."""
     succeeds(f"""

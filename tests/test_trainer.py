@@ -1,7 +1,9 @@
 """`Trainer.fit`, `evaluate` and `predict` behave as Keras's, with train steps where Keras has batches."""
 
+import inspect
 import itertools
 import re
+import threading
 
 import keras
 import numpy as np
@@ -675,3 +677,135 @@ def test_a_name_that_the_model_has_is_pointed_to():
     with pytest.raises(AttributeError, match=r"no attribute 'history'; fit returns it"):
         trainer.history  # noqa: B018
     assert not hasattr(trainer, "_plans")
+
+
+def test_an_error_within_a_property_is_the_one_that_is_raised():
+    class Measured(fa.Trainer):
+        @property
+        def perplexity(self):
+            return self.model.no_such_attribute
+
+    trainer = Measured(regressor(), "sgd", "mse", jit_compile=False)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_attribute'"):
+        trainer.perplexity  # noqa: B018
+    assert not hasattr(trainer, "perplexities")
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (
+            lambda t: fa.Trainer(t.model, accumulation_steps=4),
+            "Trainer .*'accumulation_steps': did you mean gradient_",
+        ),
+        (lambda t: fa.Trainer(t.model, accumulate_grad_batches=4), "did you mean gradient_accumulation_steps"),
+        (lambda t: fa.Trainer(t.model, max_grad_norm=1.0), "did you mean clip_norm"),
+        (lambda t: fa.Trainer(t.model, zzz=4), "it takes model, optimizer, loss"),
+        (lambda t: t.fit(X, Y, batchsize=4), r"Trainer\.fit .*'batchsize': did you mean batch_size"),
+        (lambda t: t.evaluate(X, Y, weights=4), "did you mean sample_weight"),
+        (lambda t: t.predict(X, batchsize=4), "did you mean batch_size"),
+        (lambda t: t.train_step(stacks=(X, Y)), "did you mean stack"),
+        (lambda t: t.summary(X, verbos=0), "did you mean verbose"),
+        (lambda t: fa.plan(t, (X, Y), global_batch=4), r"^plan .*did you mean global_batch_size"),
+        (lambda t: fa.gpt(layer=2), "did you mean layers"),
+        (lambda t: fa.remat(t.model, polcy=None), "did you mean policy"),
+        (lambda t: fa.TrainStep(None, [], "sgd", clipnorm=1), r"TrainStep .*did you mean clip_norm"),
+        (lambda t: fa.LinearCrossEntropy(ignore_idx=1), "did you mean ignore_index"),
+        (lambda t: fa.DynamicLossScale(growth_steps=1), "did you mean growth_"),
+    ],
+)
+def test_a_keyword_that_is_not_taken_comes_with_the_one_that_is(call, hint):
+    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
+    with pytest.raises(TypeError, match=hint):
+        call(trainer)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [fa.Trainer, fa.Trainer.fit, fa.plan, fa.gpt, fa.remat, fa.TrainStep, fa.LinearCrossEntropy, fa.DynamicLossScale],
+)
+def test_signatures_stay_as_they_are_written(function):
+    written = inspect.signature(function)
+    assert not {p.kind for p in written.parameters.values()} & {inspect.Parameter.VAR_KEYWORD}
+    assert len(written.parameters) > 1 and function.__doc__
+
+
+class Beside(keras.callbacks.Callback):
+    """Calls a function within the first batch of `fit`, in another thread or in this one."""
+
+    def __init__(self, call, threaded):
+        super().__init__()
+        self.call, self.threaded, self.came_of_it = call, threaded, None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.came_of_it is None:
+            thread = threading.Thread(target=self.try_it)
+            if self.threaded:
+                thread.start()
+                thread.join()
+            else:
+                self.try_it()
+
+    def try_it(self):
+        try:
+            self.came_of_it = self.call()
+        except BaseException as error:
+            self.came_of_it = error
+
+
+THREADED = {
+    "fit": lambda t: t.fit(X, Y, verbose=0),
+    "evaluate": lambda t: t.evaluate(X, Y, verbose=0),
+    "predict": lambda t: t.predict(X, verbose=0),
+    "train_step": lambda t: t.train_step((X[None], Y[None])),
+    "summary": lambda t: t.summary(X, Y, batch_size=4, verbose=False),
+    "plan": lambda t: fa.plan(t, (X, Y), global_batch_size=4),
+}
+
+
+def test_a_second_thread_in_a_trainer_is_refused():
+    """And the fit that runs is the one that it would have been."""
+    alone, trainer = (fa.Trainer(regressor(), "sgd", "mse", jit_compile=False) for _ in range(2))
+    alone.fit(X, Y, verbose=0, shuffle=False)
+    refused = [Beside(lambda call=call: call(trainer), threaded=True) for call in THREADED.values()]
+    trainer.fit(X, Y, verbose=0, shuffle=False, callbacks=refused)
+    for name, beside in zip(THREADED, refused, strict=True):
+        assert isinstance(beside.came_of_it, RuntimeError), beside.came_of_it
+        assert str(beside.came_of_it).startswith(f"{name}: this Trainer is in use by fit in the thread 'MainThread'")
+    assert_equal(trainer.model.get_weights(), alone.model.get_weights())
+    called = threading.Thread(target=THREADED["evaluate"], args=[trainer])  # once it is free again
+    called.start()
+    called.join()
+    THREADED["fit"](trainer)
+
+
+def test_what_may_be_called_within_a_fit():
+    """The same Trainer in the thread of the fit; another Trainer in any."""
+    trainer, other = (fa.Trainer(regressor(), "sgd", "mse", jit_compile=False) for _ in range(2))
+    same = [Beside(lambda name=name: THREADED[name](trainer), threaded=False) for name in ("evaluate", "predict")]
+    others = [Beside(lambda name=name: THREADED[name](other), threaded=True) for name in ("fit", "evaluate", "predict")]
+    trainer.fit(X, Y, verbose=0, callbacks=same + others)
+    for beside in same + others:
+        assert not isinstance(beside.came_of_it, BaseException), beside.came_of_it
+
+
+def test_two_threads_may_predict():
+    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
+    found, both = [], threading.Barrier(2)
+
+    class Together(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            if batch == 0:
+                both.wait(60)
+
+    def predict():
+        found.append(trainer.predict(X, verbose=0, callbacks=[Together()]))
+
+    threads = [threading.Thread(target=predict) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert_equal(found[0], found[1])
+    trainer.fit(X, Y, verbose=0)

@@ -66,6 +66,7 @@ class LinearCrossEntropy(keras.losses.Loss):
     True
     """
 
+    @checks.keywords
     def __init__(
         self,
         head: str | None = None,

@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import untouched_rows
+from fastaccum.adapters import saved, untouched_rows
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.packages import kinds, package
 
@@ -43,6 +44,13 @@ def get(optimizer: Any, legacy: bool = False) -> Optimizer:
     own = kinds(optimizer)
     for kind, family in _FAMILIES.items():
         if kind in own:
+            if vars(optimizer).pop(saved.SKIPPED, False):
+                warnings.warn(
+                    f"optimizer={type(optimizer).__name__} starts afresh: the state in its file is not of what the "
+                    "loaded model trains, or Keras did not compile that. Is LoRA lost? See docs/guides/saving.md.",
+                    RuntimeWarning,
+                    stacklevel=4,  # who made the Trainer
+                )
             return family(optimizer)
     raise TypeError(
         f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass a Keras 3, tf_keras or "

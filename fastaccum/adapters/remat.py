@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from fastaccum import checks
 from fastaccum.adapters import blocks
 from fastaccum.adapters.blocks import Block, Segment
 from fastaccum.adapters.packages import kinds
@@ -22,6 +23,7 @@ AnyModel = TypeVar("AnyModel", bound=Any)
 _changes = 0  # of any model, in this process
 
 
+@checks.keywords
 def remat(
     model: AnyModel,
     policy: str | Sequence[str] | None = "nothing_saveable",

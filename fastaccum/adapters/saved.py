@@ -6,6 +6,7 @@ each gets a stand-in in that table, which imports the module once a saved layer 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from typing import Any
@@ -24,6 +25,7 @@ LAYERS = {
     "fastaccum.kernels.layer_stack": ("LayerStack",),
     "fastaccum.transformer": ("CausalSelfAttention", "ContextLimit", "LearnedPositions", "TransformerBlock"),
 }
+SKIPPED = "_fastaccum_skipped"  # on an optimizer: whether Keras has skipped its state in a file, as one of others
 
 
 def register() -> None:
@@ -38,6 +40,14 @@ def _register(keras: Any) -> None:
     for module, names in LAYERS.items():
         for name in names:
             keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", _StandIn(module, name))
+    load = keras.optimizers.Optimizer.load_own_variables
+
+    @functools.wraps(load)
+    def load_own_variables(optimizer: Any, store: Any) -> None:
+        vars(optimizer)[SKIPPED] = len(store.keys()) != len(optimizer.variables)
+        load(optimizer, store)
+
+    keras.optimizers.Optimizer.load_own_variables = load_own_variables
 
 
 class _StandIn:

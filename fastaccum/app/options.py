@@ -20,6 +20,7 @@ However a run ended, `fastaccum train --resume FOLDER` continues from its last c
 MOST = 10**6  # windows in a micro-batch, micro-batches in an update
 MOST_STEPS = 10**9
 STEPS = 300
+_MEANT = {"--model": "--preset", "--size": "--preset", "--epochs": "--steps", "--learning-rate": "--lr"}
 PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
 
 
@@ -81,7 +82,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from difflib import get_close_matches
 
         names = re.findall(r"--[\w-]+", parsed.parser.format_help())
-        meant = next((found for each in unknown for found in get_close_matches(each.split("=")[0], names, 1)), None)
+        given = [_MEANT.get(each, each) for each in (each.split("=")[0] for each in unknown)]
+        meant = next((found for each in given for found in get_close_matches(each, names, 1)), None)
         hint = f": did you mean {meant}?" if meant else f"; `{parsed.parser.prog} --help` lists the options"
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for path in getattr(parsed, "paths", ()):

@@ -163,7 +163,10 @@ def resumed(options: argparse.Namespace) -> Run:
     if any(config[name] != now[name] for name in (*OPTIONS, "options_sha256")):
         raise ValueError(f"{file} was edited: its options are not those that the run began with")
     if changed := [f"{name} was {config[name]!r}, is {now[name]!r}" for name in SAME if config[name] != now[name]]:
-        changed += _changed_files(config["files"], now["files"])
+        before, files = config["files"] if isinstance(config["files"], dict) else {}, now["files"]
+        other = sorted(name for name in before.keys() | files.keys() if before.get(name) != files.get(name))
+        states = ["is gone" if name not in files else "has changed" if name in before else "is new" for name in other]
+        changed += [*map("{!r} {}".format, other[:5], states), *[f"and {len(other) - 5} more"] * (len(other) > 5)]
         raise ValueError(f"--resume {path}: the run cannot continue as it began: {'; '.join(changed)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
@@ -178,14 +181,6 @@ def resumed(options: argparse.Namespace) -> Run:
         if config.get(name) != now[name]:
             say("note", f"{name} was {config.get(name)}, is {now[name]}: results will differ by rounding")
     return run
-
-
-def _changed_files(before: Any, now: dict[str, str]) -> list[str]:
-    """Names the files of a text that differ, the first five of them."""
-    before = before if isinstance(before, dict) else {}
-    other = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    states = ["is gone" if name not in now else "has changed" if name in before else "is new" for name in other]
-    return [*map("{!r} {}".format, other[:5], states), *[f"and {len(other) - 5:,} files more"][: len(other[5:])]]
 
 
 def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:

@@ -167,13 +167,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def is_run(path: Path) -> bool:
-    """Returns whether the folder `path` has the config.json of a run."""
-    with contextlib.suppress(ValueError):
-        return read_config(path).keys() >= {"text_sha256", "options_sha256"}
-    return False
-
-
 def read_rows(path: Path, steps: int) -> list[Row]:
     """The rows of metrics.csv in the run folder `path`, with numbers as values; the last one left out if cut short.
 

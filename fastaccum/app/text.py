@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import itertools
 import os
@@ -172,8 +173,9 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise error  # or what cannot be listed would be left out in silence
 
     for parent, folders, names in os.walk(folder, onerror=fail):
-        if "config.json" in names and run_folder.is_run(Path(parent)):  # its files change while it goes on
-            folders[:] = names = []
+        with contextlib.suppress(ValueError):
+            if run_folder.read_config(Path(parent)).keys() >= {"text_sha256", "options_sha256"}:
+                folders[:] = names = []  # of a run, which change while it goes on
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)

@@ -12,15 +12,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from fastaccum import checks
 from fastaccum.checkpoint import state
+from fastaccum.checks import P, R
 
-P = ParamSpec("P")
-R = TypeVar("R")
 TIMEOUT = "FASTACCUM_WORKER_TIMEOUT"  # seconds, in the environment
 # Between two looks at whether the others are still there, of one that waits for them.
 LOOK_EVERY_S = 1.0
@@ -38,32 +38,51 @@ class WorkersDifferError(ValueError):
 
 
 def connected(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of a Trainer in which no worker waits for one that has failed, or is elsewhere: each raises an error."""
+    """A Trainer's method, for one thread at a time, in which no worker waits for one that failed: all raise."""
+    method = checks.keywords(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        replicas = self._replicas
-        if replicas is None or replicas.workers == 1:
-            return method(self, *args, **kwargs)
-        try:
-            return method(self, *args, **kwargs)
-        except tf.errors.OpError as error:
-            if "ollective" not in str(error):
+        with _alone(self, method.__name__.strip("_")):
+            replicas = self._replicas
+            if replicas is None or replicas.workers == 1:
+                return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except tf.errors.OpError as error:
+                if "ollective" not in str(error):
+                    replicas.report(error)
+                    raise
+                updates = int(self.optimizer.iterations.numpy())
+                raise WorkerLostError(
+                    f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
+                    f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on "
+                    "together: restart all of them, from the last checkpoint."
+                ) from error
+            except (WorkerLostError, WorkersDifferError):
+                raise
+            except BaseException as error:  # Ctrl-C and SIGTERM too
                 replicas.report(error)
                 raise
-            updates = int(self.optimizer.iterations.numpy())
-            raise WorkerLostError(
-                f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
-                f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on together: "
-                "restart all of them, from the last checkpoint."
-            ) from error
-        except (WorkerLostError, WorkersDifferError):
-            raise
-        except BaseException as error:  # Ctrl-C and SIGTERM too
-            replicas.report(error)
-            raise
 
     return call
+
+
+@contextlib.contextmanager
+def _alone(trainer: Any, method: str) -> Iterator[None]:
+    """Raises RuntimeError where another thread is in a method of `trainer`; two may predict, as in Keras."""
+    mine = threading.current_thread(), method
+    thread, running = held = vars(trainer).setdefault("_in_use", mine)
+    if thread is not mine[0] and not running == method == "predict":
+        raise RuntimeError(
+            f"{method}: this Trainer is in use by {running} in the thread {thread.name!r}, and belongs to one thread "
+            "at a time: wait for that call to end, or make another Trainer, of another model."
+        )
+    try:
+        yield
+    finally:
+        if held is mine:
+            del vars(trainer)["_in_use"]
 
 
 def _cause(error: tf.errors.OpError) -> str:

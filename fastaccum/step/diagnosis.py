@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from fastaccum.step.program import Program
 from fastaccum.step.train_step import TrainStep
 
 NAMES = 5  # of variables, layers or rows in one line; the rest are counted
+_LORA = {f"lora_{of}_{which}" for of in ("kernel", "embeddings") for which in "ab"}  # attributes of Keras's layers
 
 
 class Seen(NamedTuple):
@@ -79,6 +81,18 @@ def require_statistics(cycle: TrainStep, objective: ModelObjective) -> None:
         raise ValueError(
             f"The model's statistics {_some(_name(step, v) for v in spoilt)} hold NaN before training begins, and "
             "would keep it: set them to numbers, or load weights that are finite."
+        )
+
+
+def warn_of_zero_lora(layers: Sequence[Any]) -> None:
+    """Warns of layers whose LoRA matrices are both 0, as Keras's `load_model` and `load_weights` leave them."""
+    held = ((layer, _LORA & vars(layer).keys()) for layer in layers)
+    if zero := [layer.name for layer, own in held if own and not any(getattr(layer, n).numpy().any() for n in own)]:
+        warnings.warn(
+            f"The LoRA matrices of {_some(zero)} are all 0, so none has a gradient: Keras has merged them into the "
+            "weights that it loaded. Give one of them new values (docs/guides/saving.md).",
+            RuntimeWarning,
+            stacklevel=5,  # who called fit
         )
 
 

@@ -70,7 +70,7 @@ class StuckSteps(tf.Module):
                 f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and the loss scale could "
                 "not go lower. on_nonfinite='raise' ends training at the first such step, and says where the bad "
                 "numbers come from.",
-                stacklevel=5,  # who called fit
+                stacklevel=6,  # who called fit
             )
 
     def start_epoch(self) -> None:

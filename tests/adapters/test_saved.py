@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -70,3 +71,74 @@ def test_every_registered_layer_has_its_stand_in():
     assert registered == {(module, name) for module, names in saved.LAYERS.items() for name in names}
     names = [name for name in keras.saving.get_custom_objects() if name.startswith("fastaccum>")]
     assert len(names) == len(registered)
+
+
+@keras.saving.register_keras_serializable("test_saved")
+class Inner(keras.layers.Layer):
+    """A layer whose own layer gets LoRA, of which its configuration says nothing."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+X, Y = np.ones((8, 3), "float32"), np.ones((8, 4), "float32")
+
+
+def trained(layer, lora=None):
+    """A model, trained for two steps with LoRA in the layer `lora`."""
+    model = keras.Sequential([keras.Input((3,)), layer])
+    if lora is not None:
+        lora.enable_lora(2)
+    fa.Trainer(model, keras.optimizers.Adam(0.1), "mse", jit_compile=False).fit(X, Y, epochs=2, verbose=0)
+    return model
+
+
+def warned(train):
+    """The warnings of fastaccum's, whose line is that of the caller."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+    return [str(w.message) for w in caught if w.category is RuntimeWarning and w.filename == __file__]
+
+
+def test_a_loaded_optimizer_that_lost_its_state_with_lora_is_warned_of(tmp_path):
+    """And not one that has its state."""
+    for lora in (True, False):
+        layer = Inner()
+        model = trained(layer, layer.dense if lora else None)
+        model.save(tmp_path / "model.keras")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Keras's own, while it loads
+            loaded = keras.saving.load_model(tmp_path / "model.keras")
+        said = warned(lambda loaded=loaded: fa.Trainer(loaded, loaded.optimizer))
+        assert len(said) == lora and all("optimizer=Adam starts afresh" in each for each in said)
+        assert (len(loaded.trainable_variables), int(loaded.optimizer.iterations)) == (2, 0 if lora else 2)
+        np.testing.assert_allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["load_model", "load_weights"])
+def test_lora_that_keras_has_merged_is_warned_of(tmp_path, how):
+    """Its matrices are both zero, so that neither is trained; given values, they are."""
+    layer = keras.layers.Dense(4, use_bias=False, name="only")
+    model = trained(layer, layer)
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
+    assert warned(lambda: trainer.fit(X, Y, verbose=0)) == []
+    if how == "load_model":
+        model.save(tmp_path / "model.keras")
+        model = keras.saving.load_model(tmp_path / "model.keras")
+        trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
+    else:
+        model.save_weights(tmp_path / "model.weights.h5")
+        model.load_weights(tmp_path / "model.weights.h5")
+    before = model.get_weights()
+    (said,) = warned(lambda: trainer.fit(X, Y, verbose=0))
+    assert "matrices of only are all 0" in said
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    model.layers[0].lora_kernel_a.assign(np.ones((3, 2)))
+    assert warned(lambda: trainer.fit(X, Y, verbose=0)) == []
+    assert model.layers[0].lora_kernel_b.numpy().any()

@@ -213,7 +213,7 @@ def test_a_text_that_has_changed_is_named_by_its_files(tmp_path, monkeypatch, ca
     assert "2.txt" not in errors and "more" not in errors
     for number in range(9):
         (tmp_path / f"{number}.txt").write_bytes(TEXT[2:])
-    assert "'4.txt" not in (errors := refusal(capsys, "train", "--resume", "run")) and "and 5 files more" in errors
+    assert "'4.txt" not in (errors := refusal(capsys, "train", "--resume", "run")) and "and 5 more" in errors
 
 
 @pytest.mark.parametrize(("name", "below"), [("r\udcffun", ""), ("run[1]", "below")])
