@@ -25,7 +25,7 @@ LAYERS = {
     "fastaccum.kernels.layer_stack": ("LayerStack",),
     "fastaccum.transformer": ("CausalSelfAttention", "ContextLimit", "LearnedPositions", "TransformerBlock"),
 }
-SKIPPED = "_fastaccum_skipped"  # on an optimizer: whether Keras has skipped its state in a file, as one of others
+SKIPPED = "fastaccum_skipped"  # on an optimizer: whether Keras has skipped its state in a file, as one of others
 
 
 def register() -> None:
