@@ -80,7 +80,9 @@ def beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None:
             continue
         seen.add(operation.name)
         inputs = [t for t in operation.inputs if t.op.name in reaches]
-        if _has_rows(operation.outputs):
+        if any(t.dtype == tf.variant for t in (*operation.inputs, *operation.outputs)):
+            pass  # lists, as recurrent layers make them of time steps
+        elif _has_rows(operation.outputs):
             if model_is_by_row and not all(map(_has_rows, ([t] for t in inputs))):
                 return operation.name
         elif _has_rows(operation.inputs):

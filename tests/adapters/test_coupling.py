@@ -98,6 +98,24 @@ BEYOND = {
 }
 
 
+@pytest.mark.parametrize("sequences", [True, False])
+def test_a_recurrent_layer_needs_no_word(sequences):
+    class Recurrent(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.recurrent = keras.layers.GRU(3, return_sequences=sequences)
+
+        def call(self, x):
+            return self.recurrent(keras.ops.reshape(x, [-1, 3, 2]))
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.reduce_mean(y_pred**2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fa.Trainer(Recurrent(), "sgd", jit_compile=False).fit(X, batch_size=4, verbose=0)
+
+
 def told(loss=None, own=None):
     """The warnings of losses that are no sums."""
     trainer = fa.Trainer(Own(own) if own else model_with(lambda h: h), "sgd", loss or "mse", jit_compile=False)
