@@ -183,13 +183,15 @@ def test_a_trainer_that_has_a_program_traces_it_anew():
     assert len(installed(model)) == 2
 
 
-def test_a_policy_says_what_a_functional_model_keeps():
-    model = keras.Sequential([keras.Input((64,)), *(layers.Dense(64, "tanh") for _ in range(8)), layers.Dense(1)])
+@pytest.mark.parametrize("names", [None, ["second", "third"]], ids=["a graph", "layers"])
+def test_a_policy_says_what_is_kept(names):
+    own = [layers.Dense(64, "tanh", name=name) for name in ("first", "second", "third", "fourth")]
+    model = keras.Sequential([keras.Input((64,)), *own, *(layers.Dense(64, "tanh") for _ in range(4)), layers.Dense(1)])
     trainer, x = fa.Trainer(model, "sgd", "mse"), np.ones((1, 4, 64), "float32")
+    assert blocks.find(model)[0].segments
 
     def products(policy):
-        fa.remat(model, policy)
-        assert [block.segments is None for block in blocks.find(model)] == [False]
+        fa.remat(model, policy, names)
         return trainer.compiler_ir((x, x[..., :1]), "hlo").count(" dot(")
 
     plain, again = products(None), products("nothing_saveable")
