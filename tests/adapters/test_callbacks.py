@@ -234,6 +234,15 @@ def test_a_callback_may_evaluate_by_another_trainer(made):
     assert trainer.model.optimizer is trainer.optimizer
 
 
+def test_after_a_fit_that_failed_another_trainer_compiles_the_model():
+    first = make_trainer(keras.optimizers.SGD(0.1), jit_compile=False)
+    with pytest.raises(ZeroDivisionError):
+        fit(first, keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: 1 / 0))
+    second = fa.Trainer(first.model, keras.optimizers.SGD(0.2), "mse", jit_compile=False)
+    second.evaluate(X, Y, batch_size=BATCH, verbose=0)
+    assert first.model.optimizer is second.optimizer
+
+
 def test_a_model_is_compiled_with_the_optimizer_of_the_trainer_that_fits_it():
     first = make_trainer(keras.optimizers.SGD(0.1), jit_compile=False)
     second = fa.Trainer(first.model, keras.optimizers.SGD(0.1), "mae", jit_compile=False)

@@ -18,6 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum.adapters.keras_models import Model
+from fastaccum.distribute import replicas
 
 COUNT = int(sys.argv[1]) if __name__ == "__main__" else 1
 RNG = np.random.default_rng(0)
@@ -430,6 +432,14 @@ def check_one_all_reduce_a_step():
         ]
         assert not [n.name for n in outside if n.op == "AddN"]
     assert counts == {1: COUNT, 16: COUNT}, counts
+
+
+def check_sums_of_several_dtypes_lose_no_digit():
+    """In one collective: those of float64 numbers beside float32's."""
+    parts = [tf.constant(0.5), tf.constant(1 / 3, tf.float64), None, tf.constant([2**24 + 1.0], tf.float64)]
+    for single, third, nothing, whole in replicas.of(Model(replicated(dense))).all_reduce([parts] * COUNT):
+        assert (single.dtype, third.dtype, nothing) == (tf.float32, tf.float64, None)
+        assert (float(single), float(third)) == (0.5 * COUNT, COUNT / 3) and float(whole[0]) == (2**24 + 1) * COUNT
 
 
 def check_mean_of_replica_means_is_another_result():

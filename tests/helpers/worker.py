@@ -94,6 +94,7 @@ DIFFERENT = {
     "policy": ("policy", ["float32", "mixed_bfloat16"], "model.layers.dense.policy: {} on"),
     "a layer's option": ("dropout", [0.1, 0.2], "model.layers.dropout.rate: {} on"),
     "weights": ("bias", [0.0, 0.5], "checksums.model/sequential/dense/bias: "),
+    "updates": ("updates", [2, 3], "checksums.optimizer/"),
     "optimizer": ("optimizer", ["Adam", "SGD"], "optimizer.class: {} on"),
     "learning rate": ("learning_rate", [0.25, 0.5], "optimizer.learning_rate: {} on"),
     "a callback's learning rate": ("callbacks", [None, 0.5], "differ in learning rate: "),
@@ -122,9 +123,11 @@ FIT = ("batch_size", "epochs", "class_weight", "validation_data", "callbacks")
 def differing(keras, fa, strategy, x, y, **own):
     """Makes a model and a Trainer, calls it, and returns what it raises, with whether a weight was moved."""
     given = {"activation": "tanh", "policy": "float32", "dropout": 0.1, "bias": 0.0, "width": None, "shift": 0.0}
-    given |= {"optimizer": "Adam", "learning_rate": 0.01, "call": "fit", "batch_size": 5, "jit_compile": False, **own}
+    given |= {"optimizer": "Adam", "learning_rate": 0.01, "call": "fit", "batch_size": 5, "jit_compile": False}
+    given |= {"updates": 0, **own}
     keras.utils.set_random_seed(0)
-    made = {name: given.pop(name) for name in ("activation", "policy", "dropout", "bias", "width", "shift", "call")}
+    names = ("activation", "policy", "dropout", "bias", "width", "shift", "call", "updates")
+    made = {name: given.pop(name) for name in names}
     optimizer = getattr(keras.optimizers, given.pop("optimizer"))(given.pop("learning_rate"))
     fit = {name: given.pop(name) for name in FIT if name in given}
     x = x[:, : made["width"]] + made["shift"]
@@ -142,6 +145,9 @@ def differing(keras, fa, strategy, x, y, **own):
         rate = fit["callbacks"]
         fit["callbacks"] = [keras.callbacks.LearningRateScheduler(lambda epoch: rate)]
     trainer = fa.Trainer(model, optimizer, **{"loss": "mse", **given})
+    if made["updates"]:  # once there are variables, which the workers begin alike
+        trainer.fit(x, y, verbose=0)
+        optimizer.iterations.assign(made["updates"])
     before = model.get_weights()
     try:
         if made["call"] == "train_step":
