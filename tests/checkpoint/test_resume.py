@@ -14,6 +14,7 @@ from resuming import Interruption, Stateless, StopAfter, assert_same, bits, edit
 
 import fastaccum as fa
 from fastaccum.checkpoint import state, store
+from fastaccum.checkpoint.callback_state import COUNTERS
 from fastaccum.data import source
 from fastaccum.data.stacks import Layout, Position
 
@@ -331,6 +332,33 @@ def test_keras_callbacks(tmp_path):
     whole, _ = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
     assert 3 < len(whole.model.history.epoch) < 9  # it did stop early
     assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (lambda _: keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True), 5),
+        (lambda _: keras.callbacks.ReduceLROnPlateau("loss", patience=2, min_delta=0.1, cooldown=3), 3),
+        (lambda folder: keras.callbacks.ModelCheckpoint(folder / "best.keras", "loss", save_best_only=True), 2),
+        (lambda folder: keras.callbacks.ModelCheckpoint(folder / "each.keras", save_freq=3), 2),
+    ],
+)
+def test_whatever_keras_callbacks_count_with_is_saved(make, changes, tmp_path):
+    callback, model = make(tmp_path), keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback.set_model(model)
+    callback.on_train_begin({})
+    seen: dict[str, set[str]] = {}
+    for epoch, loss in enumerate([2.0, 1.5, 3.0, 3.0]):
+        callback.on_epoch_begin(epoch)
+        for batch in range(2):
+            callback.on_train_batch_end(batch, {"loss": loss})
+        callback.on_epoch_end(epoch, {"loss": loss})
+        for name, value in vars(callback).items():  # of which the first epoch sets some by the arguments
+            seen.setdefault(name, set()).add(repr(value))
+        model.set_weights([weight + 1.0 for weight in model.get_weights()])
+    counted = {name for name, values in seen.items() if len(values) > 1}
+    assert counted <= COUNTERS[type(callback).__name__].keys() and len(counted) == changes
 
 
 def test_a_callback_of_ones_own(tmp_path):
