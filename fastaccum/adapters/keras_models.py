@@ -270,7 +270,7 @@ class Model:
             call = functools.partial(self.__call__, training=training)
             try:
                 traced = coupling.traced(call, x)
-                if training:
+                if training and any(map(_may_count_rows, self.called_layers)):
                     self.row_counter = batch_size.row_counter(traced, call, x)
                 self.mixes_rows |= bool(self.row_counter or coupling.mixing(traced.graph))
             except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
@@ -384,6 +384,17 @@ def never_draws(layer: Any) -> bool:
     return of_keras(type(layer)) and bool(rates) and not any(rates)
 
 
+def _may_count_rows(layer: Any) -> bool:
+    """Whether a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
+    own = package(type(layer)) not in ("keras", "keras_hub", "fastaccum")
+    return own or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
+
+
+def _has_own_activation(layer: Any) -> bool:
+    functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
+    return any(each is not None and package(each) not in ("keras", "tensorflow") for each in functions)
+
+
 def _may_do_more(layer: Any) -> bool:
     """Whether a call may add losses, assign variables of others or mix rows: of Keras's layers and ours few do."""
     few = keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack  # of others' layers
@@ -391,4 +402,5 @@ def _may_do_more(layer: Any) -> bool:
     across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
     of_ops = any(not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ()))
     regularised = layer.activity_regularizer is not None
-    return not own or regularised or getattr(layer, "stateful", False) or across_rows or of_ops
+    written = of_ops or regularised or _has_own_activation(layer)
+    return not own or written or getattr(layer, "stateful", False) or across_rows

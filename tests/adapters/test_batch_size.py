@@ -207,6 +207,7 @@ class Cell(keras.layers.Layer):
 LAYERS = {
     "a layer": Root(),
     "a Lambda": keras.layers.Lambda(lambda h: h * (1.0 / tf.cast(tf.shape(h)[0], tf.float32))),
+    "an activation": lambda h: keras.layers.Activation(lambda h: h / tf.cast(tf.shape(h)[0], h.dtype))(h),
     "a cell in a loop": lambda h: keras.layers.RNN(Cell())(keras.layers.RepeatVector(3)(h)),
 }
 

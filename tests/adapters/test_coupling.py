@@ -28,6 +28,7 @@ MIXING = {
     "a layer": lambda h: Centred()(h),
     "mixup": lambda h: Mixed()(h),
     "softmax over rows": lambda h: keras.layers.Softmax(axis=0)(h),
+    "an activation": lambda h: keras.layers.Dense(4, activation=lambda h: h - tf.reduce_mean(h, 0))(h),
     "an operation": lambda h: h - keras.ops.mean(h, 0, keepdims=True),
     "attention over rows": lambda h: keras.layers.Lambda(lambda h: tf.matmul(h, h, transpose_b=True) @ h)(h),
 }
