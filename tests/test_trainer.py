@@ -780,13 +780,15 @@ def test_a_second_thread_in_a_trainer_is_refused():
 
 
 def test_what_may_be_called_within_a_fit():
-    """The same Trainer in the thread of the fit; another Trainer in any."""
+    """The same Trainer in the thread of the fit, to which it still belongs then; another Trainer in any."""
     trainer, other = (fa.Trainer(regressor(), "sgd", "mse", jit_compile=False) for _ in range(2))
     same = [Beside(lambda name=name: THREADED[name](trainer), threaded=False) for name in ("evaluate", "predict")]
     others = [Beside(lambda name=name: THREADED[name](other), threaded=True) for name in ("fit", "evaluate", "predict")]
-    trainer.fit(X, Y, verbose=0, callbacks=same + others)
+    after = Beside(lambda: THREADED["evaluate"](trainer), threaded=True)
+    trainer.fit(X, Y, verbose=0, callbacks=[*same, *others, after])
     for beside in same + others:
         assert not isinstance(beside.came_of_it, BaseException), beside.came_of_it
+    assert "in use by fit" in str(after.came_of_it)
 
 
 def test_two_threads_may_predict():

@@ -120,6 +120,23 @@ def test_a_loaded_optimizer_that_lost_its_state_with_lora_is_warned_of(tmp_path)
         np.testing.assert_allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5)
 
 
+def test_more_weights_to_train_than_the_file_has_state_of_are_warned_of(tmp_path):
+    """As where LoRA was on one layer of several."""
+    layers = [Inner() for _ in range(3)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    for layer in layers[:2]:
+        layer.dense.trainable = False
+    layers[2].dense.enable_lora(2)
+    fa.Trainer(model, keras.optimizers.Adam(0.1), "mse", jit_compile=False).fit(X, Y, epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Keras's own, while it loads
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert len(loaded.trainable_variables) > len(model.trainable_variables)
+    (said,) = warned(lambda: fa.Trainer(loaded, loaded.optimizer))
+    assert "starts afresh" in said
+
+
 @pytest.mark.parametrize("how", ["load_model", "load_weights"])
 def test_lora_that_keras_has_merged_is_warned_of(tmp_path, how):
     """Its matrices are both zero, so that neither is trained; given values, they are."""

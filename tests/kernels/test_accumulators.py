@@ -2,11 +2,13 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
 import fastaccum as fa
 from fastaccum.kernels import gradients
+from fastaccum.kernels.accumulators import Accumulators, accumulator_of
 from fastaccum.kernels.layer_stack import LayerStack
 
 K, B, D, DEPTH = 3, 2, 4, 2
@@ -94,3 +96,16 @@ def test_a_step_is_that_of_plain_autodiff(monkeypatch):
         tolerance = 1e-3 if form is in_float16 else 1e-5
         for mine, expected in zip(ours[form], theirs[form], strict=True):
             np.testing.assert_allclose(mine, expected, rtol=tolerance, atol=tolerance, err_msg=form.__name__)
+
+
+@pytest.mark.parametrize("added", range(3))
+def test_of_several_terms_all_but_the_one_that_a_kernel_adds_are_left_to_add(added):
+    with tf.Graph().as_default():
+        terms, total = [tf.fill([2], float(i)) for i in range(3)], tf.zeros([2])
+        variable = tf.Variable(total)
+        accumulators = Accumulators([variable], [total])
+        with accumulators.offered():
+            with_it = total + terms[added]
+            accumulator_of(variable).note(terms[added], with_it)
+        found, left = accumulators.with_added(tf.add_n(terms))
+    assert found is with_it and [*map(id, left)] == [id(t) for i, t in enumerate(terms) if i != added]
