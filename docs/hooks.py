@@ -1,4 +1,6 @@
-"""What the site needs beside mkdocs.yml: pages from outside docs/, and an entry in docs/api for every public name."""
+"""What the site needs beside mkdocs.yml: its version, pages from outside docs/, the looks of outputs, and an entry in
+docs/api for every public name.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,20 @@ OUTSIDE = "project"  # where what lies outside docs/ stands on the site
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 HELP = "<!-- help of every command -->"
 START = "<!-- README.md up to its second heading -->"
+TEXT = re.compile(r"^(<!-- output.*? -->\n+)?```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ALIGNED = 115  # letters in a line: a longer one is a sentence, and no row of a table
+THUMBNAIL = re.compile(r'^<div class="mkd-glr-thumbcontainer".*?^</div>\n', re.MULTILINE | re.DOTALL)
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.fastaccum")  # warnings fail a strict build
 warnings.simplefilter("ignore", DeprecationWarning)  # mkdocs shows other packages' in the output of the gallery
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the version beside the name, and the link to the repository where the package's metadata has one."""
+    package = metadata.metadata("fastaccum")
+    config.site_name = f"{config.site_name} {package['Version']}"
+    config.repo_url = dict(url.split(", ") for url in package.get_all("Project-URL", [])).get("Repository")
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -52,12 +66,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository become links between pages of the site."""
-    if page.file.src_uri.startswith("generated/"):
-        return markdown  # a page of the gallery leads to its own .py, to be downloaded
+    """Links between files of the repository become links between pages of the site, and outputs look like such."""
+    if page.file.src_uri.startswith("generated/"):  # a page of the gallery leads to its own .py, to be downloaded
+        return markdown if config.plugins["gallery"].config["plot_gallery"] else THUMBNAIL.sub("", markdown)
     uri = page.file.src_uri
     markdown = _for_page(markdown.replace(HELP, _help() if HELP in markdown else ""), _path(uri), uri)
-    return markdown.replace(START, _for_page(_start(), "README.md", uri)) if START in markdown else markdown
+    markdown = markdown.replace(START, _for_page(_start(), "README.md", uri)) if START in markdown else markdown
+    return TEXT.sub(_with_classes, markdown)
+
+
+def _with_classes(match: re.Match[str]) -> str:
+    """A block of text with the classes that docs/site.css knows."""
+    aligned = max(map(len, match[2].splitlines()), default=0) <= ALIGNED
+    return f"``` {{ .text{' .output' * bool(match[1])}{' .aligned' * aligned} }}\n{match[2]}```"
 
 
 def _for_page(text: str, path: str, uri: str) -> str:

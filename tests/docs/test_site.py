@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,3 +71,32 @@ def test_the_start_page_begins_as_readme_does(hooks):
 def test_links_between_files_lead_to_pages(hooks, page, link, on_the_site):
     page = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     assert hooks.on_page_markdown(link, page, None, None) == on_the_site
+
+
+def test_blocks_of_text_are_told_apart(hooks):
+    table, sentence = "a  1\nb  2\n", "Error: " + "very " * 30 + "wrong\n"
+    given = f"<!-- output, about -->\n```text\n{table}```\n\n```text\n{sentence}```\n\n```python\n{table}```\n"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="memory.md"))
+    expected = (
+        f"``` {{ .text .output .aligned }}\n{table}```\n\n``` {{ .text }}\n{sentence}```\n\n```python\n{table}```\n"
+    )
+    assert hooks.on_page_markdown(given, page, None, None) == expected
+
+
+@pytest.mark.parametrize("url", [None, "https://example.org/x"])
+def test_the_site_has_the_version_and_the_link_that_the_package_has(hooks, monkeypatch, url):
+    package = Message()
+    package["Version"] = "1.2.3"
+    if url:
+        package["Project-URL"] = f"Repository, {url}"
+    monkeypatch.setattr(hooks.metadata, "metadata", {"fastaccum": package}.__getitem__)
+    config = hooks.on_config(SimpleNamespace(site_name="name", repo_url=None))
+    assert (config.site_name, config.repo_url) == ("name 1.2.3", url)
+
+
+@pytest.mark.parametrize("ran", [True, False])
+def test_a_gallery_that_did_not_run_has_no_pictures(hooks, ran):
+    given = 'Text\n<div class="mkd-glr-thumbcontainer" tooltip="x">\n    <img src="a.png" />\n</div>\nMore\n'
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="generated/gallery/index.md"))
+    config = SimpleNamespace(plugins={"gallery": SimpleNamespace(config={"plot_gallery": ran})})
+    assert hooks.on_page_markdown(given, page, config, None) == (given if ran else "Text\nMore\n")
