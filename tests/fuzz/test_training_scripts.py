@@ -8,7 +8,7 @@ pytestmark = pytest.mark.fuzz
 
 
 def test_a_training_script(fuzzed):
-    fuzzed(given.script, 25)
+    fuzzed(given.script, 20)
 
 
 def test_a_wrong_formula_is_found():
