@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -583,6 +584,10 @@ def draw(rng: np.random.Generator) -> Call:
         arguments["epochs"] = "1"
     elif (feed == "'arrays'" or (feed == "'dataset'" and whole_steps)) and steps > 1 and chance(0.15):
         arguments["steps_per_epoch"] = str(int(rng.integers(1, steps + 1)))
+    if chance(0.2):
+        arguments["fits"] = "2"
+    if chance(0.2):
+        arguments["validate"] = "True"
     return Call("train", arguments, setup="\n".join([*pen.lines, *setup]))
 
 
@@ -609,6 +614,17 @@ def made(call: Call, policy: str | None = None) -> dict[str, Any]:
     return given | {name: space[name] for name in ("model", "x", "y", "w")}
 
 
+def _fit(fit: Callable[..., Any], given: dict[str, Any], rows: int, **options: Any) -> dict[str, list[float]]:
+    """Calls `fit`, as often as a script says, with batches of so many rows; the logs."""
+    logs: dict[str, list[float]] = {}
+    if "validate" in given:
+        options["validation_data"] = tuple(each for each in (given["x"], given["y"], given["w"]) if each is not None)
+    for _ in range(given.get("fits", 1)):
+        history = fit(**_feed(given, rows), epochs=given["epochs"], verbose=0, **options).history
+        logs = {name: logs.get(name, []) + values for name, values in history.items()}
+    return logs
+
+
 def _feed(given: dict[str, Any], rows: int) -> dict[str, Any]:
     """What `fit` takes: the data in batches of so many rows."""
     x, y, w = given["x"], given["y"], given["w"]
@@ -623,7 +639,9 @@ def _feed(given: dict[str, Any], rows: int) -> dict[str, Any]:
     parts = [tf.nest.map_structure(lambda a, i=i: a[i : i + rows], nest) for i in range(0, total, rows)]
     if given["feed"] == "PyDataset":
         return {"x": Batches(parts), "shuffle": False}
-    several = {"steps_per_epoch": len(parts)} if given["epochs"] > 1 else {}
+    several = (
+        {"steps_per_epoch": math.ceil(len(parts) / given["gradient_accumulation_steps"])} if given["epochs"] > 1 else {}
+    )
     return {"x": (each for _ in range(given["epochs"]) for each in parts), **several}
 
 
@@ -644,7 +662,10 @@ class _Steps(keras.callbacks.Callback):
 
     def __init__(self, sizes):
         super().__init__()
-        self.sizes, self.epochs = itertools.cycle(sizes), []
+        self.all_sizes, self.epochs = sizes, []
+
+    def on_train_begin(self, logs=None):
+        self.sizes = itertools.cycle(self.all_sizes)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs.append([])
@@ -663,15 +684,12 @@ class _Steps(keras.callbacks.Callback):
 def ours(call: Call) -> Trained:
     """The script with `fa.Trainer`, over micro-batches."""
     given = made(call)
-    model, accumulation = given["model"], given["gradient_accumulation_steps"]
+    model = given["model"]
     before = model.get_weights()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fa.Trainer(model, **{name: given[name] for name in _OF_TRAINER if name in given})
-        feed = _feed(given, given["batch_size"])
-        if given["feed"] == "generator" and "steps_per_epoch" in feed:
-            feed["steps_per_epoch"] = math.ceil(feed["steps_per_epoch"] / accumulation)
-        history = trainer.fit(**feed, epochs=given["epochs"], verbose=0).history
+        history = _fit(trainer.fit, given, given["batch_size"], validation_batch_size=given["batch_size"])
         data = {"x": given["x"], "y": given["y"], "sample_weight": given["w"], "batch_size": given["batch_size"]}
         evaluated = trainer.evaluate(**data, verbose=0, return_dict=True) if given["evaluate"] else {}
     said = [str(each.message) for each in caught if "fastaccum" in str(each.filename) or "Trainer" in str(each.message)]
@@ -709,7 +727,7 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
         given["feed"] = "PyDataset"
     total = len(tf.nest.flatten(given["x"])[0])
     steps = _Steps([min(rows, total - i) for i in range(0, total, rows)])
-    history = model.fit(**_feed(given, rows), epochs=given["epochs"], verbose=0, callbacks=[steps]).history
+    history = _fit(model.fit, given, rows, callbacks=[steps], validation_batch_size=total)
     after, evaluated = model.get_weights(), {}
     if result is not None and given["evaluate"]:
         model.set_weights(result.after)
