@@ -179,7 +179,7 @@ class Losses:
         for i, o in enumerate(self.outputs):
             if o.power is not None:
                 own = batch.y_pred[o.position].shape[0]
-                all_rows = own * self.replicas if rows is None else tf.maximum(rows, 1.0)
+                all_rows = own * self.replicas if rows is None else rows
                 loss_sum, weight_sum = terms[i].loss_sum * (all_rows / own) ** o.power, terms[i].weight_sum
                 if o.loss.reduction == "sum":
                     counted = tf.ones([own]) if valid is None else tf.cast(valid, tf.float32)

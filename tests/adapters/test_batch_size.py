@@ -104,6 +104,7 @@ def require_equal(make, *, y=Y, weights=None, trainer=None, **losses):
     for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6)
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+    assert logs["loss_scale"] in ([1.0], [8.0])  # that of the beginning
     evaluated = [each.evaluate(X, y, batch_size=10, verbose=0) for each in (theirs, trainer)]
     np.testing.assert_allclose(evaluated[1], evaluated[0], rtol=1e-5)
 
@@ -117,6 +118,7 @@ def test_the_power_of_the_rows_is_found(name):
 
 
 twin = pytest.mark.twin
+SCALE = fa.DynamicLossScale(8.0)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,9 @@ def test_a_power_of_the_rows_is_that_of_the_whole_update(name, reduction):
 
 
 @pytest.mark.parametrize(
-    "trainer", [{"steps_per_execution": 2}, pytest.param({"jit_compile": True}, marks=twin)], ids=str
+    "trainer",
+    [{"steps_per_execution": 2, "loss_scale": SCALE}, pytest.param({"jit_compile": True}, marks=twin)],
+    ids=lambda options: next(iter(options)),
 )
 def test_functions_in_several_steps_of_a_dispatch_and_in_xla(trainer):
     require_equal(model, loss=LOSSES["ops.size"][0], trainer=trainer)
