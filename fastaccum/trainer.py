@@ -657,11 +657,11 @@ def plan(
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...).")
     asked = {"global_batch_size": global_batch_size, "memory_limit": memory_limit, "recompute": recompute}
-    return _plan(trainer, sample, **asked, verbose=verbose)
+    return _plan(trainer, sample, {**asked, "verbose": verbose})
 
 
 @workers.connected
-def _plan(trainer: Trainer, sample: Any, **asked: Any) -> Plan:
+def _plan(trainer: Trainer, sample: Any, asked: dict[str, Any]) -> Plan:
     if hasattr(sample, "__next__") or isinstance(with_sequences(sample), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
     with checks.naming("sample"):
