@@ -43,8 +43,9 @@ class Recorder(keras.callbacks.Callback):
         self.logs: Mapping[str, Any] = {}
 
     def get_state(self) -> dict[str, Any]:
-        """Where in the run and in its rows a checkpoint stands; all else that a resumed run needs is in metrics.csv."""
-        return {"steps": self.steps, "row_began": self.row_began}
+        """Where in the run and its rows a checkpoint stands, and whose; all else that is needed is in metrics.csv."""
+        rows = [str(sorted(row.items())) for row in self.folder.rows if row["step"] <= self.row_began]
+        return {"steps": self.steps, "row_began": self.row_began, "run": self.run.identity, "rows": rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Puts that back; ValueError if it is nothing that `get_state` returns."""

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import platform
+import secrets
 import shutil
 import sys
 import textwrap
@@ -42,11 +43,12 @@ MOST_FILES = 10_000  # that config.json lists
 class Run:
     """All that a run needs, made from the options and checked: text, model, trainer.
 
-    A run that is resumed has in `rows` what metrics.csv holds so far.
+    A run that is resumed has in `rows` what metrics.csv holds so far. Checkpoints carry its `identity`.
     """
 
     def __init__(self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None):
         self.options, self.rows = options, rows
+        self.identity: str = getattr(options, "identity", None) or secrets.token_hex(8)
         options.steps = options.steps or STEPS
         self.steps_per_row = math.ceil(options.steps / ROWS)
         keras.utils.set_random_seed(options.seed)
@@ -85,6 +87,7 @@ class Run:
         options |= {"precision": self.precision, "steps": steps}
         return {
             **options,
+            "run": self.identity,
             "options_sha256": hashlib.sha256(json.dumps(options).encode()).hexdigest(),
             # Absolute: the run may be resumed from another working directory.
             "paths": [str(Path(path).resolve()) for path in self.options.paths],
@@ -138,7 +141,7 @@ def resumed(options: argparse.Namespace) -> Run:
     path, asked = Path(options.resume), options.steps
     file = repr(str(path / "config.json"))
     config = run_folder.read_config(path)
-    if missing := sorted({*OPTIONS, "paths", *SAME} - config.keys()):
+    if missing := sorted({*OPTIONS, "run", "paths", *SAME} - config.keys()):
         raise ValueError(
             f"{file} lacks {', '.join(missing)}: the run cannot be resumed. The file is of another version of "
             "fastaccum, or was edited"
@@ -156,6 +159,7 @@ def resumed(options: argparse.Namespace) -> Run:
     if asked and asked < steps:
         raise ValueError(f"--steps {asked}: the run in {path} is one of {steps:,} steps: give more, to extend it")
     parsed.steps = asked or steps
+    parsed.identity = config["run"]
     run = Run(parsed, run_folder.read_rows(path, steps))
     now = run.config_of(steps)
     if other := sorted(config.keys() ^ now.keys()):
@@ -171,8 +175,12 @@ def resumed(options: argparse.Namespace) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
         found = store.latest(path / run_folder.CHECKPOINTS)
-    if found and "row_began" not in found.manifest["callbacks"].get("Recorder", {}).get("state", {}):
-        raise ValueError(f"{found.path} is of another version of fastaccum, and this one cannot continue it")
+    state = found.manifest["callbacks"].get("Recorder", {}).get("state", {}) if found else {}
+    if found and (state.get("run") != run.identity or not isinstance(state.get("rows"), list)):
+        raise ValueError(f"{found.path} is another run's, or is of another version of fastaccum: move it elsewhere")
+    for row, saved in zip(run.rows or (), state.get("rows", ()), strict=False):
+        if str(sorted(row.items())) != saved:
+            raise ValueError(f"{str(path / 'metrics.csv')!r}: this run wrote no row {row}: remove the file")
     say("resuming", f"{path}: " + (f"{found.step:,} steps are done" if found else "no checkpoint, so from the start"))
     if parsed.steps > steps:
         rate = "the learning rate now follows the schedule of the longer run"

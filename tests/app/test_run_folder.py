@@ -14,7 +14,7 @@ import pytest
 
 from fastaccum import cli, lines
 from fastaccum.app import options, output, run_folder, train
-from fastaccum.app.run import Run
+from fastaccum.app.run import Run, resumed
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import NAME, FolderLock
@@ -188,13 +188,13 @@ def test_what_is_not_the_runs_own_is_refused(run, tmp_path, capsys, name, kind):
     assert (outside / "file").read_text() == "theirs"
 
 
-def test_a_checkpoint_of_another_version(run, capsys, monkeypatch):
-    manifest = {"callbacks": {"Recorder": {"kind": None, "state": {}}}}
-    found = store.Checkpoint(run / "checkpoints" / "step-00000007", manifest)
+@pytest.mark.parametrize("state", [{}, {"steps": 7, "row_began": 6, "run": "another", "rows": []}])
+def test_a_checkpoint_of_another_version_or_run(run, capsys, monkeypatch, state):
+    found = store.Checkpoint(run / "checkpoints" / "step-00000007", {"callbacks": {"Recorder": {"state": state}}})
     monkeypatch.setattr(store, "latest", lambda _: found)
     before = (run / "config.json").read_bytes()
     errors = refusal(capsys, "train", "--resume", "run", "--steps", "20")
-    assert f"{found.path.relative_to(run.parent)} is of another version of fastaccum" in errors
+    assert "step-00000007 is another run's, or is of another version of fastaccum" in errors
     assert (run / "config.json").read_bytes() == before
 
 
@@ -235,6 +235,30 @@ def test_folders_that_tensorflow_cannot_write_to(tmp_path, monkeypatch, capsys, 
     with open("text.txt", "wb") as file:
         file.write(TEXT)
     assert len(Run(options.make_parser().parse_args(["train", "../" + name])).config["files"]) == 1
+
+
+def test_rows_of_another_run(run, began, capsys, monkeypatch):
+    """Its own are known by the checkpoint, whether the last is cut short or was written after it; others are not."""
+    own, others = [
+        [{n: of(1) for n, of in run_folder.COLUMNS.items()} | {"step": step, "seconds": seconds} for step in (1, 2)]
+        for seconds in (1.0, 2.0)
+    ]
+    state = {"steps": 1, "row_began": 1, "run": began["run"], "rows": [str(sorted(own[0].items()))]}
+    found = store.Checkpoint(
+        run / "checkpoints" / "step-00000001", {"callbacks": {"Recorder": {"state": state}}, "progress": {"step": 1}}
+    )
+    monkeypatch.setattr(store, "latest", lambda _: found)
+    for rows, is_own in ((own, True), (own[:1], True), ([], True), (others, False), ([others[0], own[1]], False)):
+        (run / "metrics.csv").unlink(missing_ok=True)
+        with (folder := RunFolder(run, began)).held:
+            for row in rows:
+                folder.add_row(row)
+        parsed = options.make_parser().parse_args(["train", "--resume", "run"])
+        if is_own:
+            assert resumed(parsed).rows == rows
+        else:
+            errors = refusal(capsys, "train", "--resume", "run")
+            assert "run/metrics.csv': this run wrote no row {'step': 1, 'seconds': 2.0, " in errors
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.csv"])

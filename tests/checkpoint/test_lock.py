@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import multiprocessing
 import os
 import platform
@@ -146,6 +147,25 @@ def test_a_lock_is_not_taken_from_one_that_took_it_meanwhile(tmp_path):
     first.release()
     assert names(tmp_path) == [lock.NAME]
     second.release()
+
+
+def test_a_lock_on_a_file_that_its_holder_removes_meanwhile_is_none(tmp_path, monkeypatch):
+    """The holder leaves after another has opened the file, and before that one locks it: a third must see a lock."""
+    first, second, flock = FolderLock(tmp_path), FolderLock(tmp_path), fcntl.flock
+    first.acquire()
+
+    def release_first(descriptor, operation):
+        monkeypatch.undo()
+        first.release()
+        return flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", release_first)
+    second.acquire()
+    assert fcntl.flock is flock and names(tmp_path) == [lock.NAME]
+    with pytest.raises(FolderInUseError):
+        FolderLock(tmp_path).acquire()
+    second.release()
+    assert names(tmp_path) == []
 
 
 def plant(kind, path, elsewhere):
