@@ -43,11 +43,13 @@ def read(path: Path) -> dict[str, Any]:
             raise CorruptCheckpointError("it is not a directory")
         content = files.read(path / MANIFEST, LARGEST)
         manifest = json.loads(content.decode(), object_pairs_hook=files.without_twins)
-        if not isinstance(manifest, dict) or "sha256" not in manifest or type(manifest.get("format")) is not int:
-            raise CorruptCheckpointError(f"{MANIFEST} does not have this format: it has no format and sha256")
-        if manifest.pop("sha256") != digest(manifest):
+        if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
+            raise CorruptCheckpointError(f"{MANIFEST} does not have this format: it has no number of one")
+        if manifest["format"] > FORMAT:  # which may be sealed otherwise
+            raise IncompatibleCheckpointError(_of_another_version(path, manifest))
+        if manifest.pop("sha256", None) != digest(manifest):
             raise CorruptCheckpointError(f"{MANIFEST} was changed after it was written: its checksum differs")
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, IncompatibleCheckpointError):
         raise
     except OSError as error:
         raise CorruptCheckpointError(f"{Path(error.filename or path).name}: {error.strerror}") from error

@@ -104,21 +104,36 @@ def test_another_versions_checkpoint_that_comes_later_is_not_removed(run, tmp_pa
         def on_train_batch_end(self, batch, logs=None):
             if not theirs.exists() or store.latest(run.folder).step > 4:
                 shutil.copytree(run.folder / "step-00000004", theirs)
-                edit_manifest(theirs, lambda manifest: manifest.update(format=3))
+                edit_manifest(theirs, lambda manifest: manifest.update(format=4))
 
     if step == 2:
         shutil.rmtree(theirs)
         run.fit(tmp_path, Comes(), keep=1)
     else:
-        with pytest.raises(RuntimeError, match=r"step 8 could not be written .* has format 3, written by python "):
+        with pytest.raises(RuntimeError, match=r"step 8 could not be written .* has format 4, written by python "):
             run.fit(tmp_path, Comes(), keep=1)
-    assert json.loads((theirs / "manifest.json").read_text())["format"] == 3
+    assert json.loads((theirs / "manifest.json").read_text())["format"] == 4
 
 
-def test_a_damaged_checkpoint_of_another_version_is_passed_over(run, tmp_path):
+@pytest.mark.parametrize("seal", ["another", "none"])
+def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path, seal):
+    """It may be sealed otherwise: it is refused, not passed over, and stays."""
+    run.begin(tmp_path)
+    file = store.paths(tmp_path)[0] / "manifest.json"
+    manifest = {**json.loads(file.read_text()), "format": 4, "sha256": "sealed otherwise"}
+    if seal == "none":
+        del manifest["sha256"]
+    file.write_text(json.dumps(manifest))
+    before, weights = content(tmp_path), bits(run.trainer)
+    with pytest.raises(IncompatibleCheckpointError, match=r"has format 4, written by python .*this version reads 2"):
+        run.fit(tmp_path, keep=1)
+    assert content(tmp_path) == before and bits(run.trainer) == weights
+
+
+def test_a_damaged_checkpoint_of_an_older_version_is_passed_over(run, tmp_path):
     run.begin(tmp_path)
     newest = store.paths(tmp_path)[0]
-    edit_manifest(newest, lambda manifest: manifest.update(format=3))
+    edit_manifest(newest, lambda manifest: manifest.update(format=1))
     (newest / "manifest.json").write_text((newest / "manifest.json").read_text().replace('"step": 4', '"step": 5'))
     with pytest.warns(RuntimeWarning, match="passed over: manifest.json was changed"):
         run.goes_on(tmp_path)
