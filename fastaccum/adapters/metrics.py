@@ -9,15 +9,22 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
+from fastaccum.adapters import coupling
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known
 from fastaccum.adapters.packages import kinds, of_keras
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
+
+_AXES = (  # of weights, behind that of the rows: none, as many as y has, or those that a metric flattens
+    lambda y_true, y_pred: (),
+    lambda y_true, y_pred: (1,) * (min(len(y_true), len(y_pred)) - 1),
+    lambda y_true, y_pred: y_true[1:],
+    lambda y_true, y_pred: y_true[1:-1],
+)
 
 
 class Metrics:
@@ -33,14 +40,12 @@ class Metrics:
         self.user = _of_keras_3(metrics), _of_keras_3(weighted_metrics)
         self.compiled: CompileMetrics  # from `build` on
         self.own: list[Any] = []
+        self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the metric
         # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
         self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
 
     def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = (), own: Sequence[Any] = ()) -> None:
-        """Creates the metrics' variables; `y_true` holds specs of one batch of targets, `taken` names in the logs.
-
-        `own` are metrics that the model updates itself, reset and logged with the others.
-        """
+        """Creates variables, for specs of a batch of targets; `own` are the model's, `taken` are names in the logs."""
         self.own = list(own)
         targets = outputs.targets(y_true) if self.given else outputs.specs
         named = zip(("metrics", "weighted_metrics"), self.user, strict=True)
@@ -57,16 +62,16 @@ class Metrics:
         placed = [*self._plain, *self._weighted]
         for metric in (metrics := [metric for _, metric in placed]):
             if sum(metric is each for each in metrics) > 1:
-                raise ValueError(
-                    f"The metric {metric.name!r} is given twice, and would count all rows twice: pass two."
-                )
+                raise ValueError(f"The metric {metric.name!r} is given twice, and would count rows twice: pass two.")
+        self._axes = {}
         for i, metric in placed:
+            y = targets[i], outputs.specs[i]
+            specs = [tf.TensorSpec([n or a + 2 for a, n in enumerate(t.shape)], t.dtype) for t in y]
             if isinstance(metric, _LegacyMetric):
-                metric.build(targets[i], outputs.specs[i])
-            elif not (of_keras(type(metric)) and getattr(metric, "_built", True)):
-                _make_variables(metric, targets[i], outputs.specs[i])
-        with checks.naming("metrics"):
-            self._by_batch = any(_one_value(metric, targets[i], outputs.specs[i]) for i, metric in placed)
+                metric.build(*specs)
+            if operation := _mixing(metric, *specs):
+                self.mixing[metric.name] = operation
+            self._axes[id(metric)] = _weight_axes(metric, *specs)
         self._named = self._with_names(outputs, taken)
 
     @property
@@ -112,33 +117,30 @@ class Metrics:
 
     @property
     def need_exact_rows(self) -> bool:
-        """Whether padded rows cannot be kept from some metric by a weight of 0.
-
-        True for a metric of the user's own class, which may ignore `sample_weight`, and for a function that returns
-        one value for a whole batch.
-        """
-        metrics = self.compiled.metrics
-        return self._by_batch or bool(self.own) or not all(of_keras(type(getattr(m, "legacy", m))) for m in metrics)
+        """Whether a weight of 0 does not keep padded rows from some metric, or may not: one of the user's own class."""
+        return bool(self.own or self.mixing) or not all(self._axes.values())
 
     @property
     def unknown_states(self) -> list[str]:
-        """Names of metrics whose state may not be a sum over rows, from zero: those of the user's own classes, but for
-        what derives from Keras's Mean and Sum.
-        """
+        """Names of metrics whose state may be no sum over rows: those of the user's classes, but for Means and Sums."""
         sums = keras.metrics.Mean, keras.metrics.Sum
         metrics: list[Any] = [*self.compiled.metrics, *self.own]
         return [*(m.name for m in metrics if not (of_keras(type(m)) or isinstance(m, sums)))]
 
     def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
         """Updates every metric with one micro-batch's valid rows."""
-        if self.need_exact_rows:
-            valid = None
+        valid = None if self.need_exact_rows else valid
         for metrics, weights in ((self._plain, None), (self._weighted, batch.sample_weight)):
             for i, metric in metrics:
-                rows = _row_weight(valid, batch.y_pred[i], None if weights is None else weights[i])
-                keywords = {} if rows is None else {"sample_weight": rows}
-                with checks.naming(f"metrics: {metric.name!r}, called with y of shape {batch.y_true[i].shape}"):
-                    metric.update_state(batch.y_true[i], batch.y_pred[i], **keywords)
+                y_true, y_pred = batch.y_true[i], batch.y_pred[i]
+                with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
+                    axes = self._axes[id(metric)]
+                    if axes is False and y_true.shape[0] == y_pred.shape[0]:  # nor by the chance of so many rows
+                        coupling.traced(lambda y, m=metric: m.update_state(*y, sample_weight=None), (y_true, y_pred))
+                    inner = (axes or _AXES[0])(y_true.shape, y_pred.shape)
+                    weight = _row_weight(metric, y_pred, valid, None if weights is None else weights[i], inner)
+                    keywords = {} if weight is None and axes is None else {"sample_weight": weight}
+                    metric.update_state(y_true, y_pred, **keywords)
 
     def result(self, training: bool) -> dict[str, tf.Tensor]:
         """Every metric's value by its log name."""
@@ -191,7 +193,8 @@ class _LegacyMetric(keras.metrics.Metric):
         def update(y_true, y_pred, sample_weight):
             legacy.update_state(y_true, y_pred, sample_weight=sample_weight)
 
-        self._update, self._result = update, tf.function(legacy.result)
+        by_itself = of_keras(type(legacy)) and of_keras(getattr(legacy, "_fn", type(legacy)))
+        self._update, self._result = legacy.update_state if by_itself else update, tf.function(legacy.result)
 
     @property
     def variables(self) -> list[Any]:
@@ -199,17 +202,11 @@ class _LegacyMetric(keras.metrics.Metric):
 
     def build(self, y_true: Any, y_pred: Any) -> None:
         """Makes the variables that the metric makes at its first update."""
-        self.legacy.update_state(*(tf.zeros([1, *t.shape[1:]], t.dtype) for t in (y_true, y_pred)))
+        self.update_state(*(tf.zeros([2, *t.shape[1:]], t.dtype) for t in (y_true, y_pred)))
         self.reset_state()
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        if len(y_true.shape) == 1 and len(y_pred.shape) == 2 and y_pred.shape[-1] == 1:
-            y_true = y_true[:, tf.newaxis]
-        mask = mask_of(y_pred)
-        if mask is not None:
-            mask = tf.cast(mask, tf.float32)
-            sample_weight = mask if sample_weight is None else sample_weight * mask
-        self._update(y_true, y_pred, sample_weight)
+        self._update(_expanded(y_true, y_pred), y_pred, sample_weight)
 
     def result(self) -> Any:
         return self._result()
@@ -224,6 +221,11 @@ class _LegacyMetric(keras.metrics.Metric):
     def from_config(cls, config: dict[str, Any]) -> _LegacyMetric:
         legacy = config["legacy"]
         return cls(type(legacy).from_config(legacy.get_config()))
+
+
+def _expanded(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    """The targets as tf_keras hands them to a metric."""
+    return y_true[:, tf.newaxis] if len(y_true.shape) == 1 and len(y_pred.shape) == 2 else y_true
 
 
 def _of_keras_3(metrics: Any) -> Any:
@@ -258,32 +260,51 @@ def _anew(metric: Any) -> Any:
     return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
 
 
-def _row_weight(valid: tf.Tensor | None, prediction: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor | None:
-    """`weight` with 0 for padded rows, at a rank that Keras can multiply with the prediction's mask."""
-    factors = [tf.cast(each, tf.float32) for each in (valid, weight) if each is not None]
+def _row_weight(metric: keras.Metric, prediction: tf.Tensor, valid: Any, weight: Any, axes: Sequence[int]) -> Any:
+    """`weight` with 0 for padded rows, and with the `axes` that the metric wants, or of the mask that it multiplies."""
+    dtype = metric.dtype if weight is None else tf.float32
+    factors = [tf.cast(each, dtype) for each in (valid, weight) if each is not None]
+    mask = mask_of(prediction)
+    if mask is not None and isinstance(metric, _LegacyMetric):
+        factors.append(tf.cast(mask, dtype))
+    elif mask is not None and isinstance(metric, keras.metrics.MeanMetricWrapper):
+        axes = mask.shape[1:]
     if not factors:
         return None
-    mask = mask_of(prediction)
-    if mask is not None:
-        factors.append(tf.ones(mask.shape))
+    factors.append(tf.ones([1, *axes], dtype))
     rank = max(factor.shape.rank for factor in factors)
     return functools.reduce(
         tf.multiply, (tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors)
     )
 
 
-def _make_variables(metric: keras.Metric, y_true: Any, y_pred: Any) -> None:
-    """Makes the variables that a metric makes at its first update, as F1Score and R2Score do: a checkpoint holds those
-    that there are before a step.
-    """
-    specs = [tf.TensorSpec(each.shape, each.dtype) for each in (y_true, y_pred)]
-    with contextlib.suppress(Exception):  # which the step itself tells of, if its shapes do not settle it
-        tf.function(lambda *batch: metric.update_state(*batch), autograph=False).get_concrete_function(*specs)
+def _mixing(metric: Any, *specs: tf.TensorSpec) -> str | None:
+    """By what a metric's function makes of a row what depends on others, where a trace shows it."""
+    wrapper = getattr(metric, "legacy", metric)
+
+    def values(pair: Sequence[tf.Tensor]) -> Any:
+        if isinstance(metric, _LegacyMetric):  # which makes them alike
+            pair = [tf.cast(each, metric.dtype) for each in (_expanded(*pair), pair[1])]
+            rank = min(len(each.shape) for each in pair)
+            pair = [t[..., 0] if len(t.shape) > rank and t.shape[-1] == 1 else t for t in pair]
+        return wrapper._fn(*pair, **wrapper._fn_kwargs)
+
+    with contextlib.suppress(Exception):  # of one without a function, or whose function is of a fixed number of rows
+        traced = coupling.traced(values, specs)
+        has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
+        return coupling.mixing(traced.graph) or (None if has_rows else metric.name)
+    return None
 
 
-def _one_value(metric: keras.Metric, y_true: Any, y_pred: Any) -> bool:
-    """Whether a metric made from a user's function averages over the batch by itself."""
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or of_keras(metric._fn):
-        return False
-    value: Any = compute_output_spec(metric._fn, y_true, y_pred, **metric._fn_kwargs)
-    return len(getattr(value, "shape", ())) == 0  # it may be a number
+def _weight_axes(metric: Any, *specs: tf.TensorSpec) -> Any:
+    """Which of `_AXES` a metric takes, by a trace of a telling number of rows; else False, or None if not Keras's."""
+    with contextlib.suppress(Exception):  # the variables of a first update are there before a step, to be saved
+        coupling.traced(lambda pair: metric.update_state(*pair), specs)
+    wrapper = getattr(metric, "legacy", metric)
+    for axes in _AXES if of_keras(type(wrapper)) else ():
+        with contextlib.suppress(Exception):
+            shape = [coupling.TELLING_ROWS, *axes(*(spec.shape for spec in specs))]
+            update = lambda y, s=shape: metric.update_state(*y, sample_weight=tf.ones(s, metric.dtype))  # noqa: E731
+            if coupling.square(coupling.traced(update, specs).graph) is None:
+                return axes
+    return False if of_keras(type(wrapper)) and of_keras(getattr(wrapper, "_fn", type(wrapper))) else None

@@ -119,6 +119,7 @@ class ReplicatedStep:
             "statistics": [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics],
             "loss_sum": sums.loss_sum,
             "weight_sum": sums.weight_sum,
+            "rows": objective.rows(stacks),
             **self._common(reached),
         }
         return shared, {"state": state, "seen": self.running.index_checks.seen()}
@@ -130,7 +131,7 @@ class ReplicatedStep:
         scale = self.cycle.loss_scale.scale()
         sums = Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {})
         all_work = tf.equal(shared["working"], float(self._replicas.count))
-        result = self.running.add_step(scale, self.cycle.finish(sums, accepted=all_work & in_range))
+        result = self.running.add_step(scale, self.cycle.finish(sums, accepted=all_work & in_range), shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 
     def _summed(self, *stacks: Batch) -> tuple[dict[str, Any], tf.Tensor]:

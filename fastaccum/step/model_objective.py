@@ -78,10 +78,9 @@ class ModelObjective(Objective):
     def terms(
         self, batch: Batch, training: bool, observe: bool = True, prepared: list[tf.Tensor] | None = None
     ) -> tuple[list[Term], Any]:
-        """Every output's loss sum and weight sum, then those of other losses; and what the model returned.
-
-        With `observe` the ids that embeddings look up are checked. A `compute_loss` of the model's own takes part of
-        a step in training, whose denominators are `prepared`, and else of the micro-batch by itself.
+        """Every output's loss sum and weight sum, then those of other losses; and what the model returned. With
+        `observe` the ids that embeddings look up are checked. A `compute_loss` of the model's own takes part of a step
+        in training, whose denominators are `prepared`, and else of the micro-batch by itself.
         """
         checks = self.running.index_checks
         with contextlib.ExitStack() as scopes:
@@ -173,10 +172,8 @@ class ModelObjective(Objective):
             return weight * only.loss_sum, only.weight_sum
         *denominators, all_rows = prepared
         rows = _rows(batch)
-        # The shares of a step's micro-batches in a sum add up to one.
-        share = tf.math.divide_no_nan(rows, all_rows)  # a step may be without rows
-        counts = [share if r == "sum" else t.weight_sum for t, r in zip(terms, self.reductions, strict=True)]
-        self.running.add_terms(terms, counts)
+        parts = [tf.math.divide_no_nan(t.loss_sum, d) for t, d in zip(terms, denominators, strict=True)]
+        self.running.add_parts(parts, rows, all_rows)
         # A `compute_loss` of the model's own has those of the outputs in it.
         first = 0 if self.own is None else len(self.losses.outputs)
         total = _weighted(self.term_weights[first:], terms[first:], denominators[first:])
@@ -194,10 +191,8 @@ class ModelObjective(Objective):
             yield
 
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
-        """Each term's denominator and the number of valid rows, where there are several terms.
-
-        Several losses, each with a denominator of its own, share one accumulator only if the denominators are known
-        before the first gradient. XLA drops from the counting pass whatever they do not depend on.
+        """Each term's denominator and the number of valid rows, where there are several terms: they share one
+        accumulator only if these are known before the first gradient. XLA drops what the count does not depend on.
         """
         if (found := self.model.row_counter) and sum(map(trip_count, stacks)) * self.losses.replicas > 1:
             warnings.warn(
@@ -228,6 +223,10 @@ class ModelObjective(Objective):
 
         with restored([*self.state, *self.model.metric_variables]):
             return _sum_over(stacks, count, len(self.term_weights) + 1)
+
+    def rows(self, stacks: Sequence[Batch]) -> tf.Tensor:
+        """The number of valid rows in the stacks."""
+        return tf.add_n([_rows(stack, axes=2) for stack in stacks])
 
     def observe_labels(self, stacks: Sequence[Batch]) -> None:
         """Checks the class indices among the targets, but for those that are only found in a micro-batch."""
@@ -344,7 +343,7 @@ def _targets(batch: Batch) -> Any:
     return batch.y if tf.nest.flatten(batch.y) else None
 
 
-def _rows(batch: Batch) -> tf.Tensor:
+def _rows(batch: Batch, axes: int = 1) -> tf.Tensor:
     if batch.mask is None:
-        return tf.constant(float(tf.nest.flatten(batch.x)[0].shape[0]))
+        return tf.constant(float(math.prod(tf.nest.flatten(batch.x)[0].shape[:axes])))
     return tf.reduce_sum(tf.cast(batch.mask, tf.float32))

@@ -63,7 +63,8 @@ class ModelStep:
     # Compiled.
 
     def _run(self, *stacks: Batch) -> StepResult:
-        return self.running.add_step(self.cycle.loss_scale.scale(), self.cycle.run(*stacks))
+        scale, rows = self.cycle.loss_scale.scale(), self.objective.rows(stacks)
+        return self.running.add_step(scale, self.cycle.run(*stacks), rows)
 
     def _execute(self, *stacks: Batch) -> Executed:
         """One train step on the stacks, one after the other, and the logs so far."""

@@ -16,12 +16,15 @@ from fastaccum.step.model_objective import ModelObjective
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """Traces one micro-batch like `sample`, a nest of specs, where the model computes losses or metrics itself.
 
-    Notes what its `compute_metrics` returns; warns of losses that are no sum or mean over rows, and names them. Raises
-    ValueError for a `compute_loss` whose weights normalise a sum over the batch, or that assigns what no step could
-    restore.
+    Notes what its `compute_metrics` returns; warns of losses, and of metrics where a full batch has several parts, that
+    are no sum or mean over rows, and names the losses. Raises ValueError for a `compute_loss` whose weights normalise
+    a sum over the batch, or that assigns what no step could restore.
     """
     for output, operation in objective.losses.mixing.items():
         _warn(f"The loss of output {output!r}", operation)
+    if objective.options.gradient_accumulation_steps * objective.losses.replicas > 1:
+        for name, operation in objective.metrics.mixing.items():
+            _warn(f"The metric {name!r}", operation)
     mixing = [f"the loss of output {output!r}" for output in objective.losses.mixing]
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return mixing
@@ -79,7 +82,7 @@ def _require_sums(objective: ModelObjective, traced: Any) -> list[str]:
 def _warn(what: str, operation: str) -> None:
     warnings.warn(
         f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}): here it is that of "
-        "each micro-batch, averaged by rows. A mean over some rows or tokens: pass a Keras loss, and tell it of them "
+        "each micro-batch, averaged. A mean over some rows or tokens: pass a Keras loss or metric, and tell it of them "
         "by sample_weight, with reduction='mean_with_sample_weight'. A comparison of rows: of as many as batch_size.",
         stacklevel=2,
     )

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.losses import Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.step.guards import IndexChecks, StuckSteps
 from fastaccum.step.train_step import StepResult
@@ -25,9 +24,7 @@ class Executed(NamedTuple):
 
 
 class RunningState:
-    """Means of the losses (of each output, where there are several) and metrics since the last reset, skipped steps,
-    and the guards.
-    """
+    """Means of losses, in which a step counts by its rows as in Keras, and metrics; skipped steps, and the guards."""
 
     def __init__(self, loss_names: Sequence[str], metrics: Metrics, index_checks: IndexChecks, stuck_steps: StuckSteps):
         self.metrics, self.index_checks, self.stuck_steps = metrics, index_checks, stuck_steps
@@ -42,10 +39,7 @@ class RunningState:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """What a checkpoint saves of it.
-
-        Not the stuck steps: who resumes training that was stuck may have mended the cause.
-        """
+        """What a checkpoint saves of it: no stuck steps, whose cause may have been mended before a resume."""
         means = [v.value for mean in (self.loss, *self.losses.values()) for v in mean.variables]
         return [*means, *self.metrics.variables, self.skipped, *self.index_checks.variables]
 
@@ -56,24 +50,23 @@ class RunningState:
         self.metrics.reset()
         self.skipped.assign(0)
         self.stuck_steps.start_epoch()
-        # What a fit that broke off had seen is not this one's.
-        self.index_checks.reset()
+        self.index_checks.reset()  # what a fit that broke off had seen is not this one's
 
     def fine(self) -> tf.Tensor:
         """Whether steps may be applied: bool scalar."""
         return self.index_checks.in_range() & self.stuck_steps.running()
 
-    def add_terms(self, terms: Sequence[Term], counts: Sequence[tf.Tensor]) -> None:
-        """Adds one micro-batch's losses to the means, each by what it counts for."""
-        for mean, term, count in zip(self.losses.values(), terms, counts, strict=False):
-            mean.update_state(tf.math.divide_no_nan(term.loss_sum, count), count)
+    def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
+        """Adds what the `rows` of one micro-batch are of each loss of a step of `all_rows` to the means."""
+        for mean, part in zip(self.losses.values(), parts, strict=False):
+            mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 
-    def add_step(self, scale: tf.Tensor, result: StepResult) -> StepResult:
-        """Counts a train step, which began with the loss scale `scale`; returns its result."""
+    def add_step(self, scale: tf.Tensor, result: StepResult, rows: tf.Tensor) -> StepResult:
+        """Counts a train step of so many rows, which began with the loss scale `scale`; returns its result."""
         valid = tf.not_equal(result.weight, 0.0)
         skipped = ~result.grads_finite & valid
         self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)
-        self.loss.update_state(result.loss, result.weight)
+        self.loss.update_state(result.loss, rows)
         self.skipped.assign_add(tf.cast(skipped, tf.int64))
         return result
 
@@ -90,10 +83,7 @@ class RunningState:
         return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine)
 
     def savable(self) -> bool:
-        """Whether training could go on from here: not while steps are skipped until an error that is still to be read.
-
-        Raises ValueError if indices out of range were seen, which would keep every later step from being applied.
-        """
+        """Whether training could go on: not while all steps are skipped. Raises ValueError for indices out of range."""
         if self.stuck_steps.since_end(self.stuck_steps.seen()) is not None:
             return False
         self.index_checks.require(self.index_checks.seen())

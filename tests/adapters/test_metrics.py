@@ -35,18 +35,21 @@ def tokens_batch():
     return x, rng.integers(0, CLASSES, (ROWS, TIME))
 
 
-def keras_evaluation(K, model, loss, metrics, batch, weighted_metrics=()):
-    """Keras's own figures, over all rows as one batch."""
+def keras_figures(K, model, loss, metrics, batch, weighted_metrics=()):
+    """Keras's own, over all rows as one batch, and of an epoch in batches of 12 that leaves the weights alone."""
     twin = K.models.clone_model(model)
     twin.set_weights(model.get_weights())
-    twin.compile(loss=loss, metrics=metrics, weighted_metrics=weighted_metrics, run_eagerly=True)
-    return twin.test_on_batch(*batch, return_dict=True)
+    twin.compile(K.optimizers.SGD(0.0), loss=loss, metrics=metrics, weighted_metrics=weighted_metrics, run_eagerly=True)
+    x, y, *weight = batch
+    fitted = twin.fit(x, y, 12, sample_weight=weight[0] if weight else None, shuffle=False, verbose=0).history
+    twin.reset_metrics()
+    return twin.test_on_batch(*batch, return_dict=True), {name: values[-1] for name, values in fitted.items()}
 
 
 def check(K, make_model, loss, make_metrics, batch, make_weighted=lambda K: [], jit_compile=False):
     """Metrics of `evaluate`, and of an epoch of `fit` that leaves the weights alone, are Keras's own."""
     model = make_model(K)
-    expected = keras_evaluation(K, model, loss, make_metrics(K), batch, make_weighted(K))
+    expected, fitted = keras_figures(K, model, loss, make_metrics(K), batch, make_weighted(K))
     trainer = fa.Trainer(
         model,
         K.optimizers.SGD(0.0),
@@ -58,15 +61,14 @@ def check(K, make_model, loss, make_metrics, batch, make_weighted=lambda K: [], 
     )
     x, y, *weight = batch
     weight = weight[0] if weight else None
-    history = trainer.fit(x, y, 4, sample_weight=weight, verbose=0).history
+    history = trainer.fit(x, y, 4, sample_weight=weight, shuffle=False, verbose=0).history
     evaluated = trainer.evaluate(x, y, 4, sample_weight=weight, verbose=0, return_dict=True)
     own = {"grad_norm", "loss_scale", "skipped_steps"}
     trained = {name: values[-1] for name, values in history.items() if name not in own}
     assert set(trained) == set(evaluated) == set(expected)
-    # The loss of an epoch is a mean over steps by their weight; metrics run over all rows.
     for name in expected:
         np.testing.assert_allclose(evaluated[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(trained[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(trained[name], fitted[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
@@ -201,6 +203,65 @@ def test_a_function_per_row_and_one_per_batch(K):
     np.testing.assert_allclose(found, np.mean([errors[i : i + 4].max() for i in range(0, ROWS, 4)]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, recwarn):
+    """Where accumulation makes a difference: it is a mean over micro-batches."""
+
+    def dice(y_true, y_pred):
+        y_true = tf.cast(y_true, tf.float32)
+        return 2 * tf.reduce_sum(y_true * y_pred) / tf.reduce_sum(y_true + y_pred)
+
+    def compared(y_true, y_pred):
+        return tf.abs(y_pred - tf.reduce_mean(y_pred, axis=0))[:, 0]
+
+    def by_row(y_true, y_pred):
+        return tf.abs(tf.cast(y_true, tf.float32) - y_pred)[:, 0]
+
+    x, y = rows_batch()
+    cosine = keras.metrics.CosineSimilarity("cosine", axis=0)
+    trainer = fa.Trainer(
+        value(),
+        keras.optimizers.SGD(0.0),
+        "mse",
+        [dice, compared, by_row, cosine, "mae"],
+        gradient_accumulation_steps=micro_batches,
+        jit_compile=False,
+    )
+    logged = trainer.fit(x, y, 4, shuffle=False, verbose=0).history["dice"][0]
+    warned = [str(each.message) for each in recwarn if "is no sum or mean over the rows" in str(each.message)]
+    assert len(warned) == (3 if micro_batches > 1 else 0)
+    for name in ("'dice'", "'compared'", "'cosine'") if warned else ():
+        assert sum(name in message for message in warned) == 1
+    p = trainer.model.predict(x, verbose=0)
+    batches = [slice(i, i + 4) for i in range(0, ROWS, 4)]
+    own = [2 * (y[b] * p[b]).sum() / (y[b] + p[b]).sum() for b in batches]
+    assert logged == pytest.approx(np.mean(own), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 5, 1), (10, 4, 4, 1)], ids=["tokens", "pixels"])
+def test_of_axes_as_long_as_a_micro_batch(shape):
+    """Which weights of one for each row would be taken to be for."""
+    local = np.random.default_rng(3)
+    x = local.normal(size=(*shape[:-1], 2)).astype("float32")
+    y = local.integers(0, 2, shape)
+
+    def metrics():
+        K = keras.metrics
+        return [K.Precision(name="precision"), K.AUC(name="area"), K.BinaryIoU(name="iou"), K.TruePositives(name="tp")]
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1, "sigmoid")])
+    expected, fitted = keras_figures(keras, model, "binary_crossentropy", metrics(), (x, y))
+    trainer = fa.Trainer(
+        model, keras.optimizers.SGD(0.0), "binary_crossentropy", metrics(), gradient_accumulation_steps=2
+    )
+    logged = trainer.fit(x, y, shape[1], shuffle=False, verbose=0).history
+    evaluated = trainer.evaluate(x, y, shape[1], verbose=0, return_dict=True)
+    for name in expected:
+        assert logged[name][0] == pytest.approx(fitted[name], rel=1e-5)
+        assert evaluated[name] == pytest.approx(expected[name], rel=1e-5)
+
+
 def test_a_function_may_return_a_number(K):
     def steps(y_true, y_pred):
         return 3.0
@@ -292,6 +353,7 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
     weighted = [metrics.SparseCategoricalAccuracy(name="weighted")] if masked else [metrics.AUC(name="weighted")]
     own.compile(tf_keras.optimizers.SGD(0.0), loss, metrics=compiled(), weighted_metrics=weighted)
     expected = own.test_on_batch(x, y, weight, return_dict=True)
+    fitted = own.fit(x, y, 12, sample_weight=weight, shuffle=False, verbose=0).history
     trainer = fa.Trainer(
         model,
         tf_keras.optimizers.SGD(0.0),
@@ -301,11 +363,11 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
         gradient_accumulation_steps=3,
         jit_compile=False,
     )
-    trained = trainer.fit(x, y, 4, sample_weight=weight, epochs=2, verbose=0).history
+    trained = trainer.fit(x, y, 4, sample_weight=weight, epochs=2, shuffle=False, verbose=0).history
     evaluated = trainer.evaluate(x, y, 4, sample_weight=weight, verbose=0, return_dict=True)
     for name, value in expected.items():
-        for logged in (trained[name][-1], evaluated[name]):
-            np.testing.assert_allclose(logged, value, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(evaluated[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(trained[name][-1], fitted[name][0], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.twin
