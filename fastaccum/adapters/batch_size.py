@@ -23,10 +23,7 @@ _NOTHING, _INTEGER, _VALUE = (0, ""), 1, 2
 
 
 def row_counter(one: Any, function: Callable, specs: Any) -> str | None:
-    """The name of an operation by which the number of rows reaches a result of a function, of which `one` is a trace.
-
-    In shapes, indices and ranges it reaches none.
-    """
+    """Names what brings the number of rows into a function's results, beyond shapes and indices; `one` is its trace."""
     graphs = [each.graph.as_graph_def() for each in (one, traced(function, specs, OTHER_ROWS))]
     libraries = [{f.signature.name: f for f in graph.library.function} for graph in graphs]
     level, name = max(_marks([g.node for g in graphs], {}, [t.name for t in one.outputs], libraries), default=_NOTHING)
@@ -83,8 +80,7 @@ def _marks(
                 arguments = {a.name: mark for a, mark in zip(f.signature.input_arg, inputs, strict=False)}
                 returned = [f.ret[a.name] for a in f.signature.output_arg]
                 found = _marks([f.node_def, g.node_def], arguments, returned, libraries)
-                pairs = itertools.zip_longest(known[node.name], found, fillvalue=_NOTHING)
-                known[node.name] = list(map(max, pairs))
+                known[node.name] = list(itertools.starmap(max, itertools.zip_longest(known[node.name] or found, found)))
         else:
             known[node.name] = _result(node, given)
     return [of(name) for name in outputs]

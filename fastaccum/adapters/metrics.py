@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
-from fastaccum.adapters import coupling
+from fastaccum.adapters import batch_size, coupling
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known
 from fastaccum.adapters.packages import kinds, of_keras
@@ -292,7 +292,9 @@ def _mixing(metric: Any, *specs: tf.TensorSpec) -> str | None:
     with contextlib.suppress(Exception):  # of one without a function, or whose function is of a fixed number of rows
         traced = coupling.traced(values, specs)
         has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
-        return coupling.mixing(traced.graph) or (None if has_rows else metric.name)
+        if (found := coupling.mixing(traced.graph) or (None if has_rows else metric.name)) or of_keras(wrapper._fn):
+            return found
+        return batch_size.row_counter(traced, values, specs)
     return None
 
 

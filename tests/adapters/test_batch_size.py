@@ -264,3 +264,12 @@ def test_a_stack_by_hand_is_told_of_too():
     trainer = fa.Trainer(model(LAYERS["a layer"]), optimizer(), "mse", jit_compile=False)
     with pytest.warns(UserWarning, match="computes with the number of rows in its batch"):
         trainer.train_step((X.reshape(3, 9, 6), Y.reshape(3, 9, 3)))
+
+
+def test_metric_functions_are_told_of():
+    def by_rows(y, p):
+        return squares(y, p) / tf.cast(tf.shape(p)[0], tf.float32)
+
+    trainer = fa.Trainer(model(), optimizer(), "mse", [by_rows], gradient_accumulation_steps=3, jit_compile=False)
+    with pytest.warns(UserWarning, match="The metric 'by_rows' is no .*mean over the rows of a batch"):
+        trainer.fit(X, Y, batch_size=4, verbose=0)
