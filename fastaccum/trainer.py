@@ -166,7 +166,8 @@ class Trainer:
         self._replicas = replicas.of(self._model)
         if self._replicas is not None:
             self._replicas.require_optimizer(self._optimizer)
-        self._identity = Identity(self._model, self._optimizer, self._given, self._metrics.user, self._replicas)
+        passed = {**self._given, **dict(zip(("metrics", "weighted_metrics"), self._metrics.user, strict=True))}
+        self._identity = Identity(self._model, self._optimizer, passed, self._replicas)
         self._builder = StepBuilder(
             self._model, self._optimizer, self._losses, self._metrics, self._given, self._replicas, self._identity
         )

@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import saved, untouched_rows
+from fastaccum.adapters import fingerprint, saved, untouched_rows
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.packages import kinds, package
 
@@ -174,10 +174,16 @@ class Optimizer:
         return contextlib.nullcontext()
 
     @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        """The optimizer's class and configuration, as first asked for: a learning rate that changes is a variable."""
-        config = {name: value for name, value in self.optimizer.get_config().items() if name != "name"}
-        return {"class": type(self.optimizer).__name__, **config}
+    def description(self) -> dict[str, Any]:
+        """What tells the optimizer from others, as first asked for: a learning rate that changes is a variable."""
+        return fingerprint.describe(self.optimizer)
+
+    def rules_of(self, variable: Any) -> dict[str, Any]:
+        """What is done to a trained variable beside its update: a penalty, a constraint, no decay of its weights."""
+        rules = {name: getattr(variable, name, None) for name in ("regularizer", "constraint")}
+        asked = [part for part in self.parts if hasattr(part, "_use_weight_decay")]
+        rules |= {"decays": False} if not all(part._use_weight_decay(self._native(variable)) for part in asked) else {}
+        return fingerprint.describe({name: rule for name, rule in rules.items() if rule is not None})
 
     @property
     def iterations(self) -> tf.Variable:
@@ -310,6 +316,7 @@ class _Legacy(_TFKeras):
             # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
             part._iterations = optimizer.iterations
         hyperparameters = self.parts[-1]._hyper
+        self._called = {name: value for name, value in hyperparameters.items() if callable(value)}
         for name, value in hyperparameters.items():
             if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
                 # It knows tf_keras's schedules only, and calls this one as a function of no arguments.
@@ -325,6 +332,10 @@ class _Legacy(_TFKeras):
         while hasattr(parts[-1], "_optimizer"):
             parts.append(parts[-1]._optimizer)
         return parts
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        return super().description | fingerprint.describe(self._called)  # of which `get_config` tells the value
 
     @property
     def needs_lookups(self) -> bool:
@@ -367,8 +378,8 @@ class _AddonsMulti(Optimizer):
         return any(inner.needs_lookups for inner, _ in self._groups)
 
     @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        parts = [{"weights": len(names), **inner.config} for inner, names in self._groups]
+    def description(self) -> dict[str, Any]:
+        parts = [{"weights": len(names), **inner.description} for inner, names in self._groups]
         return {"class": type(self.optimizer).__name__, "optimizers": parts}
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ import tensorflow as tf
 from fastaccum.adapters import optimizers
 from fastaccum.app.run import Run
 from fastaccum.app.run_folder import KEEP
-from fastaccum.checkpoint import state, store
+from fastaccum.checkpoint import store
 
 
 def adopt_last(run: Run, checkpoints: Path) -> None:
@@ -20,8 +20,8 @@ def adopt_last(run: Run, checkpoints: Path) -> None:
     if found is None or (found.manifest["progress"]["stopped"] and found.step >= run.options.steps):
         return
     progress, description, history = (found.manifest[name] for name in ("progress", "description", "history"))
-    optimizer = state.plain(optimizers.get(run.trainer.optimizer).config)
-    schedule = {name: value for name, value in optimizer.items() if name == "learning_rate"}  # which COCOB has not
+    optimizer = optimizers.get(run.trainer.optimizer).description
+    schedule = {name: optimizer[name] for name in ("learning_rate",) if name in optimizer}  # which COCOB has not
     # An epoch of `fit` is a row of metrics.csv, and longer rows are fewer: nobody reads the logs of those that go.
     epoch, step = divmod(found.step, run.steps_per_row)
     manifest = {

@@ -22,7 +22,7 @@ from fastaccum.checkpoint.callback_state import COUNTERS
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.state import PACKAGES, versions
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 LARGEST = 2**27  # bytes: what is larger is not read, nor written
 DEEPEST = 100
@@ -291,7 +291,7 @@ _RULES = {
     "history": {"epoch": [_COUNT], "history": {"*": [_numbers]}, "others?": _OBJECT},
     "callbacks": {"*": _callback},
     "description": {
-        "model": {"layers": _OBJECT, "variables": _VARIABLES},
+        "model": {"layers": _OBJECT, "variables": _VARIABLES, "trained": _OBJECT},
         "metrics": {"variables": _VARIABLES},
         "optimizer": {"variables": _VARIABLES, "*": _anything},
         "loss_scale": {"variables": _VARIABLES, "*": _anything},

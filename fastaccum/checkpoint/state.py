@@ -16,17 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters import code
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
-from fastaccum.adapters.models import Model
 from fastaccum.data.arrays import ArrayStacks
 from fastaccum.data.datasets import DatasetStacks
-from fastaccum.data.stacks import Batch
 
 # By which Keras tells apart what one process made: another process counts anew.
 NUMBER = r"_\d+(?=[_/]|$)"
-_BYTECODE = re.compile(r"4w[\w+/\n]{60,}=*\n")  # marshalled, in base64
 PACKAGES = ("tensorflow", "keras", "numpy", "fastaccum")
 
 
@@ -37,7 +33,7 @@ class Training:
     Attributes:
         model: the user's model, for its `history` and `stop_training`.
         variables: every variable that training changes: those of the groups "model", "optimizer", "loss_scale", "step".
-        description: what must be the same for a checkpoint to fit, as `describe` returns it.
+        description: what must be the same for a checkpoint to fit, as plain values.
         cut: how a step's rows are cut, which may be otherwise when a checkpoint is taken up: "batch_size" (or the
             "batches" of a dataset), "gradient_accumulation_steps" and "replicas".
         felt_by: what computes other numbers if the cut is another, by name.
@@ -84,12 +80,12 @@ def name_variables(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, t
             if id(own) not in seen:
                 seen.add(id(own))
                 path = getattr(variable, "path", None) or own.name
-                found[group][_free(path.split(":")[0], found[group])] = own
+                found[group][free_name(path.split(":")[0], found[group])] = own
     return found
 
 
-def _free(path: str, taken: Container[str]) -> str:
-    """`path` without numbers, or with the first of -2, -3, ... that makes it another than those taken."""
+def free_name(path: str, taken: Container[str]) -> str:
+    """Returns `path` without numbers, or with the first of -2, -3, ... that makes it another than those taken."""
     same = re.sub(NUMBER, "", path)
     names = itertools.chain([same], (f"{same}-{number}" for number in itertools.count(2)))
     return next(name for name in names if name not in taken)
@@ -110,85 +106,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: sys.modules[name].__version__ for name in PACKAGES}}
 
 
-def describe(
-    model: Model,
-    losses: Mapping[str, Any],
-    optimizer: Any,
-    variables: Mapping[str, Sequence[Any]],
-    *,
-    options: Any,
-    sample: Batch,
-    plan: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What must be the same for a checkpoint to fit, as plain values.
-
-    Args:
-        losses: "loss" and "loss_weights", as they were passed.
-        variables: by group, as `Training` has them.
-        plan: that of the stacks, and whatever else changes what an epoch is.
-    """
-    specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
-        group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
-        for group, own in name_variables(variables).items()
-    }
-    rule = {"rule": type(options.loss_scale).__name__, **options.loss_scale.get_config()}
-    batch_plan = {
-        "steps_per_execution": options.steps_per_execution,
-        "clip_norm": options.clip_norm,
-        "fp32_weight_gradients": options.fp32_weight_gradients,
-        "jit_compile": options.jit_compile,
-        "data": [f"{spec.dtype.name}{spec.shape.as_list()[1:]}" for spec in tf.nest.flatten(sample)],
-        **plan,
-    }
-    return plain(
-        {
-            "model": {"layers": _layers(model), "variables": specs["model"]},
-            "loss": tf.nest.map_structure(_loss, dict(losses)),
-            "optimizer": {**optimizer.config, "variables": specs["optimizer"]},
-            "loss_scale": {**rule, "variables": specs["loss_scale"]},
-            "metrics": {"variables": specs["step"]},
-            "batch plan": batch_plan,
-        }
-    )
-
-
-def _layers(model: Model) -> dict[str, Any]:
-    """Each layer's configuration, by a name that is the same in every process."""
-    configurations: dict[str, Any] = {}
-    for layer in model.layers:
-        try:
-            config = layer.get_config()
-        except NotImplementedError:  # of one's own, without a `get_config`
-            config = {}
-        if "layers" in config:  # which are in the list themselves
-            continue
-        policy = getattr(getattr(layer, "dtype_policy", None), "name", None)
-        described = {"class": type(layer).__name__, "policy": policy, **_without_names(config, layer)}
-        configurations[_free(layer.name, configurations)] = described
-    return configurations
-
-
-def _without_names(config: Any, owner: Any) -> Any:
-    """A configuration without what a trained variable no longer depends on: names, initial values, and the file and
-    the line of a lambda of its owner's, whose bytecode Keras writes there.
-    """
-    if isinstance(config, (list, tuple)):
-        return [_without_names(each, owner) for each in config]
-    if isinstance(config, str) and _BYTECODE.fullmatch(config):
-        return "".join(code.written([owner]).values())
-    if not isinstance(config, dict):
-        return config
-    left_out = ("name", "dtype", "build_config")
-    kept = {k: v for k, v in config.items() if k not in left_out and not str(k).endswith("initializer")}
-    return {k: _without_names(v, owner) for k, v in kept.items()}
-
-
-def _loss(loss: Any) -> Any:
-    if hasattr(loss, "get_config"):
-        return {"class": type(loss).__name__, **_without_names(loss.get_config(), loss)}
-    return getattr(loss, "__qualname__", loss)
-
-
 def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved, now {}") -> list[str]:
     """Each item in which two descriptions differ, as "optimizer.learning_rate: 0.1 was saved, now 0.2"."""
     if isinstance(saved, dict) and isinstance(now, dict):
@@ -200,6 +117,8 @@ def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved
             line for name, pair in pairs.items() for line in differences(*pair, f"{path}.{name}".lstrip("."), words)
         ]
         return found or ([f"{path}: in another order"] if list(saved) != list(now) else [])
+    if path.endswith(".code") and str(saved).split()[-1] != str(now).split()[-1]:
+        return []  # of another version of Python, whose bytecode says nothing
     before, after = (value if isinstance(value, str) else repr(value) for value in (saved, now))
     return [] if saved == now else [f"{path}: {words.format(before, after)}"]
 

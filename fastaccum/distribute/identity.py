@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters import code
+from fastaccum.adapters import fingerprint
+from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
@@ -22,13 +24,10 @@ from fastaccum.step.options import Options
 
 
 class Identity:
-    """What a Trainer trains, and by what: `losses` are "loss" and "loss_weights", as they were passed."""
+    """What a Trainer trains, and by what: `given` are losses, their weights, and metrics, as they were passed."""
 
-    def __init__(
-        self, model: Model, optimizer: Optimizer, losses: Mapping[str, Any], metrics: Any, replicas: Replicas | None
-    ):
-        self._model, self._optimizer, self._losses, self._metrics = model, optimizer, losses, metrics
-        self._replicas = replicas
+    def __init__(self, model: Model, optimizer: Optimizer, given: Mapping[str, Any], replicas: Replicas | None):
+        self._model, self._optimizer, self._given, self._replicas = model, optimizer, given, replicas
 
     def require_alike(self, call: str, **description: Any) -> None:
         """Raises WorkersDifferError on every worker if they are in other calls, or what describes these differs."""
@@ -37,19 +36,14 @@ class Identity:
 
     def require_one_program(self, options: Options, sample: Batch) -> None:
         """The same for all that is known before the model is built, which workers whose variables differ in number
-        would not come through.
+        would not come through; and once more when it is.
         """
         if self._replicas is None or self._replicas.workers == 1:
             return
-        losses, metrics = tf.nest.flatten(self._losses["loss"]), tf.nest.flatten(self._metrics)
-        written = code.written([*self._model.layers, *losses, *metrics, self._optimizer.optimizer])
-        given = {**self._losses, "metrics": self._metrics}
-        unbuilt: dict[str, list] = {group: [] for group in ("model", "optimizer", "loss_scale", "step")}
-        description = state.describe(
-            self._model, given, self._optimizer, unbuilt, options=options, sample=sample, plan={}
-        )
-        chosen = {name: getattr(options, name) for name in Options.NAMES if name != "loss_scale"}
-        self.require_alike("the first step", versions=state.versions(), **description, options=chosen, code=written)
+        variables = {"model": self._model.variables, "optimizer": [], "loss_scale": [], "step": []}
+        description = self._description(variables, options, sample, {})
+        others = {name: getattr(options, name) for name in options.MAY_DIFFER}
+        self.require_alike("the first step", versions=state.versions(), **description, options=others)
 
     def require_one_fit(self, training: Callable[[], Training]) -> None:
         """The same for a fit that is built, and the values that it begins with."""
@@ -81,9 +75,7 @@ class Identity:
             "loss_scale": step.cycle.loss_scale.variables,
             "step": step.running.variables,
         }
-        description = state.describe(
-            self._model, self._losses, self._optimizer, variables, options=options, sample=sample, plan=plan
-        )
+        description = self._description(variables, options, sample, plan)
         cut = {
             **stacks.cut,
             "gradient_accumulation_steps": options.gradient_accumulation_steps,
@@ -92,3 +84,34 @@ class Identity:
         felt_by = [*self._model.felt_by, *felt_by]
         model, draws, savable = self._model.model, self._model.unsaved_draws, step.running.savable
         return Training(model, variables, description, cut, felt_by, draws, stacks, hooks, savable, self._replicas)
+
+    def _description(
+        self, variables: Mapping[str, Sequence[Any]], options: Options, sample: Batch, plan: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What must be the same for workers to train together and for a checkpoint to fit, as plain values."""
+        model, optimizer, named = self._model, self._optimizer, state.name_variables(variables)
+        specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
+            group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
+            for group, own in named.items()
+        }
+        known, layers = [*model.layers, optimizer.optimizer], dict[str, Any]()
+        for layer in model.layers:
+            layers[state.free_name(layer.name, layers)] = fingerprint.describe(layer, known)
+        rules = {id(raw(v)): optimizer.rules_of(v) for v in model.trainable_variables}
+        trained = {name: rules[id(v)] for name, v in named["model"].items() if id(v) in rules}
+        backend = sys.modules["tf_keras" if model.legacy else "keras"].backend
+        compared = {
+            name: getattr(options, name) for name in options.NAMES if name not in ("loss_scale", *options.MAY_DIFFER)
+        }
+        compared |= {name: getattr(backend, name)() for name in ("epsilon", "floatx", "image_data_format")}
+        data = [f"{spec.dtype.name}{spec.shape.as_list()[1:]}" for spec in tf.nest.flatten(sample)]
+        return state.plain(
+            {
+                "model": {"layers": layers, "variables": specs["model"], "trained": trained},
+                "loss": fingerprint.describe(self._given, known),
+                "optimizer": {**optimizer.description, "variables": specs["optimizer"]},
+                "loss_scale": {**fingerprint.describe(options.loss_scale), "variables": specs["loss_scale"]},
+                "metrics": {"variables": specs["step"]},
+                "batch plan": {**compared, "data": data, **plan},
+            }
+        )

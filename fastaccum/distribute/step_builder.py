@@ -72,6 +72,7 @@ class StepBuilder:
         self._model.require_inputs(sample.x)
         if self.step is None:
             self.step, self.sample = self._build(sample, options), sample
+            self._identity.require_one_program(options, sample)
             if id(self._model.model) not in _FITTED:
                 self._compile()
             self._moving = self._model.moving_layers

@@ -43,14 +43,16 @@ class Options:
         kinds = ("mean", "sum")
         check("own_loss_reduction", checks.one_of("own_loss_reduction", self.own_loss_reduction, kinds))
 
-    # What a step is built with; the others say how data are cut, which every fit may do anew.
-    BUILT_IN = ("loss_scale", "clip_norm", "fp32_weight_gradients", "jit_compile", "on_nonfinite", "own_loss_reduction")
-    NAMES = ("gradient_accumulation_steps", "steps_per_execution", *BUILT_IN)
+    NAMES = tuple(__annotations__)
+    # How data are cut, which every fit may do anew. A step is built with the others.
+    CUT = ("gradient_accumulation_steps", "steps_per_execution")
+    # What a training may be resumed with otherwise: a checkpoint's "cut" tells the one, and the other moves no weight.
+    MAY_DIFFER = ("gradient_accumulation_steps", "on_nonfinite")
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:
         """These options with another value; ValueError if a train step was built with the present one."""
         new = dataclasses.replace(self, **{name: value})
-        if not built or name not in self.BUILT_IN:
+        if not built or name in self.CUT:
             return new
         if repr(getattr(new, name)) != repr(getattr(self, name)):  # which tells loss scales apart by their arguments
             raise ValueError(

@@ -411,7 +411,7 @@ def test_the_multi_optimizer_of_tensorflow_addons():
     close(fused.weights, reference.weights)
     assert snapshot(fused.layers[-1].weights) == untrained
     # In another process the weights have other numbers in their names.
-    assert optimizers.get(reference.optimizer).config == trainer._optimizer.config
+    assert optimizers.get(reference.optimizer).description == trainer._optimizer.description
     assert int(trainer.optimizer.iterations) == 3
 
     x[0] = np.nan

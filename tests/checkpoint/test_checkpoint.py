@@ -281,7 +281,7 @@ def changed(what, model=None, **options):
         changed("batch plan.jit_compile: True was saved, now False", lambda: make(jit_compile=False)),
         changed("optimizer.learning_rate", lambda: make(optimizer=keras.optimizers.Adam(0.02))),
         changed("optimizer.class: Adam was saved, now SGD", lambda: make(optimizer=keras.optimizers.SGD(0.01))),
-        changed("loss_scale.rule: NoLossScale was saved", lambda: make(loss_scale=fa.DynamicLossScale())),
+        changed("loss_scale.class: NoLossScale was saved", lambda: make(loss_scale=fa.DynamicLossScale())),
         changed("must be 24, as saved (8 x 3), and is 8 x 2: batch_size=8 with grad", lambda: make(accumulation=2)),
         changed("batch plan.steps_per_execution: 1 was saved, now 2", lambda: make(steps_per_execution=2)),
         changed("batch plan.clip_norm: None was saved, now 1.0", lambda: make(clip_norm=1.0)),
@@ -305,7 +305,7 @@ def test_another_training_is_refused(run, tmp_path, model, options, what):
     with pytest.raises(ValueError, match="is of another training, and nothing was changed") as raised:
         fit(trainer, tmp_path, **options)
     assert what in str(raised.value)
-    assert "class: " not in what or str(raised.value).count("optimizer.") == 1
+    assert "optimizer.class: " not in what or str(raised.value).count("optimizer.") == 1
     assert bits(trainer) == before
 
 

@@ -214,7 +214,7 @@ def test_every_wrong_value_is_refused(request, tmp_path, kind):
     ],
 )
 def test_what_is_quoted_of_a_manifest_cannot_move_a_cursor(run, tmp_path, path):
-    manifest = changed(run.manifest, ("format",), 3) if path[0] == "versions" else run.manifest
+    manifest = changed(run.manifest, ("format",), 4) if path[0] == "versions" else run.manifest
     folder = tmp_path / run.path.name
     shutil.copytree(run.path, folder)
     (folder / store.MANIFEST).write_text(json.dumps(changed(manifest, path, "\x1b[2J\n" + "a" * 10**5)))

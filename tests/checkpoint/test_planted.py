@@ -65,7 +65,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("of", ["the newest", "the oldest", "the only one"])
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [2, 4])
 def test_another_versions_checkpoint_is_refused_and_stays(run, tmp_path, of, version):
     run.begin(tmp_path)
     paths = store.paths(tmp_path)
@@ -76,7 +76,7 @@ def test_another_versions_checkpoint_is_refused_and_stays(run, tmp_path, of, ver
     before, weights = content(tmp_path), bits(run.trainer)
     with pytest.raises(
         IncompatibleCheckpointError,
-        match=rf"has format {version}, written by python .*tensorflow {tf.__version__}.*where this version reads 2",
+        match=rf"has format {version}, written by python .*tensorflow {tf.__version__}.*where this version reads 3",
     ):
         run.fit(tmp_path)
     assert content(tmp_path) == before and bits(run.trainer) == weights
@@ -125,7 +125,7 @@ def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path,
         del manifest["sha256"]
     file.write_text(json.dumps(manifest))
     before, weights = content(tmp_path), bits(run.trainer)
-    with pytest.raises(IncompatibleCheckpointError, match=r"has format 4, written by python .*this version reads 2"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"has format 4, written by python .*this version reads 3"):
         run.fit(tmp_path, keep=1)
     assert content(tmp_path) == before and bits(run.trainer) == weights
 
@@ -133,7 +133,7 @@ def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path,
 def test_a_damaged_checkpoint_of_an_older_version_is_passed_over(run, tmp_path):
     run.begin(tmp_path)
     newest = store.paths(tmp_path)[0]
-    edit_manifest(newest, lambda manifest: manifest.update(format=1))
+    edit_manifest(newest, lambda manifest: manifest.update(format=2))
     (newest / "manifest.json").write_text((newest / "manifest.json").read_text().replace('"step": 4', '"step": 5'))
     with pytest.warns(RuntimeWarning, match="passed over: manifest.json was changed"):
         run.goes_on(tmp_path)

@@ -1,0 +1,171 @@
+"""Describes layers, losses, metrics and optimizers alike in each process of a program, for comparison."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import inspect
+import math
+import os
+import platform
+import sys
+import types
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from fastaccum.adapters.packages import kinds, package
+
+# Of one version, which is told by its number.
+_VERSIONED = ("keras", "tf_keras", "tensorflow", "fastaccum", "numpy", "builtins", "functools")
+_INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+_LEFT_OUT = ("name", "dtype", "build_config")  # numbered anew in each process, told as the policy, or as variables
+
+
+def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
+    """Describes an object, a function or a nest of them as JSON holds it; of what is `known`, the class alone.
+
+    An object is told by its class and its `get_config()`; where the class is the user's or `get_config` fails, also by
+    the attributes that its code reads, and a checksum of this code. A function is told by its code and what it reads.
+    """
+    return _described(thing, frozenset(), {id(each): each for each in known if each is not thing})
+
+
+def _described(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
+    value = getattr(value, "python_function", value)  # of a tf.function
+    if isinstance(value, (keras.Variable, tf.Variable)) or (tf.is_tensor(value) and tf.is_symbolic_tensor(value)):
+        return "a variable"  # whose value training may change
+    if isinstance(value, (np.generic, np.ndarray, tf.Tensor)):
+        array = np.asarray(value)
+        large = array.size > 64 and array.dtype != object  # told by its checksum
+        value = f"{array.dtype}{array.shape} of checksum {zlib.crc32(array.tobytes())}" if large else array.tolist()
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, dict):
+        return {str(name): _described(each, names, met) for name, each in value.items()}
+    if isinstance(value, (set, frozenset)):  # whose order is another in each process
+        return sorted((_described(each, names, met) for each in value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [_described(each, names, met) for each in value]
+    if isinstance(value, (float, bytes, complex, range, slice)):
+        return repr(value)
+    if isinstance(value, types.ModuleType) and _is_installed(value.__name__):
+        return value.__name__
+    found = {"class": getattr(value, "__qualname__", None) or type(value).__qualname__}
+    # The state of a seed generator is a variable, and its seed may be a random number.
+    if id(value) in met or isinstance(value, keras.random.SeedGenerator):
+        return found
+    met[id(value)] = value
+    if isinstance(value, (types.MethodType, types.FunctionType, types.BuiltinFunctionType)):
+        function, owner = _function(value), getattr(value, "__self__", None)
+        of = {} if owner is None or not function else {"of": _described(owner, names, met)}
+        return found | of | _coded([function], met) if function else found["class"]
+    if isinstance(value, functools.partial):
+        return found | {"of": _described([value.func, value.args, value.keywords], names, met)}
+    return found | (_coded(_methods(value), met) if isinstance(value, type) else _parts(value, names, met))
+
+
+def _parts(value: Any, names: frozenset[str], met: dict[int, Any]) -> dict[str, Any]:
+    """The configuration, attributes and code of an object."""
+    methods, config, classes = _methods(type(value)), _config(value), value.__class__.__mro__
+    failed = not config and hasattr(value, "get_config")  # as where an argument has none
+    own = [each for each in methods if each.__name__ != "__init__" and (failed or not _is_installed(each.__module__))]
+    names = names.union(*(_read(each.__code__)[1] for each in own))
+    if failed:
+        arguments = {name for kind in classes for name in inspect.signature(kind.__init__).parameters}
+        names |= arguments | {f"_{name}" for name in arguments}
+    if config or failed:
+        names = frozenset(name for name in names if name.strip("_") != "name")
+        policy = getattr(getattr(value, "dtype_policy", None), "name", getattr(value, "dtype", None))
+        config |= {"policy": policy} if isinstance(policy, str) else {}
+    users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
+    told = {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
+    told |= getattr(value, "__dict__", {})
+    if users or failed or not config:
+        config |= {name: getattr(value, name, None) for name in sorted((names & told.keys()) - config.keys())}
+    return _described(config, names, met) | _coded(methods, met)
+
+
+def _config(value: Any) -> dict[str, Any]:
+    """What `get_config` returns, with objects in place of what stands for them; {} where there is none, or it fails."""
+    if {"keras.Model", "tf_keras.Model"} & kinds(value).keys():
+        return {"layers": value.layers}
+    config, told = dict[str, Any](), getattr(value, "__dict__", {})
+    for kind in reversed(value.__class__.__mro__):  # one of the user's may leave out what its base would tell
+        if "get_config" in vars(kind):
+            try:
+                config |= kind.get_config(value)
+            except Exception:  # of whatever kind
+                config = {}
+    if any(isinstance(each, keras.random.SeedGenerator) for each in told.values()):
+        config.pop("seed", None)
+    for name in config:
+        own = told.get(f"_{name}", told.get(name))
+        each = [*own] if isinstance(own, (list, tuple)) else [own]
+        if any(callable(part) or hasattr(part, "get_config") or isinstance(part, np.ndarray) for part in each):
+            config[name] = own
+    # Keras's do not all tell the arguments of a function that they wrap.
+    return _without_names(config | {name: own for name, own in told.items() if name == "_fn_kwargs"})
+
+
+def _without_names(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {name: _without_names(each) for name, each in config.items() if name not in _LEFT_OUT}
+    return [_without_names(each) for each in config] if isinstance(config, (list, tuple)) else config
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    """The functions that classes define which no version tells apart, inherited ones too."""
+    found = (_function(vars(each)[name]) for each in kind.__mro__ for name in sorted(vars(each)))
+    return [each for each in found if each is not None]
+
+
+def _function(member: Any) -> types.FunctionType | None:
+    """The function of a member of a class that no version tells apart: a method, a property, a static method."""
+    for name in ("fget", "__func__", "func"):
+        member = getattr(member, name, member)
+    return member if isinstance(member, types.FunctionType) and package(member) not in _VERSIONED else None
+
+
+def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str, Any]:
+    """A checksum of functions' code, for this version of Python; and what the user's read beside their arguments."""
+    if not functions:
+        return {}
+    digest = hashlib.sha256(repr([_read(each.__code__)[0] for each in functions]).encode()).hexdigest()[:12]
+    found: dict[str, Any] = {"code": f"{digest} of Python {platform.python_version().rpartition('.')[0]}"}
+    for function in (each for each in functions if each.__name__ != "__init__" and not _is_installed(each.__module__)):
+        (_, names, loaded), cells = _read(function.__code__), function.__closure__ or ()
+        read = {name: function.__globals__[name] for name in sorted(loaded & function.__globals__.keys())}
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            read |= {name: cell.cell_contents} if name != "__class__" and cell != types.CellType() else {}
+        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        read |= {"defaults": defaults} if defaults else {}
+        found |= {f"{function.__name__} reads {name}": _described(each, names, met) for name, each in read.items()}
+    return found
+
+
+@functools.cache
+def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str]]:
+    """The instructions of code, without files, lines, hashes and docstrings; its names; the globals that it reads."""
+    text, names, loaded = [], {*code.co_names}, set[str]()
+    for each in dis.get_instructions(code):
+        value = each.argval
+        if isinstance(value, types.CodeType):
+            value, inner, read = _read(value)
+            names, loaded = names | inner, loaded | read
+        loaded |= {value} if "GLOBAL" in each.opname else set()
+        text.append((each.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else value))
+    return repr(text), frozenset(names), frozenset(loaded)
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether a module belongs to an installed package or to Python, and so is no part of the user's program."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    known = (module or "").partition(".")[0] in _VERSIONED or module in sys.builtin_module_names
+    return known or any(each in file for each in _INSTALLED)

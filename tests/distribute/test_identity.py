@@ -1,0 +1,530 @@
+"""What changes a training changes its description too, which workers and resumed trainings compare."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import fastaccum as fa
+from fastaccum.adapters.fingerprint import describe
+from fastaccum.checkpoint import state
+from fastaccum.checkpoint.errors import IncompatibleCheckpointError
+from fastaccum.step.options import Options
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+def description(trainer):
+    """What a checkpoint of a trainer holds that is not built yet, and what its worker would say."""
+    sample = trainer._source(X, Y, None, batch_size=4).sample
+    groups = {"model": trainer.model.variables, **{name: [] for name in ("optimizer", "loss_scale", "step")}}
+    return trainer._identity._description(groups, trainer._present_options, sample, {})
+
+
+# Every argument of every class of Keras's.
+
+LAYER = functools.partial(keras.layers.LSTM, 3)
+NEEDED = {
+    "units": 3,
+    "filters": 2,
+    "kernel_size": 2,
+    "pool_size": 2,
+    "rate": 0.3,
+    "input_dim": 5,
+    "output_dim": 4,
+    "num_heads": 2,
+    "key_dim": 3,
+    "head_dim": 4,
+    "num_query_heads": 4,
+    "num_key_value_heads": 2,
+    "dims": (2, 1),
+    "n": 2,
+    "target_shape": (4, 1),
+    "factor": 0.3,
+    "stddev": 0.2,
+    "padding": 1,
+    "cropping": 1,
+    "size": 2,
+    "height": 4,
+    "width": 4,
+    "output_size": 2,
+    "equation": "ab,bc->ac",
+    "output_shape": 4,
+    "num_tokens": 5,
+    "activation": "tanh",
+    "initial_learning_rate": 0.1,
+    "decay_steps": 100,
+    "decay_rate": 0.5,
+    "boundaries": [10],
+    "first_decay_steps": 50,
+    "values": [0.1, 0.01],
+    "num_classes": 3,
+    "target_class_ids": [1],
+    "scale": 0.5,
+    "sensitivity": 0.5,
+    "specificity": 0.5,
+    "precision": 0.5,
+    "recall": 0.5,
+    "height_factor": 0.2,
+    "width_factor": 0.2,
+    "cell": lambda: keras.layers.LSTMCell(3),
+    "cells": lambda: [keras.layers.LSTMCell(3)],
+    "layer": LAYER,
+    "function": lambda: np.abs,
+    "fn": lambda: keras.losses.mean_squared_error,
+}
+VALUES = [
+    *(None, "tanh", "same", "causal", "channels_first", "sum", "l2", "ones", "max_norm", "concat", "bilinear"),
+    *("reflect", "PR", "majoring", "fan_out", "uniform", "multi_hot", "micro", "replace", "sqrtn", "columns"),
+    *(5, 2, 1, 0.25, 0.5, True, False, (2, 2), (2, 2, 2), [1, 2], [0.5, 0.5]),
+]
+# What moves no weight: names, initial values, other implementations of one function, what is read with another argument
+# alone, and what Keras itself takes and leaves unread.
+NO_CHANGE = {
+    *("name", "weights", "use_cudnn", "flash_attention", "lora_alpha", "vocabulary", "idf_weights"),
+    *("IntegerLookup.trainable", "IntegerLookup.dtype", "StringLookup.trainable", "StringLookup.dtype"),
+    *("VarianceScaling.distribution", "variance_scaling.distribution", "SimpleRNN.activity_regularizer"),
+}
+KINDS = {
+    "optimizers": keras.Optimizer,
+    "schedules": keras.optimizers.schedules.LearningRateSchedule,
+    "losses": keras.losses.Loss,
+    "metrics": keras.metrics.Metric,
+    "regularizers": keras.regularizers.Regularizer,
+    "constraints": keras.constraints.Constraint,
+    "initializers": keras.initializers.Initializer,
+    "layers": keras.layers.Layer,
+}
+# How many arguments of each are changed at least.
+COUNTS = dict(zip(KINDS, (170, 20, 60, 90, 5, 7, 39, 600), strict=True))
+
+
+def classes(kind):
+    module = keras.optimizers.schedules if kind == "schedules" else getattr(keras, kind)
+    found = {each for each in vars(module).values() if isinstance(each, type) and issubclass(each, KINDS[kind])}
+    return sorted(found - {KINDS[kind]}, key=lambda each: each.__name__)
+
+
+def changes(made, kind):
+    """The arguments of a class that can be another value, with both; the class itself as it is made without one."""
+    parameters = inspect.signature(made.__init__).parameters
+    needed = {n: NEEDED[n] for n, p in parameters.items() if n in NEEDED and p.default is p.empty}
+    needed = {n: value() if callable(value) else value for n, value in needed.items()}
+    try:
+        was = made(**needed)
+    except (TypeError, ValueError, ImportError):
+        return
+    yield None, was, made(**needed)
+    more = {"trainable": True, "dtype": "float32"} if kind == "layers" else {}
+    for name in [*more, *parameters]:
+        default = needed.get(name, getattr(parameters.get(name), "default", more.get(name)))
+        if {name, f"{made.__name__}.{name}"} & NO_CHANGE or (name == "seed" and kind == "layers") or callable(default):
+            continue
+        numbers = [default * 2 + 1, default / 2 + 0.125] if type(default) in (int, float) else []
+        booleans = [not default] if isinstance(default, bool) else []
+        for value in [*booleans, *numbers, *(["mixed_float16", "float16"] if name == "dtype" else []), *VALUES]:
+            if value != default and not _repeats(default, value):
+                with contextlib.suppress(Exception):  # which takes no such value
+                    yield name, was, made(**{**needed, name: value})
+                    break
+
+
+def _repeats(default, value):
+    """Whether Keras takes a value for the same: 1 for (1, 1)."""
+    return isinstance(default, tuple) and {*np.ravel(default)} == {value} if np.ndim(value) == 0 else False
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=pytest.mark.twin if each == "layers" else ()) for each in KINDS]
+)
+def test_every_argument_is_seen(kind):
+    silent, false, count = [], [], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for made in classes(kind):
+            for name, was, now in changes(made, kind):
+                same = json.dumps(describe(was)) == json.dumps(describe(now))
+                count += name is not None
+                if name is None and not same:
+                    false.append(made.__name__)
+                elif name is not None and same:
+                    silent.append(f"{made.__name__}.{name}")
+    assert not silent and not false
+    assert count >= COUNTS[kind]
+
+
+# Classes and functions of the user's.
+
+
+class Factor:
+    """A regulariser, a constraint, a schedule or an initialiser, as they are called."""
+
+    def __init__(self, factor):
+        self._factor = factor
+
+    def __call__(self, x, dtype=None):
+        return self._factor * keras.ops.sum(x)
+
+
+class Regularizer(Factor, keras.regularizers.Regularizer):
+    pass
+
+
+class Constraint(Factor, keras.constraints.Constraint):
+    pass
+
+
+class Initializer(Factor, keras.initializers.Initializer):
+    def __call__(self, shape, dtype=None):
+        return keras.ops.full(shape, self._factor)
+
+
+class Schedule(Factor, keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return self._factor
+
+    def get_config(self):
+        return {}
+
+
+class OfKeras(keras.optimizers.schedules.CosineDecay):
+    def get_config(self):
+        return {}
+
+
+class Layer(keras.layers.Layer):
+    gain = 1.0
+
+    def __init__(self, factor, **kwargs):
+        super().__init__(**kwargs)
+        self._factor = factor
+
+    def call(self, x):
+        return x * self._factor * self.gain
+
+    def get_config(self):
+        raise AttributeError("'Layer' object has no attribute 'rope_scaling_factor'")
+
+
+class Loss(keras.losses.Loss):
+    def __init__(self, factor):
+        super().__init__()
+        self.held = {"factors": [factor]}
+
+    def call(self, y_true, y_pred):
+        return self.held["factors"][0] * (y_true - y_pred) ** 2
+
+
+class Metric(keras.metrics.Mean):
+    def __init__(self, factor):
+        super().__init__()
+        self.scale = np.array([factor])
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(self.scale * y_pred)
+
+
+class Optimizer(keras.optimizers.SGD):
+    def __init__(self, factor):
+        super().__init__(0.1)
+        self.factor = factor
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * self.factor, variable, learning_rate)
+
+
+class Settings:
+    """What a program reads its options from, some of which are of no matter to its training."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def closed_over(factor):
+    return lambda y_true, y_pred: factor * (y_true - y_pred) ** 2
+
+
+def with_default(factor):
+    def loss(y_true, y_pred, factor=factor):
+        return factor * (y_true - y_pred) ** 2
+
+    return loss
+
+
+FACTOR = 1.0
+
+
+def of_global(factor):
+    def loss(y_true, y_pred):
+        return FACTOR * (y_true - y_pred) ** 2
+
+    return type(loss)(loss.__code__, {**globals(), "FACTOR": factor}, "loss")
+
+
+def of_helper(factor):
+    inner = closed_over(factor)
+
+    def loss(y_true, y_pred):
+        return inner(y_true, y_pred) + 1
+
+    return loss
+
+
+def of_settings(factor):
+    settings = Settings(factor=factor, resume=factor > 1)
+
+    def loss(y_true, y_pred):
+        return settings.factor * (y_true - y_pred) ** 2
+
+    return loss
+
+
+def edited(factor):
+    line = f"def loss(y, p):\n    '''A loss.'''\n    return {factor} * (y - p) ** 2\n"
+    exec(line, made := {})
+    return made["loss"]
+
+
+def dense(**options):
+    return keras.layers.Dense(2, **options)
+
+
+def exempt(optimizer, *names):
+    optimizer.exclude_from_weight_decay(var_names=names)
+    return optimizer
+
+
+def model_of(*layers):
+    return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+
+
+def trainer_of(layers=(), optimizer="sgd", loss="mse", metrics=(), after=lambda trainer: None, **options):
+    keras.utils.set_random_seed(0)
+    trainer = fa.Trainer(model_of(*layers), optimizer, loss, metrics, **{"jit_compile": False, **options})
+    after(trainer)
+    return trainer
+
+
+def of_layer(**values):
+    return lambda trainer: [setattr(trainer.model.layers[0], name, value) for name, value in values.items()]
+
+
+def of_optimizer(**values):
+    return lambda trainer: [setattr(trainer.optimizer, name, value) for name, value in values.items()]
+
+
+def of_kernel(**values):
+    return lambda trainer: [setattr(trainer.model.layers[0].kernel, name, value) for name, value in values.items()]
+
+
+def frozen(names):
+    def tell(trainer):
+        for variable in trainer.model.variables:
+            variable.trainable = variable.name not in names
+
+    return tell
+
+
+class OwnModel(keras.Model):
+    def __init__(self, factor):
+        super().__init__()
+        self.dense, self.factor = keras.layers.Dense(1), factor
+        self.build((None, 4))
+
+    def call(self, x):
+        return self.dense(x) * self.factor
+
+
+# What makes a trainer from a number, of which another number is another training.
+MADE = {
+    **{
+        f"{what}_regularizer": lambda f, what=what: trainer_of([dense(**{f"{what}_regularizer": Regularizer(f)})])
+        for what in ("kernel", "bias", "activity")
+    },
+    "plain regularizer": lambda f: trainer_of([dense(kernel_regularizer=Factor(f))]),
+    "regularizer function": lambda f: trainer_of([dense(kernel_regularizer=lambda w: f * keras.ops.sum(w))]),
+    "constraint": lambda f: trainer_of([dense(kernel_constraint=Constraint(f))]),
+    "initializer": lambda f: trainer_of([dense(bias_initializer=Initializer(f))]),
+    "activation": lambda f: trainer_of([dense(activation=lambda x: f * x)]),
+    "lambda": lambda f: trainer_of([keras.layers.Lambda(lambda x: f * x)]),
+    "layer without a get_config that works": lambda f: trainer_of([Layer(f)]),
+    "regularizer of a cell": lambda f: trainer_of(
+        [keras.layers.Reshape((2, 2)), keras.layers.RNN(keras.layers.GRUCell(2, kernel_regularizer=Regularizer(f)))]
+    ),
+    "subclassed model": lambda f: fa.Trainer(OwnModel(f), "sgd", "mse"),
+    "loss": lambda f: trainer_of(loss=Loss(f)),
+    "loss by output": lambda f: trainer_of(loss=[Loss(f)]),
+    "loss_weights": lambda f: trainer_of(loss_weights=[f]),
+    "huber": lambda f: trainer_of(loss=keras.losses.Huber(f)),
+    "closure": lambda f: trainer_of(loss=closed_over(f)),
+    "partial": lambda f: trainer_of(loss=functools.partial(with_default(0.0), factor=f)),
+    "method": lambda f: trainer_of(loss=Loss(f).call),
+    "default": lambda f: trainer_of(loss=with_default(f)),
+    "global": lambda f: trainer_of(loss=of_global(f)),
+    "helper": lambda f: trainer_of(loss=of_helper(f)),
+    "settings": lambda f: trainer_of(loss=of_settings(f)),
+    "code": lambda f: trainer_of(loss=edited(f)),
+    "tf.function": lambda f: trainer_of(loss=tf.function(closed_over(f))),
+    "metric": lambda f: trainer_of(metrics=[Metric(f)]),
+    "metric function": lambda f: trainer_of(metrics=[closed_over(f)]),
+    "argument of a metric": lambda f: trainer_of(metrics=[keras.metrics.BinaryAccuracy(threshold=f / 4)]),
+    "weighted metric": lambda f: trainer_of(weighted_metrics=[Metric(f)]),
+    "optimizer": lambda f: trainer_of(optimizer=Optimizer(f)),
+    "schedule": lambda f: trainer_of(optimizer=keras.optimizers.SGD(Schedule(f))),
+    "schedule of Keras's": lambda f: trainer_of(optimizer=keras.optimizers.SGD(OfKeras(f, 100))),
+    "rate function": lambda f: trainer_of(optimizer=keras.optimizers.SGD(lambda: f)),
+    "legacy schedule": lambda f: trainer_of(
+        optimizer=tf_keras.optimizers.legacy.SGD(keras.optimizers.schedules.CosineDecay(0.1, int(9 * f)))
+    ),
+    "exclude_from_weight_decay": lambda f: trainer_of(
+        optimizer=exempt(keras.optimizers.AdamW(), *["bias"][: int(f > 1)])
+    ),
+    "optimizer attribute": lambda f: trainer_of(
+        optimizer="adamw", after=lambda t: setattr(t.optimizer, "weight_decay", f)
+    ),
+    "ema": lambda f: trainer_of(optimizer="adam", after=lambda t: setattr(t.optimizer, "use_ema", f > 1)),
+    "layer attribute": lambda f: trainer_of([keras.layers.Dropout(0.1)], after=of_layer(rate=f / 4)),
+    "trainable layer": lambda f: trainer_of([dense()], after=of_layer(trainable=f > 1)),
+    "trainable variable": lambda f: trainer_of([dense()], after=frozen(["bias"][: int(f > 1)])),
+    "regularizer of a variable": lambda f: trainer_of([dense()], after=of_kernel(regularizer=keras.regularizers.L2(f))),
+    "constraint of a variable": lambda f: trainer_of(
+        [dense()], after=of_kernel(constraint=keras.constraints.MaxNorm(f))
+    ),
+    "class attribute": lambda f: trainer_of([type("Layer", (Layer,), {"gain": f})(1.0)]),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_what_users_write_and_tell_is_seen(what):
+    was, same, other = (description(MADE[what](factor)) for factor in (1.0, 1.0, 2.0))
+    assert not state.differences(was, same)
+    assert state.differences(was, other)
+
+
+def test_what_a_program_does_not_read_may_differ():
+    """Options that say how to run, docstrings, sets in another order, where a function stands."""
+
+    def of(resume, text):
+        settings = Settings(factor=1.0, resume=resume, begun=object())
+        exec(text, made := {"settings": settings})
+        return description(trainer_of(loss=made["loss"]))
+
+    text = "def loss(y, p):\n    '''{}'''\n    return settings.factor * (y - p) ** len({{'a', 'b'}})\n"
+    assert not state.differences(of(False, text.format("One.")), of(True, "\n\n" + text.format("Two.")))
+
+
+# The options of Trainer.
+
+OPTIONS = {
+    "gradient_accumulation_steps": 2,
+    "steps_per_execution": 2,
+    "loss_scale": 8.0,
+    "clip_norm": 1.0,
+    "fp32_weight_gradients": False,
+    "jit_compile": True,
+    "on_nonfinite": "raise",
+    "own_loss_reduction": "sum",
+}
+
+
+def test_every_option_is_compared_or_said_to_be_free():
+    fields = {field.name for field in dataclasses.fields(Options)}
+    arguments = {n for n, p in inspect.signature(fa.Trainer.__init__).parameters.items() if n != "self"}
+    parts = {"model", "optimizer", "loss", "metrics", "loss_weights", "weighted_metrics"}
+    assert arguments == fields | parts | {"compile_cache"}  # which moves no bit
+    assert fields == OPTIONS.keys()
+    was = description(trainer_of())
+    for name, value in OPTIONS.items():
+        differences = state.differences(was, description(trainer_of(**{name: value})))
+        assert bool(differences) == (name not in Options.MAY_DIFFER), name
+        assert name in Options.MAY_DIFFER or any(name in each for each in differences)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epsilon", 0.1), ("floatx", "float64"), ("image_data_format", "channels_first")]
+)
+def test_settings_of_keras_are_compared(name, value):
+    was = description(trainer_of())
+    before = getattr(keras.config, name)()
+    getattr(keras.config, f"set_{name}")(value)
+    try:
+        now = description(trainer_of())
+    finally:
+        getattr(keras.config, f"set_{name}")(before)
+    assert f"batch plan.{name}: {before} was saved, now {value}" in state.differences(was, now)
+
+
+def test_code_of_another_python_is_not_compared():
+    was = description(trainer_of(loss=edited(1.0)))
+    other = json.loads(
+        json.dumps(was)
+        .replace(f"of Python 3.{sys.version_info[1]}", "of Python 3.99")
+        .replace('"code": "', '"code": "0')
+    )
+    assert was != other and not state.differences(was, other)
+
+
+# Other processes, and trainings that are resumed.
+
+PROGRAM = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import keras
+import test_identity
+from fastaccum.adapters.fingerprint import describe
+
+made = {what: test_identity.description(make(1.0)) for what, make in test_identity.MADE.items()}
+for kind in test_identity.KINDS:
+    for each in test_identity.classes(kind):
+        made[each.__name__] = [describe(was) for name, was, _ in test_identity.changes(each, kind) if name is None]
+json.dump(made, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.faults
+def test_another_process_describes_the_same(tmp_path):
+    """Without a seed: sets and dicts in another order, other addresses, other random numbers."""
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        arguments = [sys.executable, "-c", PROGRAM, str(tmp_path / seed)]
+        subprocess.run(arguments, env=environment, check=True, cwd=os.path.dirname(__file__))
+    first, second = (json.loads((tmp_path / seed).read_text()) for seed in ("1", "2"))
+    assert len(first) > 250
+    assert not state.differences(first, second)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("kernel_regularizer", "model.layers.dense.kernel_regularizer._factor: 1.0 was saved, now 2.0"),
+        ("layer without a get_config that works", "model.layers.layer._factor: 1.0 was saved, now 2.0"),
+        ("closure", "loss.loss.<lambda> reads factor: 1.0 was saved, now 2.0"),
+        ("schedule", "optimizer.learning_rate._factor: 1.0 was saved, now 2.0"),
+        ("exclude_from_weight_decay", "model.trained.sequential/dense/bias.decays: nothing was saved, now False"),
+        ("own_loss_reduction", "batch plan.own_loss_reduction: mean was saved, now sum"),
+    ],
+)
+def test_another_training_is_refused_by_name(tmp_path, what, names):
+    made = MADE | {"own_loss_reduction": lambda f: trainer_of(own_loss_reduction="mean" if f == 1 else "sum")}
+    fit = functools.partial(made[what](1.0).fit, X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path)
+    fit(epochs=1)
+    assert fit.func.__self__ is not (again := made[what](1.0))
+    assert len(again.fit(X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path, epochs=2).epoch) == 2
+    other = made[what](2.0)
+    before = other.model.get_weights()
+    with pytest.raises(IncompatibleCheckpointError) as raised:
+        other.fit(X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path, epochs=3)
+    assert names in str(raised.value)
+    assert all((a == b).all() for a, b in zip(before, other.model.get_weights(), strict=True))
