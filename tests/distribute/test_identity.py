@@ -263,12 +263,26 @@ def with_default(factor):
     return loss
 
 
+def with_keyword_default(factor):
+    def loss(y_true, y_pred, *, factor=factor):
+        return factor * (y_true - y_pred) ** 2
+
+    return loss
+
+
 FACTOR = 1.0
 
 
 def of_global(factor):
     def loss(y_true, y_pred):
         return FACTOR * (y_true - y_pred) ** 2
+
+    return type(loss)(loss.__code__, {**globals(), "FACTOR": factor}, "loss")
+
+
+def of_global_within(factor):
+    def loss(y_true, y_pred):
+        return sum(FACTOR * each for each in [(y_true - y_pred) ** 2])
 
     return type(loss)(loss.__code__, {**globals(), "FACTOR": factor}, "loss")
 
@@ -372,7 +386,9 @@ MADE = {
     "partial": lambda f: trainer_of(loss=functools.partial(with_default(0.0), factor=f)),
     "method": lambda f: trainer_of(loss=Loss(f).call),
     "default": lambda f: trainer_of(loss=with_default(f)),
+    "keyword default": lambda f: trainer_of(loss=with_keyword_default(f)),
     "global": lambda f: trainer_of(loss=of_global(f)),
+    "global of a function within": lambda f: trainer_of(loss=of_global_within(f)),
     "helper": lambda f: trainer_of(loss=of_helper(f)),
     "settings": lambda f: trainer_of(loss=of_settings(f)),
     "code": lambda f: trainer_of(loss=edited(f)),
