@@ -7,7 +7,6 @@ of what `hf_compute_loss` makes of the labels and logits that the call hands it.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.packages import kinds, package
+from fastaccum.lines import warn
 
 
 class Observed(NamedTuple):
@@ -167,10 +167,10 @@ def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | No
                 f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, and a loss of the model's "
                 "own is a mean here: set it to 'mean'."
             )
-        warnings.warn(
+        warn(
             f"{type(model).__name__} reduces its loss to a scalar by itself: it counts as the mean over the rows of "
             "its micro-batch, which the full batch's loss is only if that divides by rows, each on its own.",
-            stacklevel=2,
+            UserWarning,
         )
     return [_rows(loss, rows, valid)]
 

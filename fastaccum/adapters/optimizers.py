@@ -14,7 +14,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from fastaccum import checks
 from fastaccum.adapters import fingerprint, saved, untouched_rows
 from fastaccum.adapters.attributes import raw, replaced
 from fastaccum.adapters.packages import kinds, package
+from fastaccum.lines import warn
 
 Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
 
@@ -45,11 +45,9 @@ def get(optimizer: Any, legacy: bool = False) -> Optimizer:
     for kind, family in _FAMILIES.items():
         if kind in own:
             if vars(optimizer).pop(saved.SKIPPED, False):
-                warnings.warn(
+                warn(
                     f"optimizer={type(optimizer).__name__} starts afresh: the state in its file is not of what the "
-                    "loaded model trains, or Keras did not compile that. Is LoRA lost? See docs/guides/saving.md.",
-                    RuntimeWarning,
-                    stacklevel=4,  # who made the Trainer
+                    "loaded model trains, or Keras did not compile that. Is LoRA lost? See docs/guides/saving.md."
                 )
             return family(optimizer)
     raise TypeError(

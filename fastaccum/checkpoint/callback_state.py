@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import reprlib
-import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.packages import of_keras
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.checkpoint.state import plain
+from fastaccum.lines import warn
 
 # What Keras's own callbacks count with, and the kind of value that it is, which `manifest` checks. Others of its
 # callbacks hold nothing that outlives a step.
@@ -96,7 +96,7 @@ def restore(callbacks: Callbacks, values: dict[str, dict[str, Any]], arrays: dic
     for name, callback in _stateful(callbacks):
         saved = values.get(name)
         if saved is None or saved["kind"] != _counted(callback):
-            warnings.warn(f"the callback {name} has no state in the checkpoint: it starts afresh.", stacklevel=2)
+            warn(f"the callback {name} has no state in the checkpoint: it starts afresh.", UserWarning)
         elif saved["kind"] is None:
             try:
                 callback.set_state(saved["state"])
@@ -122,10 +122,10 @@ def prepare(callbacks: Callbacks) -> None:
         elif kind == "Callback" and not hasattr(callback, "get_state"):
             held = sorted(n for n in vars(callback) if n not in ("validation_data", "_model", "params", "model"))
             if held:
-                warnings.warn(
+                warn(
                     f"the callback {type(callback).__name__} starts afresh where training is resumed: give it "
                     f"get_state() and set_state(state) to save what it holds ({', '.join(held)}).",
-                    stacklevel=3,
+                    UserWarning,
                 )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import tensorflow as tf
 
 from fastaccum.kernels.devices import has_op_determinism
+from fastaccum.lines import warn
 
 
 def deterministic(flags: str, op_determinism: bool, gpus: Sequence[str], jit_compile: bool) -> bool:
@@ -46,13 +46,11 @@ def warn_on_gpu(jit_compile: bool) -> None:
     remedy = "the environment has XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     if not jit_compile:
         remedy = "tf.config.experimental.enable_op_determinism() is called"
-    warnings.warn(
+    warn(
         f"This fit is resumed on {', '.join(gpus)} without deterministic operations: it goes on from the state that "
         "was saved, but not bit for bit as it would have without the interruption, since a GPU adds in an order that "
         "differs from run to run (gradients of embeddings, of pooling, of convolutions) and chooses its algorithms by "
-        f"their time. It would where {remedy} in all of a training's processes, which costs speed.",
-        RuntimeWarning,
-        stacklevel=2,
+        f"their time. It would where {remedy} in all of a training's processes, which costs speed."
     )
 
 

@@ -8,9 +8,10 @@ import os
 import socket
 import stat
 import time
-import warnings
 from pathlib import Path
 from typing import Any
+
+from fastaccum.lines import warn
 
 NAME = ".fastaccum-lock"
 # For a process that is just ending, or has the lock but has not written its number yet.
@@ -99,11 +100,9 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
-            warnings.warn(
+            warn(
                 f"the file system of {str(self.path)!r} has no locks ({error.strerror}): whether another process works "
-                "in this folder is not checked.",
-                RuntimeWarning,
-                stacklevel=4,
+                "in this folder is not checked."
             )
         return self._is_in_place(descriptor)  # or the one that had it removed it at its end
 

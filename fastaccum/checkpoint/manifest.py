@@ -10,7 +10,6 @@ import random
 import re
 import reprlib
 import stat
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from fastaccum.checkpoint import files
 from fastaccum.checkpoint.callback_state import COUNTERS
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.state import PACKAGES, versions
+from fastaccum.lines import warn
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -77,11 +77,9 @@ def warn_of_other_versions(path: Path, manifest: Mapping[str, Any]) -> None:
     saved, now = manifest["versions"], versions()
     others = [f"{name} {saved[name]}, now {now[name]}" for name in saved if now[name] != saved[name]]
     if others:
-        warnings.warn(
+        warn(
             f"{path} was written under {'; '.join(others)}. Training goes on, but its bits may not be those of an "
-            "uninterrupted one.",
-            RuntimeWarning,
-            stacklevel=4,
+            "uninterrupted one."
         )
 
 
@@ -92,11 +90,7 @@ def warn_of_gaps(where: Any, epoch: Sequence[int], history: Mapping[str, Sequenc
     for name, values in columns.items():
         wanted = validated if name.startswith("val_") else len(epoch)
         if len(values) != wanted or len(set(map(np.shape, values))) > 1:
-            warnings.warn(
-                f"{where}: history[{name!r}] has {len(values)} values for {wanted} epochs, or of several shapes.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn(f"{where}: history[{name!r}] has {len(values)} values for {wanted} epochs, or of several shapes.")
 
 
 def of_history(epoch: list[int], history: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Training, plain
 from fastaccum.data.stacks import Dispatch, Position
+from fastaccum.lines import warn
 
 _TRIES = 5  # to write into a folder that somebody removes
 
@@ -70,11 +70,9 @@ class Saver:
         if self.directory is not None:
             self._preemption.__enter__()
             if threading.current_thread() is not threading.main_thread():
-                warnings.warn(
+                warn(
                     "fit runs outside the main thread, where SIGTERM is not caught: it may end the process with no "
-                    "other checkpoint than the last one written.",
-                    RuntimeWarning,
-                    stacklevel=3,
+                    "other checkpoint than the last one written."
                 )
         return self
 
@@ -87,7 +85,7 @@ class Saver:
             except CheckpointWriteError as failure:
                 if error is None:
                     raise
-                warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+                warn(str(failure))
             lost_the_chief = not self._is_chief and isinstance(error, tf.errors.OpError)
             if self._preemption.requested and (error is None or lost_the_chief):
                 raise Preempted(self._path(self._saved)) from error
@@ -330,22 +328,18 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
 
 def _warn_of_other_numbers(pieces: str, felt_by: Sequence[str]) -> None:
     if felt_by:
-        warnings.warn(
+        warn(
             f"Training goes on in other pieces ({pieces}), which {', '.join(felt_by)} depend on: the numbers will not "
-            "be those of the uninterrupted training.",
-            RuntimeWarning,
-            stacklevel=4,
+            "be those of the uninterrupted training."
         )
 
 
 def _warn_of_draws(operations: Sequence[str]) -> None:
     if operations:
-        warnings.warn(
+        warn(
             f"{len(operations)} operations of the model draw from TensorFlow's own random generators ({operations[0]}, "
             "...), as tf_keras's layers do: no checkpoint has their state, so the numbers will not be those of the "
-            "uninterrupted training. Keras 3's layers draw from seeds that are saved.",
-            RuntimeWarning,
-            stacklevel=4,
+            "uninterrupted training. Keras 3's layers draw from seeds that are saved."
         )
 
 

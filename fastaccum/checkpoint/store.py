@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fastaccum.checkpoint import files
 from fastaccum.checkpoint import manifest as manifests
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.manifest import MANIFEST
+from fastaccum.lines import warn
 
 TENSORS = "state"
 FILES = [f"{TENSORS}.data-00000-of-00001", f"{TENSORS}.index"]
@@ -101,7 +101,7 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
         except CorruptCheckpointError as error:
             if found is None:
                 bad.append(f"{path}: {error}")
-                warnings.warn(f"checkpoint {path} is passed over: {error}", RuntimeWarning, stacklevel=2)
+                warn(f"checkpoint {path} is passed over: {error}")
     if found is not None:
         return found
     if bad:

@@ -8,7 +8,6 @@ import itertools
 import math
 import queue
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.data import rows
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, warn_short
+from fastaccum.lines import warn
 
 PREFETCH = 2
 
@@ -90,11 +90,9 @@ class ArrayStacks:
         """Takes up the order of the fit that `saved` comes from; warns if the rows are not what they were."""
         self._seed = saved["seed"]
         if saved["checksum"] != self.checksum():
-            warnings.warn(
+            warn(
                 "x, y or sample_weight hold other values than when the checkpoint was saved. If this is another "
-                "training, name another checkpoint_dir.",
-                RuntimeWarning,
-                stacklevel=2,
+                "training, name another checkpoint_dir."
             )
 
     def find(self, saved: dict[str, Any], pieces: str, recut: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows, warn_short
+from fastaccum.lines import warn
 
 
 class DatasetSource:
@@ -218,7 +218,7 @@ class DatasetStacks:
             return False
         first = next(self._rest, None)
         if first is None:
-            warnings.warn(f"{self.what} is used up, which ends the training.", stacklevel=2)
+            warn(f"{self.what} is used up, which ends the training.", UserWarning)
             return True
         self._rest = itertools.chain([first], self._rest)
         return False
@@ -258,12 +258,10 @@ class DatasetStacks:
                 f"had {self._passes.rows}: pass batches of as many rows as the checkpoint was made with."
             )
         if check is not None and self._first_step is not None and check != self._first_step["checksum"]:
-            warnings.warn(
+            warn(
                 f"{self.what} yields other values in this pass than before the checkpoint, or in another order: its "
                 "place is found by the number of steps alone. If this is another training, name another "
-                "checkpoint_dir.",
-                RuntimeWarning,
-                stacklevel=2,
+                "checkpoint_dir."
             )
         yield from self._steps(steps)
 
@@ -294,19 +292,15 @@ class DatasetStacks:
     def _warn_of_other_batches(self, rows: int) -> None:
         before, self._rows_before = self._rows_before, None
         if before and before != rows and not self._full_rows:
-            warnings.warn(
+            warn(
                 f"{self.what}: the first train step of a pass is of {rows} rows, of {before} before the checkpoint. If "
-                "its batches are others, train on with those that it was saved with.",
-                RuntimeWarning,
-                stacklevel=2,
+                "its batches are others, train on with those that it was saved with."
             )
 
     def _warn_of_uneven_steps(self, rows: int) -> None:
-        warnings.warn(
+        warn(
             f"{self.what}: a train step within a pass is of {rows} rows instead of {self._full_rows}. Training that "
-            "goes on in other pieces is then not the one that was saved: batch rows in one place, after all else.",
-            RuntimeWarning,
-            stacklevel=2,
+            "goes on in other pieces is then not the one that was saved: batch rows in one place, after all else."
         )
 
     def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
@@ -333,10 +327,10 @@ class DatasetStacks:
             self._batch_size = max(lengths)
         if rows > micro_batches * self._batch_size:
             larger = max(math.ceil(rows / micro_batches), max(lengths))
-            warnings.warn(
+            warn(
                 f"{self.what}: batches of up to {max(lengths)} rows after micro-batches of {self._batch_size}; the "
                 f"train step is compiled again for {larger}. Put the largest batch first to compile once.",
-                stacklevel=2,
+                UserWarning,
             )
             self._batch_size = larger
         shape = [micro_batches, self._batch_size]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.lines import warn
 
 _ITERATOR, _START = "iterator", "start of the pass"
 _SEEDS_DRAWN = b"epoch_num_random_samples"  # in a shuffle's state
@@ -196,7 +196,6 @@ class Passes:
             except tf.errors.OpError as error:
                 obstacle = str(error).splitlines()[0]
         what = self._origin.what
-        warn = functools.partial(warnings.warn, category=RuntimeWarning, stacklevel=3)
         if obstacle is not None:
             warn(
                 f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass "

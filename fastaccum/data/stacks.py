@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+
+from fastaccum.lines import warn
 
 
 class Batch(NamedTuple):
@@ -96,10 +97,10 @@ class Layout(NamedTuple):
 
 def warn_short(what: str, steps: int, wanted: int) -> None:
     """Says that a pass ended, and with it the epoch, before as many steps as were asked for."""
-    warnings.warn(
+    warn(
         f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the epoch, as in Keras. "
         "Ask for fewer, or pass a dataset with .repeat().",
-        stacklevel=2,
+        UserWarning,
     )
 
 

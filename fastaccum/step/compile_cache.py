@@ -20,7 +20,6 @@ import stat
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.lines import warn
 from fastaccum.step import xla_cache
 
 T = TypeVar("T")
@@ -92,11 +92,7 @@ class CompileCache:
 
     def reject(self, name: str) -> None:
         """Moves an entry aside and says so."""
-        warnings.warn(
-            f"{self.store / name} is damaged or was changed: moved aside, to {name}{_DAMAGED}, and compiled anew.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"{self.store / name} is damaged or was changed: moved aside, to {name}{_DAMAGED}, and compiled anew.")
         (self.store / f"{name}{_SEAL}").unlink(missing_ok=True)
         os.replace(self.store / name, self.store / f"{name}{_DAMAGED}")
 
@@ -221,7 +217,7 @@ class _Process:
     def _give_up(self, error: Exception) -> None:
         self.cache = None
         reason = getattr(error, "message", error)  # without TensorFlow's name of the program
-        warnings.warn(f"compile_cache is not used from here on: {reason}", RuntimeWarning, stacklevel=2)
+        warn(f"compile_cache is not used from here on: {reason}")
 
     def _clear(self) -> None:
         assert self.staging is not None

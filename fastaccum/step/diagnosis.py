@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import replaced, restored
 from fastaccum.adapters.models import Model
 from fastaccum.data.stacks import Batch, trip_count
+from fastaccum.lines import warn
 from fastaccum.step.guards import NonFiniteError
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program
@@ -88,11 +88,9 @@ def warn_of_zero_lora(layers: Sequence[Any]) -> None:
     """Warns of layers whose LoRA matrices are both 0, as Keras's `load_model` and `load_weights` leave them."""
     held = ((layer, _LORA & vars(layer).keys()) for layer in layers)
     if zero := [layer.name for layer, own in held if own and not any(getattr(layer, n).numpy().any() for n in own)]:
-        warnings.warn(
+        warn(
             f"The LoRA matrices of {_some(zero)} are all 0, so none has a gradient: Keras has merged them into the "
-            "weights that it loaded. Give one of them new values (docs/guides/saving.md).",
-            RuntimeWarning,
-            stacklevel=5,  # who called fit
+            "weights that it loaded. Give one of them new values (docs/guides/saving.md)."
         )
 
 

@@ -4,13 +4,13 @@ scale can save.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.outputs import NOT_WHOLE, whole
+from fastaccum.lines import warn
 
 # A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go on for hours. Were
 # one step in ten bad, by chance, ten in a row would come once in 10**10 steps; a spoilt model gives ten at once.
@@ -66,11 +66,11 @@ class StuckSteps(tf.Module):
         """Warns of the epoch's stuck steps, by a value that `self.seen()` had."""
         if count := int(seen.numpy()[1]):
             steps = "train step of this epoch was" if count == 1 else "train steps of this epoch were"
-            warnings.warn(
+            warn(
                 f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and the loss scale could "
                 "not go lower. on_nonfinite='raise' ends training at the first such step, and says where the bad "
                 "numbers come from.",
-                stacklevel=6,  # who called fit
+                UserWarning,
             )
 
     def start_epoch(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import loop
+from fastaccum.lines import warn
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
 from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState
@@ -195,11 +195,11 @@ class ModelObjective(Objective):
         accumulator only if these are known before the first gradient. XLA drops what the count does not depend on.
         """
         if (found := self.model.row_counter) and sum(map(trip_count, stacks)) * self.losses.replicas > 1:
-            warnings.warn(
+            warn(
                 f"A layer of {self.model.model.name!r} computes with the number of rows in its batch (see {found}): "
                 "here that of each micro-batch on each replica, not that of the update. Give the layer a number of its "
                 "own, such as batch_size * gradient_accumulation_steps.",
-                stacklevel=2,
+                UserWarning,
             )
         self.observe_labels(stacks)
         if not self.has_several_terms:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any, Literal
 
 import keras
 
 from fastaccum import checks
 from fastaccum.adapters.own_loss import Reduction
+from fastaccum.lines import warn
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.loss_scale import LossScale
 
@@ -72,7 +72,7 @@ def capped(name: str, steps: int | None) -> int | None:
 def _at_most(name: str, value: int | None, limit: int | None) -> int | None:
     if not limit or (value is not None and value <= limit):
         return value
-    warnings.warn(f"Limiting {name} to {limit}, as keras.config says.", stacklevel=3)
+    warn(f"Limiting {name} to {limit}, as keras.config says.", UserWarning)
     return limit
 
 

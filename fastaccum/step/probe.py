@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import tensorflow as tf
 
 from fastaccum.adapters import assigned, coupling
 from fastaccum.data.stacks import Batch
+from fastaccum.lines import warn
 from fastaccum.step.model_objective import ModelObjective
 
 
@@ -80,9 +80,9 @@ def _require_sums(objective: ModelObjective, traced: Any) -> list[str]:
 
 
 def _warn(what: str, operation: str) -> None:
-    warnings.warn(
+    warn(
         f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}): here it is that of "
         "each micro-batch, averaged. A mean over some rows or tokens: pass a Keras loss or metric, and tell it of them "
         "by sample_weight, with reduction='mean_with_sample_weight'. A comparison of rows: of as many as batch_size.",
-        stacklevel=2,
+        UserWarning,
     )

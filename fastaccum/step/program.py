@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -27,6 +26,7 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 from fastaccum.checks import one_of
 from fastaccum.kernels.custom_gradients import owned_by_graphs
 from fastaccum.kernels.random_keys import keys_derived_once
+from fastaccum.lines import warn
 from fastaccum.step import compile_cache, xla_cache
 
 Stage = Literal[
@@ -79,13 +79,11 @@ class Retraces:
         self._warned = True
         most = max(({str(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
         first, last = list(most)[:3], list(most)[-1]
-        warnings.warn(
+        warn(
             f"{len(shapes)} programs were made so far, one for each kind of stack, which took {seconds:.0f} s; all "
             f"stay in memory. One tensor came in {len(most)} shapes, [micro-batches, rows, ...]: {', '.join(first)}, "
             f"..., {last}. Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
-            "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each.",
-            RuntimeWarning,
-            stacklevel=2,
+            "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each."
         )
 
 

@@ -8,7 +8,6 @@ import ctypes
 import itertools
 import os
 import threading
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.lines import warn
 
 # Makes TensorFlow read its flags again, which it reads before the first variable is made.
 _FORGET_FLAGS = (
@@ -60,7 +60,7 @@ def told(folder: Path) -> bool:
     quoted = '"' + str(folder).replace("\\", "\\\\").replace('"', '\\"') + '"'
     given = os.environ.get("TF_XLA_FLAGS", "").strip()
     if not f"{given}-".startswith("-") or "tf_xla_persistent_cache_directory" in given:
-        warnings.warn(f"compile_cache is not used, since TF_XLA_FLAGS={given!r} is.", RuntimeWarning, stacklevel=2)
+        warn(f"compile_cache is not used, since TF_XLA_FLAGS={given!r} is.")
         return False
     flags = {"TF_XLA_FLAGS": f"--tf_xla_persistent_cache_directory={quoted}"}
     if has_gpu():
@@ -68,7 +68,7 @@ def told(folder: Path) -> bool:
     try:
         forget = _library()[_FORGET_FLAGS]
     except (OSError, AttributeError):
-        warnings.warn("compile_cache is not used: it needs another build of TensorFlow.", RuntimeWarning, stacklevel=2)
+        warn("compile_cache is not used: it needs another build of TensorFlow.")
         return False
     forget.argtypes, forget.restype = [_StringView, ctypes.c_void_p, ctypes.c_void_p], None
     with _environment(flags):
@@ -78,11 +78,9 @@ def told(folder: Path) -> bool:
         with tf.init_scope():
             tf.function(lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False)()
     if not any(folder.iterdir()):
-        warnings.warn(
+        warn(
             "compile_cache is not used: XLA had compiled a program in this process before, and reads once where to "
-            "keep them. Make the Trainer with compile_cache before anything is compiled.",
-            RuntimeWarning,
-            stacklevel=2,
+            "keep them. Make the Trainer with compile_cache before anything is compiled."
         )
         return False
     _armed.append(uid := ops.uid)
