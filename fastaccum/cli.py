@@ -5,6 +5,7 @@ TensorFlow is imported by the subcommand that needs it, so that `fastaccum --hel
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import sys
@@ -42,17 +43,8 @@ def _main(argv: Sequence[str]) -> int:
         for kind, name in options.device_names():
             print(f"{kind:5}{name}")
         return 0
-    if parsed.command == "plan":
-        from fastaccum.app import plan
-
-        return plan.plan(parsed)
-    if parsed.command == "generate":
-        from fastaccum.app import generate
-
-        return generate.generate(parsed)
-    from fastaccum.app import train
-
-    return train.train(parsed)
+    module = importlib.import_module(f"fastaccum.app.{parsed.command}")  # "train", "generate" or "plan"
+    return getattr(module, parsed.command)(parsed)
 
 
 def _bench(argv: Sequence[str]) -> int:

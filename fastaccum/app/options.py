@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 EPILOG = """\
 exit codes: 0 done; 1 failed while training; 2 bad arguments, nothing started; 130 ended by Ctrl-C;
@@ -19,9 +21,12 @@ However a run ended, `fastaccum train --resume FOLDER` continues from its last c
 """
 MOST = 10**6  # windows in a micro-batch, micro-batches in an update
 MOST_STEPS = 10**9
+LARGEST = math.nextafter(2.0**128, 0.0)  # where float32 ends
 STEPS = 300
 _MEANT = {"--model": "--preset", "--size": "--preset", "--epochs": "--steps", "--learning-rate": "--lr"}
 PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
+
+Number = TypeVar("Number", int, float)
 
 
 class BadArgument(Exception):
@@ -40,19 +45,9 @@ class Parser(argparse.ArgumentParser):
             epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
 
-        self.register("action", None, _Store)
-
     def error(self, message: str) -> NoReturn:
         # Without the usage: the one line that matters would be the last of many.
         raise BadArgument(message, self.prog)
-
-
-class _Store(argparse.Action):
-    """Stores a value, and the option that it came by in `given`: one that equals the default is given, too."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, values)
-        namespace.given = [*getattr(namespace, "given", ()), *([option_string] if option_string else [])]
 
 
 class _Version(argparse.Action):
@@ -78,6 +73,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.error("name a COMMAND: train, generate, plan, bench or devices; `fastaccum --help` says what each does")
     parsed, unknown = parser.parse_known_args(argv)
+    # None is abbreviated, and one that equals its default is given, too.
+    parsed.given = [each.partition("=")[0] for each in itertools.takewhile("--".__ne__, argv)]
     if unknown:
         from difflib import get_close_matches
 
@@ -112,13 +109,8 @@ def make_parser() -> Parser:
     plan.epilog = "exit codes: 0 done; 1 nothing fits; 2 bad arguments, nothing started."
     add = plan.add_argument
     _add_model(add)
-    add(
-        "--global-batch",
-        type=_whole(1, MOST),
-        default=32,
-        metavar="N",
-        help="pieces of text in an update (%(default)s)",
-    )
+    pieces = "pieces of text in an update (%(default)s)"
+    add("--global-batch", type=_whole(1, MOST), default=32, metavar="N", help=pieces)
     limit = "what the device may hold, in bytes or as 16GiB (by default what is free of it)"
     add("--memory-limit", type=_path, metavar="SIZE", help=limit)
     add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
@@ -157,13 +149,8 @@ def _add_train(commands: Any) -> None:
     _add_model(add)
     rate = "highest learning rate: it rises to this first, then falls to a 50th along a cosine (%(default)s)"
     add("--lr", type=_float32(2.0**-126, "positive number, such as 0.004"), default=0.004, metavar="RATE", help=rate)
-    add(
-        "--seed",
-        type=_whole(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="random seed of weights and data (%(default)s)",
-    )
+    seed = "random seed of weights and data (%(default)s)"
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed)
     out = "folder to write the run to, new or empty (by default runs/PRESET-OPTIMIZER-seedN, a new one)"
     add("--out", type=_path, metavar="FOLDER", help=out)
     every = "updates from one checkpoint to the next (%(default)s)"
@@ -210,14 +197,19 @@ def _add_model(add: Callable[..., Any]) -> None:
 
 
 def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            number = minimum - 1
-        if not minimum <= number <= maximum:
-            raise argparse.ArgumentTypeError(f"{value!r} must be a whole number from {minimum} to {maximum}")
-        return number
+    return _number(int, minimum, maximum, f"whole number from {minimum} to {maximum}")
+
+
+def _float32(least: float, what: str) -> Callable[[str], float]:
+    return _number(float, least, LARGEST, what)
+
+
+def _number(kind: Callable[[str], Number], least: Number, most: Number, what: str) -> Callable[[str], Number]:
+    def parse(value: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if least <= (number := kind(value)) <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{value!r} must be a {what}")
 
     return parse
 
@@ -234,19 +226,6 @@ def _path(value: str) -> str:
     return value
 
 
-def _float32(least: float, what: str) -> Callable[[str], float]:
-    def parse(value: str) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not least <= number < 2.0**128:
-            raise argparse.ArgumentTypeError(f"{value!r} must be a {what}")
-        return number
-
-    return parse
-
-
 def device_names() -> list[tuple[str, str]]:
     """`(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2 cores")`."""
     import tensorflow as tf
@@ -260,8 +239,3 @@ def as_options(message: str) -> str:
     """What an error says of a Trainer's arguments, said of the options that stand for them."""
     message = re.sub(r"batch_size=(\d+) with gradient_accumulation_steps=(\d+)", r"--batch-size \1 --accum \2", message)
     return message.replace("recompute='auto'", "--recompute auto")
-
-
-def physical_memory() -> int:
-    """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

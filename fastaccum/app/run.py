@@ -122,7 +122,8 @@ class Run:
 
 def folder_to_resume(options: argparse.Namespace) -> Path:
     """The folder `options.resume`; raises ValueError if it is no run's, or if there are options it cannot change."""
-    named = sorted({*options.given} - {"--resume", "--steps"})
+    kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)} - {"--steps"}
+    named = sorted(kept & {*options.given})
     if extra := named + ["FILE or FOLDER"] * bool(options.paths):
         raise ValueError(
             f"--resume {options.resume}: a run keeps the options that it began with, but for --steps; "

@@ -16,7 +16,6 @@ import keras
 import numpy as np
 
 from fastaccum.app import run_folder
-from fastaccum.app.options import physical_memory
 
 HELD_OUT_EVERY = 20
 
@@ -59,7 +58,7 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
             raise ValueError(f"{str(path)!r} is a pipe or a device, which cannot be read again: give a text file.")
         for file in _files_below(path) if path.is_dir() else [path]:
             files.setdefault(file.resolve(), file is path)
-    size, memory = sum(file.stat().st_size for file in files), physical_memory()
+    size, memory = sum(file.stat().st_size for file in files), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 2 * size > memory:  # the files, and then their text as one
         raise ValueError(f"the text has {size:,} bytes, which the {memory:,} of memory here cannot hold: give less.")
     read = {path: path.read_bytes() for path in files}
