@@ -278,7 +278,11 @@ class DatasetStacks:
                 self._checksum = checksum(pooled)
                 self._first_step = {"rows": rows, "checksum": self._checksum}
             if before != self._full_rows:
-                self._warn_of_uneven_steps(before)
+                warn(
+                    f"{self.what}: a train step within a pass is of {before} rows instead of {self._full_rows}. "
+                    "Training that goes on in other pieces is then not the one that was saved: batch rows in one "
+                    "place, after all else."
+                )
             before = rows if self._full_rows else 0
             if self.layout.exact_rows:
                 stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths)
@@ -296,12 +300,6 @@ class DatasetStacks:
                 f"{self.what}: the first train step of a pass is of {rows} rows, of {before} before the checkpoint. If "
                 "its batches are others, train on with those that it was saved with."
             )
-
-    def _warn_of_uneven_steps(self, rows: int) -> None:
-        warn(
-            f"{self.what}: a train step within a pass is of {rows} rows instead of {self._full_rows}. Training that "
-            "goes on in other pieces is then not the one that was saved: batch rows in one place, after all else."
-        )
 
     def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
         """The rows of each step's batches, one after the other, and how many each batch had."""

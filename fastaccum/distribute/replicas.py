@@ -77,11 +77,6 @@ def _number_collectives(strategy: tf.distribute.Strategy) -> None:
         extended._collective_ops = of_its_own
 
 
-def scope_of(replicas: Replicas | None) -> contextlib.AbstractContextManager:
-    """The scope of the replicas' strategy; without replicas, none."""
-    return contextlib.nullcontext() if replicas is None else replicas.strategy.scope()
-
-
 def first_of(replicas: Replicas | None) -> contextlib.AbstractContextManager:
     """`first_components`, where there are replicas."""
     return contextlib.nullcontext() if replicas is None else first_components()

@@ -91,7 +91,8 @@ class StepBuilder:
     def _build(self, sample: Batch, options: Options) -> Step:
         model, losses, metrics = self._model, self._losses, self._metrics
         self._identity.require_one_program(options, sample)
-        with replicas.scope_of(self._replicas):  # a model that is not built yet
+        own = self._replicas
+        with contextlib.nullcontext() if own is None else own.strategy.scope():  # a model that is not built yet
             y_pred = model.symbolic_call(sample.x, training=True)
         y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
         if options.jit_compile:
@@ -107,7 +108,7 @@ class StepBuilder:
         if not model.trainable_variables:
             raise ValueError(f"model {model.model.name!r} has no trainable variables: there is nothing to train.")
         parts = model, self._outputs, losses, metrics, self._optimizer, options
-        return ModelStep(*parts) if self._replicas is None else ReplicatedStep(self._replicas, *parts)
+        return ModelStep(*parts) if own is None else ReplicatedStep(own, *parts)
 
     def _compile(self) -> None:
         self._model.adopt(self._optimizer.optimizer, self._metrics, **self._given)

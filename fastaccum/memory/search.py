@@ -61,12 +61,10 @@ def _next(candidates: Sequence[int], asked: dict[int, int], low: int, high: int,
     (x0, y0), (x1, y1) = points[around - 1 : around + 1] if around < len(points) else points[-2:]
     meets = x0 + (limit - y0) * (x1 - x0) / (y1 - y0) if y1 > y0 else candidates[-1]
     guess = bisect_right(candidates, meets) - 1
-    if guess == low:  # it says that nothing larger fits: the neighbour shows it
-        guess += 1
     # On either side of the place asked for, what is left must be found by halving.
     most = min(COMPILATIONS, len(candidates).bit_length())
     left = max(most - 1 - len(asked), 0)
     reach = 2**left
     if high - low <= 2 * reach:
         guess = min(max(guess, high - reach), low + reach)
-    return min(max(guess, low + 1), high - 1)
+    return min(max(guess, low + 1), high - 1)  # where nothing larger seems to fit, the neighbour shows it
