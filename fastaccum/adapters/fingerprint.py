@@ -33,10 +33,10 @@ def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
     An object is told by its class and its `get_config()`; where the class is the user's or `get_config` fails, also by
     the attributes that its code reads, and a checksum of this code. A function is told by its code and what it reads.
     """
-    return _described(thing, frozenset(), {id(each): each for each in known if each is not thing})
+    return _describe(thing, frozenset(), {id(each): each for each in known if each is not thing})
 
 
-def _described(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
+def _describe(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
     value = getattr(value, "python_function", value)  # of a tf.function
     if isinstance(value, (keras.Variable, tf.Variable)) or (tf.is_tensor(value) and tf.is_symbolic_tensor(value)):
         return "a variable"  # whose value training may change
@@ -47,11 +47,11 @@ def _described(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, dict):
-        return {str(name): _described(each, names, met) for name, each in value.items()}
+        return {str(name): _describe(each, names, met) for name, each in value.items()}
     if isinstance(value, (set, frozenset)):  # whose order is another in each process
-        return sorted((_described(each, names, met) for each in value), key=repr)
+        return sorted((_describe(each, names, met) for each in value), key=repr)
     if isinstance(value, (list, tuple)):
-        return [_described(each, names, met) for each in value]
+        return [_describe(each, names, met) for each in value]
     if isinstance(value, (float, bytes, complex, range, slice)):
         return repr(value)
     if isinstance(value, types.ModuleType) and _is_installed(value.__name__):
@@ -63,10 +63,10 @@ def _described(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
     met[id(value)] = value
     if isinstance(value, (types.MethodType, types.FunctionType, types.BuiltinFunctionType)):
         function, owner = _function(value), getattr(value, "__self__", None)
-        of = {} if owner is None or not function else {"of": _described(owner, names, met)}
+        of = {} if owner is None or not function else {"of": _describe(owner, names, met)}
         return found | of | _coded([function], met) if function else found["class"]
     if isinstance(value, functools.partial):
-        return found | {"of": _described([value.func, value.args, value.keywords], names, met)}
+        return found | {"of": _describe([value.func, value.args, value.keywords], names, met)}
     return found | (_coded(_methods(value), met) if isinstance(value, type) else _parts(value, names, met))
 
 
@@ -88,11 +88,11 @@ def _parts(value: Any, names: frozenset[str], met: dict[int, Any]) -> dict[str, 
     told |= getattr(value, "__dict__", {})
     if users or failed or not config:
         config |= {name: getattr(value, name, None) for name in sorted((names & told.keys()) - config.keys())}
-    return _described(config, names, met) | _coded(methods, met)
+    return _describe(config, names, met) | _coded(methods, met)
 
 
 def _config(value: Any) -> dict[str, Any]:
-    """What `get_config` returns, with objects in place of what stands for them; {} where there is none, or it fails."""
+    """The result of `get_config`, with objects in place of what stands for them; {} if there is none, or it fails."""
     if {"keras.Model", "tf_keras.Model"} & kinds(value).keys():
         return {"layers": value.layers}
     config, told = dict[str, Any](), getattr(value, "__dict__", {})
@@ -120,13 +120,13 @@ def _without_names(config: Any) -> Any:
 
 
 def _methods(kind: type) -> list[types.FunctionType]:
-    """The functions that classes define which no version tells apart, inherited ones too."""
+    """Lists the functions of a class and its bases, but for those of packages that a version tells apart."""
     found = (_function(vars(each)[name]) for each in kind.__mro__ for name in sorted(vars(each)))
     return [each for each in found if each is not None]
 
 
 def _function(member: Any) -> types.FunctionType | None:
-    """The function of a member of a class that no version tells apart: a method, a property, a static method."""
+    """Finds the function of a method, a property or a static method; None where a version tells its package apart."""
     for name in ("fget", "__func__", "func"):
         member = getattr(member, name, member)
     return member if isinstance(member, types.FunctionType) and package(member) not in _VERSIONED else None
@@ -145,7 +145,7 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
             read |= {name: cell.cell_contents} if name != "__class__" and cell != types.CellType() else {}
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         read |= {"defaults": defaults} if defaults else {}
-        found |= {f"{function.__name__} reads {name}": _described(each, names, met) for name, each in read.items()}
+        found |= {f"{function.__name__} reads {name}": _describe(each, names, met) for name, each in read.items()}
     return found
 
 
@@ -165,7 +165,7 @@ def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str]]:
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module belongs to an installed package or to Python, and so is no part of the user's program."""
+    """Tells if a module belongs to an installed package or to Python, and so is no part of the user's program."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     known = (module or "").partition(".")[0] in _VERSIONED or module in sys.builtin_module_names
     return known or any(each in file for each in _INSTALLED)

@@ -385,7 +385,7 @@ def never_draws(layer: Any) -> bool:
 
 
 def _may_count_rows(layer: Any) -> bool:
-    """Whether a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
+    """Tells if a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
     own = package(type(layer)) not in ("keras", "keras_hub", "fastaccum")
     return own or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
 

@@ -30,8 +30,8 @@ class Term(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One loss of a model output. `classes` is set where labels are class indices; `power` where a power of the number
-    of rows is a factor of each row's loss: it is that of the mean, which a sum of such losses is of so many times more.
+    """The loss of one model output. `classes` is set where labels are class indices; `power`, where each row's loss has
+    a factor `rows**p`: it is p, or p + 1 with the reduction "sum", since the loss then counts as a mean.
     """
 
     position: int
@@ -123,7 +123,7 @@ class Losses:
         if not self.outputs and self._loss is not None:
             raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
         logged = len(outputs.names if outputs.legacy else self.outputs) > 1
-        seen = [(o, *_by_rows(o.loss, targets[o.position], outputs.specs[o.position])) for o in self.outputs]
+        seen = [(o, *_trace_rows(o.loss, targets[o.position], outputs.specs[o.position])) for o in self.outputs]
         self.mixing = {o.name: operation for o, operation, _ in seen if operation is not None}
         self.outputs = [o if not p else o._replace(power=p + (o.reduction == "sum")) for o, _, p in seen]
         self.log_names = distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
@@ -278,9 +278,9 @@ def term(
     return Term(loss_sum, weight_sum)
 
 
-def _by_rows(loss: Any, target: Any, spec: Any) -> tuple[str | None, float | None]:
-    """Looks at a loss that is not Keras's: by which operation it mixes rows, or reads their number otherwise than as a
-    factor that is a power of it; else that power.
+def _trace_rows(loss: Any, target: Any, spec: Any) -> tuple[str | None, float | None]:
+    """Traces a loss that is not Keras's. Returns the operation that mixes rows, or computes with their number otherwise
+    than by a factor `rows**p`; else None and p, which is None too where the loss does not compute with that number.
     """
     if isinstance(loss, _OfAllRows) or _loss_name(loss) == "circle":
         return loss.name, None

@@ -117,7 +117,7 @@ class Metrics:
 
     @property
     def need_exact_rows(self) -> bool:
-        """Whether a weight of 0 does not keep padded rows from some metric, or may not: one of the user's own class."""
+        """True if a weight of 0 cannot keep padded rows from some metric, or may not: from one of a user's class."""
         return bool(self.own or self.mixing) or not all(self._axes.values())
 
     @property
@@ -279,7 +279,7 @@ def _row_weight(metric: keras.Metric, prediction: tf.Tensor, valid: Any, weight:
 
 
 def _mixing(metric: Any, *specs: tf.TensorSpec) -> str | None:
-    """By what a metric's function makes of a row what depends on others, where a trace shows it."""
+    """Finds the operation by which a metric's function mixes rows or computes with their number, as a trace shows."""
     wrapper = getattr(metric, "legacy", metric)
 
     def values(pair: Sequence[tf.Tensor]) -> Any:
@@ -299,7 +299,7 @@ def _mixing(metric: Any, *specs: tf.TensorSpec) -> str | None:
 
 
 def _weight_axes(metric: Any, *specs: tf.TensorSpec) -> Any:
-    """Which of `_AXES` a metric takes, by a trace of a telling number of rows; else False, or None if not Keras's."""
+    """Finds which of `_AXES` a metric takes, by traces of a telling number of rows; else False, None if not Keras's."""
     with contextlib.suppress(Exception):  # the variables of a first update are there before a step, to be saved
         coupling.traced(lambda pair: metric.update_state(*pair), specs)
     wrapper = getattr(metric, "legacy", metric)

@@ -173,11 +173,11 @@ class Optimizer:
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What tells the optimizer from others, as first asked for: a learning rate that changes is a variable."""
+        """The optimizer's class and arguments, as first asked for: a learning rate that changes is a variable."""
         return fingerprint.describe(self.optimizer)
 
-    def rules_of(self, variable: Any) -> dict[str, Any]:
-        """What is done to a trained variable beside its update: a penalty, a constraint, no decay of its weights."""
+    def describe_rules(self, variable: Any) -> dict[str, Any]:
+        """Describes what is done to a trained variable beside its update: a penalty, a constraint, no weight decay."""
         rules = {name: getattr(variable, name, None) for name in ("regularizer", "constraint")}
         asked = [part for part in self.parts if hasattr(part, "_use_weight_decay")]
         rules |= {"decays": False} if not all(part._use_weight_decay(self._native(variable)) for part in asked) else {}

@@ -1,7 +1,8 @@
 """`keras.saving.load_model` finds the layers of fastaccum after `import fastaccum` alone, which imports no Keras.
 
 Keras looks a saved layer up by its registered name, in a table that a layer enters when its module is imported. Here
-each gets a stand-in in that table, which imports the module once a saved layer is to be made.
+each gets a stand-in in that table, which imports the module once a saved layer is to be made. An optimizer whose state
+Keras skips, as of other variables, is marked: a Trainer warns of it, long after Keras did.
 """
 
 from __future__ import annotations

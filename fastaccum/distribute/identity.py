@@ -24,7 +24,7 @@ from fastaccum.step.options import Options
 
 
 class Identity:
-    """What a Trainer trains, and by what: `given` are losses, their weights, and metrics, as they were passed."""
+    """A Trainer's model, optimizer and arguments, for comparison: `given` are losses, weights and metrics as passed."""
 
     def __init__(self, model: Model, optimizer: Optimizer, given: Mapping[str, Any], replicas: Replicas | None):
         self._model, self._optimizer, self._given, self._replicas = model, optimizer, given, replicas
@@ -41,7 +41,7 @@ class Identity:
         if self._replicas is None or self._replicas.workers == 1:
             return
         variables = {"model": self._model.variables, "optimizer": [], "loss_scale": [], "step": []}
-        description = self._description(variables, options, sample, {})
+        description = self._describe(variables, options, sample, {})
         others = {name: getattr(options, name) for name in options.MAY_DIFFER}
         self.require_alike("the first step", versions=state.versions(), **description, options=others)
 
@@ -75,7 +75,7 @@ class Identity:
             "loss_scale": step.cycle.loss_scale.variables,
             "step": step.running.variables,
         }
-        description = self._description(variables, options, sample, plan)
+        description = self._describe(variables, options, sample, plan)
         cut = {
             **stacks.cut,
             "gradient_accumulation_steps": options.gradient_accumulation_steps,
@@ -85,10 +85,10 @@ class Identity:
         model, draws, savable = self._model.model, self._model.unsaved_draws, step.running.savable
         return Training(model, variables, description, cut, felt_by, draws, stacks, hooks, savable, self._replicas)
 
-    def _description(
+    def _describe(
         self, variables: Mapping[str, Sequence[Any]], options: Options, sample: Batch, plan: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What must be the same for workers to train together and for a checkpoint to fit, as plain values."""
+        """Describes, as plain values, what workers must have in common, and a checkpoint with what resumes from it."""
         model, optimizer, named = self._model, self._optimizer, state.name_variables(variables)
         specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
             group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
@@ -97,7 +97,7 @@ class Identity:
         known, layers = [*model.layers, optimizer.optimizer], dict[str, Any]()
         for layer in model.layers:
             layers[state.free_name(layer.name, layers)] = fingerprint.describe(layer, known)
-        rules = {id(raw(v)): optimizer.rules_of(v) for v in model.trainable_variables}
+        rules = {id(raw(v)): optimizer.describe_rules(v) for v in model.trainable_variables}
         trained = {name: rules[id(v)] for name, v in named["model"].items() if id(v) in rules}
         backend = sys.modules["tf_keras" if model.legacy else "keras"].backend
         compared = {

@@ -38,7 +38,7 @@ class WorkersDifferError(ValueError):
 
 
 def connected(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A Trainer's method, for one thread at a time, in which no worker waits for one that failed: all raise."""
+    """Decorates a Trainer's method: one thread at a time calls it, and no worker waits for one that failed."""
     method = checks.keywords(method)
 
     @functools.wraps(method)

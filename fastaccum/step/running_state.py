@@ -39,7 +39,7 @@ class RunningState:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """What a checkpoint saves of it: no stuck steps, whose cause may have been mended before a resume."""
+        """The variables that a checkpoint saves: no stuck steps, whose cause may have been mended before a resume."""
         means = [v.value for mean in (self.loss, *self.losses.values()) for v in mean.variables]
         return [*means, *self.metrics.variables, self.skipped, *self.index_checks.variables]
 
@@ -57,7 +57,7 @@ class RunningState:
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
-        """Adds what the `rows` of one micro-batch are of each loss of a step of `all_rows` to the means."""
+        """Adds a micro-batch's part of each loss to the means: of its `rows` among the `all_rows` of the step."""
         for mean, part in zip(self.losses.values(), parts, strict=False):
             mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 
@@ -83,7 +83,7 @@ class RunningState:
         return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine)
 
     def savable(self) -> bool:
-        """Whether training could go on: not while all steps are skipped. Raises ValueError for indices out of range."""
+        """True if training could go on: not while all steps are skipped. Raises ValueError for indices out of range."""
         if self.stuck_steps.since_end(self.stuck_steps.seen()) is not None:
             return False
         self.index_checks.require(self.index_checks.seen())
