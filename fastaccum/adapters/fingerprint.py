@@ -24,6 +24,7 @@ from fastaccum.adapters.packages import kinds, package
 # Of one version, which is told by its number.
 _VERSIONED = ("keras", "tf_keras", "tensorflow", "fastaccum", "numpy", "builtins", "functools")
 _INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+_RUN = ("call", "__call__", "update_state", "update_step")  # in training: what they set follows from it
 _LEFT_OUT = ("name", "dtype", "build_config")  # numbered anew in each process, told as the policy, or as variables
 
 
@@ -37,26 +38,27 @@ def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
 
 
 def _describe(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
-    value = getattr(value, "python_function", value)  # of a tf.function
-    if isinstance(value, (keras.Variable, tf.Variable)) or (tf.is_tensor(value) and tf.is_symbolic_tensor(value)):
+    if isinstance(value, str):  # a path's may be no UTF-8
+        return _shorten(value.encode(errors="backslashreplace").decode(), len(value))
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, (dict, set, frozenset, list, tuple)):
+        return _describe_nest(value, names, met)
+    value = _get(value, "python_function", value)  # of a tf.function
+    if isinstance(value, (keras.Variable, tf.Variable)) or (
+        isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
+    ):
         return "a variable"  # whose value training may change
     if isinstance(value, (np.generic, np.ndarray, tf.Tensor)):
         array = np.asarray(value)
         large = array.size > 64 and array.dtype != object  # told by its checksum
         value = f"{array.dtype}{array.shape} of checksum {zlib.crc32(array.tobytes())}" if large else array.tolist()
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    if isinstance(value, dict):
-        return {str(name): _describe(each, names, met) for name, each in value.items()}
-    if isinstance(value, (set, frozenset)):  # whose order is another in each process
-        return sorted((_describe(each, names, met) for each in value), key=repr)
-    if isinstance(value, (list, tuple)):
-        return [_describe(each, names, met) for each in value]
+        return _describe(value, names, met)
     if isinstance(value, (float, bytes, complex, range, slice)):
         return repr(value)
     if isinstance(value, types.ModuleType) and _is_installed(value.__name__):
         return value.__name__
-    found = {"class": getattr(value, "__qualname__", None) or type(value).__qualname__}
+    found = {"class": _get(value, "__qualname__") or type(value).__qualname__}
     # The state of a seed generator is a variable, and its seed may be a random number.
     if id(value) in met or isinstance(value, keras.random.SeedGenerator):
         return found
@@ -70,24 +72,52 @@ def _describe(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
     return found | (_coded(_methods(value), met) if isinstance(value, type) else _parts(value, names, met))
 
 
+def _describe_nest(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
+    """Describes a collection by its parts; by their checksum where they are many, as every checkpoint holds them."""
+    if id(value) in met:  # it contains itself
+        return type(value).__name__
+    met[id(value)] = value
+    if isinstance(value, dict):
+        found: Any = {_describe(str(name), names, met): _describe(each, names, met) for name, each in value.items()}
+    else:
+        found = [_describe(each, names, met) for each in value]
+    if isinstance(value, (set, frozenset)):  # whose order is another in each process
+        found.sort(key=repr)
+    del met[id(value)]
+    return _shorten(found, len(found))
+
+
+def _shorten(found: Any, size: int) -> Any:
+    return found if size <= 1000 else f"{size} of checksum {zlib.crc32(repr(found).encode())}"
+
+
+def _get(value: Any, name: str, default: Any = None) -> Any:
+    """Returns an attribute; the default also where a `__getattr__` or a property of the user's raises any error."""
+    try:
+        return getattr(value, name, default)
+    except Exception:  # of whatever kind
+        return default
+
+
 def _parts(value: Any, names: frozenset[str], met: dict[int, Any]) -> dict[str, Any]:
     """The configuration, attributes and code of an object."""
     methods, config, classes = _methods(type(value)), _config(value), value.__class__.__mro__
-    failed = not config and hasattr(value, "get_config")  # as where an argument has none
+    failed = not config and _get(value, "get_config") is not None  # as where an argument has none
     own = [each for each in methods if each.__name__ != "__init__" and (failed or not _is_installed(each.__module__))]
     names = names.union(*(_read(each.__code__)[1] for each in own))
+    names = names.difference(*(_read(each.__code__)[3] for each in own if each.__name__ in _RUN))
     if failed:
         arguments = {name for kind in classes for name in inspect.signature(kind.__init__).parameters}
         names |= arguments | {f"_{name}" for name in arguments}
     if config or failed:
         names = frozenset(name for name in names if name.strip("_") != "name")
-        policy = getattr(getattr(value, "dtype_policy", None), "name", getattr(value, "dtype", None))
+        policy = getattr(_get(value, "dtype_policy"), "name", _get(value, "dtype"))
         config |= {"policy": policy} if isinstance(policy, str) else {}
     users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
     told = {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
     told |= getattr(value, "__dict__", {})
     if users or failed or not config:
-        config |= {name: getattr(value, name, None) for name in sorted((names & told.keys()) - config.keys())}
+        config |= {name: _get(value, name) for name in sorted((names & told.keys()) - config.keys())}
     return _describe(config, names, met) | _coded(methods, met)
 
 
@@ -139,7 +169,8 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
     digest = hashlib.sha256(repr([_read(each.__code__)[0] for each in functions]).encode()).hexdigest()[:12]
     found: dict[str, Any] = {"code": f"{digest} of Python {platform.python_version().rpartition('.')[0]}"}
     for function in (each for each in functions if each.__name__ != "__init__" and not _is_installed(each.__module__)):
-        (_, names, loaded), cells = _read(function.__code__), function.__closure__ or ()
+        (_, names, loaded, stored), cells = _read(function.__code__), function.__closure__ or ()
+        names -= stored
         read = {name: function.__globals__[name] for name in sorted(loaded & function.__globals__.keys())}
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             read |= {name: cell.cell_contents} if name != "__class__" and cell != types.CellType() else {}
@@ -150,17 +181,20 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
 
 
 @functools.cache
-def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str]]:
-    """The instructions of code, without files, lines, hashes and docstrings; its names; the globals that it reads."""
-    text, names, loaded = [], {*code.co_names}, set[str]()
+def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
+    """The instructions of code, without files, lines, hashes and docstrings; its names; the globals that it reads and
+    does not set, as it sets a counter; the attributes and globals that it sets.
+    """
+    text, names, loaded, stored = [], {*code.co_names}, set[str](), set[str]()
     for each in dis.get_instructions(code):
         value = each.argval
         if isinstance(value, types.CodeType):
-            value, inner, read = _read(value)
-            names, loaded = names | inner, loaded | read
+            value, inner, read, written = _read(value)
+            names, loaded, stored = names | inner, loaded | read, stored | written
         loaded |= {value} if "GLOBAL" in each.opname else set()
+        stored |= {value} if each.opname in ("STORE_ATTR", "STORE_GLOBAL") else set()
         text.append((each.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else value))
-    return repr(text), frozenset(names), frozenset(loaded)
+    return repr(text), frozenset(names), frozenset(loaded - stored), frozenset(stored)
 
 
 @functools.cache

@@ -441,6 +441,68 @@ def test_what_a_program_does_not_read_may_differ():
     assert not state.differences(of(False, text.format("One.")), of(True, "\n\n" + text.format("Two.")))
 
 
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Proxy:
+    """Whose attributes raise what is no AttributeError."""
+
+    factor = 1.0
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+LOOP = {"factor": 1.0}
+LOOP["itself"] = [LOOP]
+
+
+@pytest.mark.parametrize(
+    "settings", [Attributes(factor=1.0), Proxy(), LOOP, "no UTF-8: \udcff"], ids=lambda s: type(s).__name__
+)
+def test_whatever_a_loss_reads_is_described(settings):
+    text = json.dumps(state.plain(describe(lambda y, p: (y, settings.factor, p))), ensure_ascii=False)
+    assert b"settings" in text.encode()
+
+
+def test_what_is_large_is_told_by_its_checksum():
+    vocabulary = [f"word {number}" for number in range(10**5)]
+    tables = [vocabulary, dict.fromkeys(vocabulary, 0.5), "".join(vocabulary), set(vocabulary)]
+    others = [vocabulary[::-1], dict.fromkeys(vocabulary, 0.25), "".join(vocabulary[::-1]), {*vocabulary[1:]}]
+    for table, other in zip(tables, others, strict=True):
+        was, now = (describe(lambda y, p, t=each: (y, t, p)) for each in (table, other))
+        assert len(json.dumps(was)) < 500
+        assert was != now
+
+
+CALLS = 0
+
+
+class Counting(Layer):
+    """Which keeps what it does not read again, and counts."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x)
+
+
+def counting(y, p):
+    global CALLS
+    CALLS += 1
+    return keras.ops.mean((y - p) ** 2, -1)
+
+
+def test_what_a_layer_or_a_loss_counts_is_no_other_training(tmp_path):
+    trainer = trainer_of([Counting(1.0)], loss=counting)
+    for epochs in (1, 2):
+        trainer.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, checkpoint_dir=tmp_path)
+    assert CALLS > 1
+    assert len(trainer.model.history.epoch) == 2
+
+
 # The options of Trainer.
 
 OPTIONS = {
