@@ -60,6 +60,7 @@ class ModelObjective(Objective):
         # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
         self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
         added = _added_kinds(model, options.own_loss_reduction)  # a sum is refused for a `compute_loss` too
+        self._mixing_metrics = {**metrics.mixing}
         self._added = [] if self.own else added
         others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
@@ -194,7 +195,11 @@ class ModelObjective(Objective):
         """Each term's denominator and the number of valid rows, where there are several terms: they share one
         accumulator only if these are known before the first gradient. XLA drops what the count does not depend on.
         """
-        if (found := self.model.row_counter) and sum(map(trip_count, stacks)) * self.losses.replicas > 1:
+        parts = sum(map(trip_count, stacks)) * self.losses.replicas
+        while parts > 1 and self._mixing_metrics:  # once, and not for each trace
+            name, operation = self._mixing_metrics.popitem()
+            warn_of_mixing(f"The metric {name!r}", operation)
+        if (found := self.model.row_counter) and parts > 1:
             warn(
                 f"A layer of {self.model.model.name!r} computes with the number of rows in its batch (see {found}): "
                 "here that of each micro-batch on each replica, not that of the update. Give the layer a number of its "
@@ -341,6 +346,16 @@ def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], s
 def _targets(batch: Batch) -> Any:
     """The targets, or None."""
     return batch.y if tf.nest.flatten(batch.y) else None
+
+
+def warn_of_mixing(what: str, operation: str) -> None:
+    """Warns of a loss or a metric in which an operation mixes rows."""
+    warn(
+        f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}): here it is that of "
+        "each micro-batch, averaged. A mean over some rows or tokens: pass a Keras loss or metric, and tell it of them "
+        "by sample_weight, with reduction='mean_with_sample_weight'. A comparison of rows: of as many as batch_size.",
+        UserWarning,
+    )
 
 
 def _rows(batch: Batch, axes: int = 1) -> tf.Tensor:

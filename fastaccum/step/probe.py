@@ -9,22 +9,18 @@ import tensorflow as tf
 
 from fastaccum.adapters import assigned, coupling
 from fastaccum.data.stacks import Batch
-from fastaccum.lines import warn
-from fastaccum.step.model_objective import ModelObjective
+from fastaccum.step.model_objective import ModelObjective, warn_of_mixing
 
 
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """Traces one micro-batch like `sample`, a nest of specs, where the model computes losses or metrics itself.
 
-    Notes what its `compute_metrics` returns; warns of losses, and of metrics where a full batch has several parts, that
-    are no sum or mean over rows, and names the losses. Raises ValueError for a `compute_loss` whose weights normalise
-    a sum over the batch, or that assigns what no step could restore.
+    Notes what its `compute_metrics` returns; warns of losses that are no sum or mean over rows, and names them. Raises
+    ValueError for a `compute_loss` whose weights normalise a sum over the batch, or that assigns what no step could
+    restore.
     """
     for output, operation in objective.losses.mixing.items():
-        _warn(f"The loss of output {output!r}", operation)
-    if objective.options.gradient_accumulation_steps * objective.losses.replicas > 1:
-        for name, operation in objective.metrics.mixing.items():
-            _warn(f"The metric {name!r}", operation)
+        warn_of_mixing(f"The loss of output {output!r}", operation)
     mixing = [f"the loss of output {output!r}" for output in objective.losses.mixing]
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return mixing
@@ -75,14 +71,5 @@ def _require_sums(objective: ModelObjective, traced: Any) -> list[str]:
     beyond = [coupling.beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
     found = [operation for operation in (coupling.square(traced.graph), normalized, *beyond) if operation]
     if found:
-        _warn(f"A loss that {name} computes itself", found[0])
+        warn_of_mixing(f"A loss that {name} computes itself", found[0])
     return [f"a loss of {name}'s own"] if found else []
-
-
-def _warn(what: str, operation: str) -> None:
-    warn(
-        f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}): here it is that of "
-        "each micro-batch, averaged. A mean over some rows or tokens: pass a Keras loss or metric, and tell it of them "
-        "by sample_weight, with reduction='mean_with_sample_weight'. A comparison of rows: of as many as batch_size.",
-        UserWarning,
-    )

@@ -204,8 +204,9 @@ def test_a_function_per_row_and_one_per_batch(K):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, recwarn):
-    """Where accumulation makes a difference: it is a mean over micro-batches."""
+@pytest.mark.parametrize("fitted", [False, True], ids=["", "fitted"])
+def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwarn):
+    """Where accumulation makes a difference, in a later fit too: it is a mean over micro-batches."""
 
     def dice(y_true, y_pred):
         y_true = tf.cast(y_true, tf.float32)
@@ -224,9 +225,12 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, recwarn):
         keras.optimizers.SGD(0.0),
         "mse",
         [dice, compared, by_row, cosine, "mae"],
-        gradient_accumulation_steps=micro_batches,
+        gradient_accumulation_steps=1 if fitted else micro_batches,
         jit_compile=False,
     )
+    if fitted:
+        trainer.fit(x, y, 4, shuffle=False, verbose=0)
+        trainer.gradient_accumulation_steps = micro_batches
     logged = trainer.fit(x, y, 4, shuffle=False, verbose=0).history["dice"][0]
     warned = [str(each.message) for each in recwarn if "is no sum or mean over the rows" in str(each.message)]
     assert len(warned) == (3 if micro_batches > 1 else 0)
