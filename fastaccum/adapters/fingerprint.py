@@ -176,14 +176,17 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
             read |= {name: cell.cell_contents} if name != "__class__" and cell != types.CellType() else {}
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         read |= {"defaults": defaults} if defaults else {}
+        for name, each in read.items():  # of a table of settings, those that the code names
+            if isinstance(each, dict) and (named := names & each.keys()):
+                read[name] = {key: each[key] for key in sorted(named)}
         found |= {f"{function.__name__} reads {name}": _describe(each, names, met) for name, each in read.items()}
     return found
 
 
 @functools.cache
 def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
-    """The instructions of code, without files, lines, hashes and docstrings; its names; the globals that it reads and
-    does not set, as it sets a counter; the attributes and globals that it sets.
+    """The instructions of code, without files, lines, hashes and docstrings; its names and texts; the globals that it
+    reads and does not set, as it sets a counter; the attributes and globals that it sets.
     """
     text, names, loaded, stored = [], {*code.co_names}, set[str](), set[str]()
     for each in dis.get_instructions(code):
@@ -192,6 +195,7 @@ def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], fr
             value, inner, read, written = _read(value)
             names, loaded, stored = names | inner, loaded | read, stored | written
         loaded |= {value} if "GLOBAL" in each.opname else set()
+        names |= {value} if each.opname == "LOAD_CONST" and isinstance(value, str) else set()
         stored |= {value} if each.opname in ("STORE_ATTR", "STORE_GLOBAL") else set()
         text.append((each.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else value))
     return repr(text), frozenset(names), frozenset(loaded - stored), frozenset(stored)

@@ -466,6 +466,14 @@ def test_whatever_a_loss_reads_is_described(settings):
     assert b"settings" in text.encode()
 
 
+def test_of_a_table_of_settings_those_count_that_the_code_names():
+    def described(**settings):
+        return describe(lambda y, p: settings["factor"] * (y - p))
+
+    assert described(factor=1.0, epochs=1) == described(factor=1.0, epochs=2)
+    assert described(factor=1.0, epochs=1) != described(factor=2.0, epochs=1)
+
+
 def test_what_is_large_is_told_by_its_checksum():
     vocabulary = [f"word {number}" for number in range(10**5)]
     tables = [vocabulary, dict.fromkeys(vocabulary, 0.5), "".join(vocabulary), set(vocabulary)]
