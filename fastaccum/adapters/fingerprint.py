@@ -185,15 +185,16 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
 
 @functools.cache
 def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
-    """The instructions of code, without files, lines, hashes and docstrings; its names and texts; the globals that it
-    reads and does not set, as it sets a counter; the attributes and globals that it sets.
+    """The instructions of code, without files, lines, hashes and docstrings; the attributes and texts that it reads;
+    the globals that it reads and does not set, as it sets a counter; the attributes and globals that it sets.
     """
-    text, names, loaded, stored = [], {*code.co_names}, set[str](), set[str]()
+    text, names, loaded, stored = [], set[str](), set[str](), set[str]()
     for each in dis.get_instructions(code):
         value = each.argval
         if isinstance(value, types.CodeType):
             value, inner, read, written = _read(value)
             names, loaded, stored = names | inner, loaded | read, stored | written
+        names |= {value} if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") else set()
         loaded |= {value} if "GLOBAL" in each.opname else set()
         names |= {value} if each.opname == "LOAD_CONST" and isinstance(value, str) else set()
         stored |= {value} if each.opname in ("STORE_ATTR", "STORE_GLOBAL") else set()

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 
 import keras
@@ -509,6 +510,22 @@ def test_what_a_layer_or_a_loss_counts_is_no_other_training(tmp_path):
         trainer.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, checkpoint_dir=tmp_path)
     assert CALLS > 1
     assert len(trainer.model.history.epoch) == 2
+
+
+def test_what_a_layer_only_notes_may_differ():
+    """The time of a call, or its last result, which none of its code reads."""
+
+    class Noting(keras.layers.Layer):
+        def call(self, inputs):
+            self.seen = time.time()
+            return inputs
+
+    def of():
+        layer = Noting()
+        layer(X)
+        return describe(layer)
+
+    assert not state.differences(of(), of())
 
 
 # The options of Trainer.
