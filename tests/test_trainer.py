@@ -570,6 +570,15 @@ def test_averaged_weights_are_in_the_model_at_the_end(K):
     assert_equal(model.get_weights(), [v.numpy() for v in optimizer._model_variables_moving_average])
 
 
+def test_a_fit_without_a_step_overwrites_nothing_with_averages(K):
+    model = regressor(K)
+    trainer = fa.Trainer(model, K.optimizers.SGD(0.05, use_ema=True), "mse", jit_compile=False)
+    before = model.get_weights()
+    with pytest.warns(UserWarning, match="skipped"):
+        trainer.fit(X * np.nan, Y, batch_size=len(X), verbose=0)
+    assert_equal(model.get_weights(), before)
+
+
 STACK = X[:16].reshape(2, 8, -1), Y[:16].reshape(2, 8)
 
 

@@ -189,8 +189,10 @@ class Optimizer:
         return raw(self.optimizer.iterations)
 
     def finalize(self, variables: Sequence[Any]) -> None:
-        """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages."""
-        if hasattr(self.optimizer, "finalize_variable_values"):
+        """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages, which after a first
+        step are no longer zeros.
+        """
+        if hasattr(self.optimizer, "finalize_variable_values") and int(self.iterations) > 0:
             self.optimizer.finalize_variable_values([self._native(v) for v in variables])
 
     def _native(self, variable: Any) -> Any:
