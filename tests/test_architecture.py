@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
-LINES = 20_674
+LINES = 20_654
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 

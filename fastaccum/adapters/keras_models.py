@@ -386,7 +386,7 @@ def never_draws(layer: Any) -> bool:
 
 def _may_count_rows(layer: Any) -> bool:
     """Tells if a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
-    own = package(type(layer)) not in ("keras", "keras_hub", "fastaccum")
+    own = package(type(layer)) not in ("keras", "tf_keras", "keras_hub", "fastaccum")
     return own or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
 
 

@@ -351,9 +351,10 @@ def _targets(batch: Batch) -> Any:
 def warn_of_mixing(what: str, operation: str) -> None:
     """Warns of a loss or a metric in which an operation mixes rows."""
     warn(
-        f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}): here it is that of "
-        "each micro-batch, averaged. A mean over some rows or tokens: pass a Keras loss or metric, and tell it of them "
-        "by sample_weight, with reduction='mean_with_sample_weight'. A comparison of rows: of as many as batch_size.",
+        f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}). The value is computed "
+        "for each micro-batch and averaged, which is not the value for the whole batch. For a mean over some rows or "
+        "tokens, pass a Keras loss or metric with reduction='mean_with_sample_weight', and sample_weight=0 for the "
+        "others. A comparison of rows compares the batch_size rows of one micro-batch.",
         UserWarning,
     )
 
