@@ -225,7 +225,7 @@ def test_ci_runs_the_commands_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     readme = (ROOT / "README.md").read_text().splitlines()
     setup = next(line for line in script if line.startswith("python3.11 -m venv"))
-    tests = next(line for line in script if line.endswith("pytest -q"))
+    tests = next(line.removeprefix("stage ") for line in script if line.endswith("pytest -q"))
     assert f"{setup} && {tests}" in readme
 
 

@@ -192,7 +192,7 @@ class Optimizer:
         """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages, which after a first
         step are no longer zeros.
         """
-        if hasattr(self.optimizer, "finalize_variable_values") and int(self.iterations) > 0:
+        if hasattr(self.optimizer, "finalize_variable_values") and int(tf.convert_to_tensor(self.iterations)) > 0:
             self.optimizer.finalize_variable_values([self._native(v) for v in variables])
 
     def _native(self, variable: Any) -> Any:
