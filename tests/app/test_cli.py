@@ -365,7 +365,7 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch,
     tensors = [{k: v for k, v in run["tensors"].items() if not k.startswith("step/mean/")} for run in runs]  # of a row
     assert tensors[0] == tensors[1] and len(tensors[0]) > 10
     optimizer = store.latest(tmp_path / "run" / "checkpoints").manifest["description"]["optimizer"]
-    assert optimizer["learning_rate"]["config"]["decay_steps"] == 10**9 + 20
+    assert optimizer["learning_rate"]["decay_steps"] == 10**9 + 20
     # About as many rows for each length, each the mean of the steps since the one before.
     assert [row["step"] for row in runs[1]["rows"]] == [4, 7, 13, 20]
     losses = [row["bits_per_byte"] for row in runs[0]["rows"]]
