@@ -19,7 +19,7 @@ from fastaccum.app import options, output
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, by default the program's own, and returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    with output.may_end():
+    with output.tolerate_closed_stdout():
         try:
             return _main(argv)
         except options.BadArgument as error:

@@ -601,7 +601,7 @@ class Trainer:
 
     def _guarded(self) -> AbstractContextManager[None]:
         """Around what runs programs: an error of memory is told by what takes it."""
-        return self._guard.told() if self._guard is not None else nullcontext()
+        return self._guard.translate_oom_errors() if self._guard is not None else nullcontext()
 
     def _explained(self) -> AbstractContextManager[None]:
         """Around what traces, compiles or runs a program: an error of TensorFlow's is told in the caller's terms."""

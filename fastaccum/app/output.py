@@ -13,10 +13,10 @@ from fastaccum import lines
 
 
 @contextlib.contextmanager
-def may_end() -> Iterator[None]:
-    """Within, what can no longer be printed is dropped: a log that is full must not end a training.
+def tolerate_closed_stdout() -> Iterator[None]:
+    """Drops output inside the block once stdout or stderr has failed: a full log must not end a training.
 
-    What the stream's encoding lacks is printed as escapes.
+    Characters that the stream's encoding lacks are printed as escapes.
     """
     for descriptor in range(3):
         try:

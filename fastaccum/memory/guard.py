@@ -91,8 +91,8 @@ class Guard:
         return None
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Within it an error of memory is told as this one's."""
+    def translate_oom_errors(self) -> Iterator[None]:
+        """Raises TensorFlow's and Python's out-of-memory errors inside the block as `OutOfMemoryError`."""
         try:
             yield
         except OutOfMemoryError:

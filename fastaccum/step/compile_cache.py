@@ -144,7 +144,7 @@ class _Process:
                 mine = f"staging-{socket.gethostname()}-{os.getpid()}-"
                 staging = Path(tempfile.mkdtemp(prefix=mine, dir=cache.store))
                 atexit.register(self._leave, os.getpid(), staging)
-                if not xla_cache.told(staging):
+                if not xla_cache.enable_persistent_cache(staging):
                     return
                 self.staging = staging
             self.cache = cache

@@ -55,8 +55,8 @@ class _StringView(ctypes.Structure):
     _fields_ = (("size", ctypes.c_size_t), ("text", ctypes.c_char_p))
 
 
-def told(folder: Path) -> bool:
-    """Tells TensorFlow of the folder; False, with a warning, where it is too late for that."""
+def enable_persistent_cache(folder: Path) -> bool:
+    """Makes XLA keep compiled programs in `folder`; returns False, with a warning, if XLA ignores the setting."""
     quoted = '"' + str(folder).replace("\\", "\\\\").replace('"', '\\"') + '"'
     given = os.environ.get("TF_XLA_FLAGS", "").strip()
     if not f"{given}-".startswith("-") or "tf_xla_persistent_cache_directory" in given:
