@@ -27,7 +27,7 @@ from fastaccum.distribute import replicas, workers
 from fastaccum.distribute.evaluation import Evaluation
 from fastaccum.distribute.identity import Identity
 from fastaccum.distribute.step_builder import Step, StepBuilder
-from fastaccum.kernels.custom_gradients import owned_by_graphs
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory import planner
 from fastaccum.memory.guard import Guard
 from fastaccum.memory.plan import Plan
@@ -307,7 +307,7 @@ class Trainer:
         )
         plan = {**stacks.plan, "class_weight": class_weight}
         training = functools.partial(
-            self._identity.training, built_with, step, stacks, hooks, data.sample, plan, self._builder.felt_by
+            self._identity.training, built_with, step, stacks, hooks, data.sample, plan, self._builder.split_sensitive
         )
         self._identity.require_one_fit(training)
         self.model.stop_training = False
@@ -442,7 +442,7 @@ class Trainer:
         stacks = data.stacks(self._builder.evaluation_layout(micro_batches), steps, passes)
         return Evaluation(step, stacks, self.model, self._explained)
 
-    @owned_by_graphs()
+    @graph_scoped_gradients()
     def _validation(
         self, validation_data: Any, schedule: Schedule, batch_size: int | None, like: Batch
     ) -> Callable[[Callbacks], dict[str, float]] | None:

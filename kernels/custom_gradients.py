@@ -14,7 +14,7 @@ from tensorflow.python.framework.ops import gradient_registry
 
 
 def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`tf.custom_gradient`, within `owned_by_graphs`.
+    """`tf.custom_gradient`, within `graph_scoped_gradients`.
 
     A gradient's operations are named after the call that it belongs to, as those of TensorFlow's own gradients are, so
     that a profile tells where a kernel comes from.
@@ -26,7 +26,7 @@ def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     def owned(*args: Any) -> Any:
         if tf.executing_eagerly():
             return call(*args)
-        with owned_by_graphs():
+        with graph_scoped_gradients():
             return call(*args)
 
     return owned
@@ -48,8 +48,8 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def owned_by_graphs() -> Iterator[None]:
-    """Within it graphs are traced that can be freed, custom gradients and all.
+def graph_scoped_gradients() -> Iterator[None]:
+    """Lets graphs that are traced inside the block be freed with their custom gradients.
 
     `tf.custom_gradient` registers a function for each of its calls in a graph, for as long as the process lives, and
     the function holds that graph. A Keras optimizer makes such a call in each of its updates, so every model trained

@@ -52,8 +52,8 @@ class AddedAccumulator(SumAccumulator):
 
 
 @contextlib.contextmanager
-def rows_stay_rows() -> Iterator[None]:
-    """Around a backward pass whose gradients go to accumulators: no warning of tables that these take apart again."""
+def suppress_densify_warning() -> Iterator[None]:
+    """Silences TensorFlow's warning of `IndexedSlices` made dense: accumulators take such tables apart again."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
         yield

@@ -19,10 +19,10 @@ _scopes = 0
 
 
 @contextlib.contextmanager
-def keys_derived_once() -> Iterator[None]:
-    """Within it, a program that XLA compiles for a CPU derives a draw's key from its seed once, not for each number.
+def hoist_prng_key() -> Iterator[None]:
+    """Hoists the derivation of a random draw's key out of the loop that draws, where XLA compiles for a CPU.
 
-    That holds for `tf.random.stateless_*`, which Keras 3's layers draw with, and changes no number. Scopes may overlap,
+    This concerns `tf.random.stateless_*`, which Keras 3's layers draw with, and changes no number. Blocks may overlap,
     also those of several threads.
     """
     global _scopes

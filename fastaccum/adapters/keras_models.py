@@ -307,8 +307,8 @@ class Model:
         return moved or self.mixes_rows or bool(self.moving_layers) or self.couples_losses
 
     @property
-    def felt_by(self) -> list[str]:
-        """What computes other numbers where rows are cut otherwise, by name: random masks, statistics, mixed rows."""
+    def split_sensitive_layers(self) -> list[str]:
+        """Names the layers whose numbers depend on how rows are split: random masks, statistics, mixed rows."""
         names = [layer.name for layer in self.layers if self._draws(layer) or layer.name in self.moving_layers]
         return [*map(repr, names), *(["layers that mix rows"] if self.mixes_rows else [])]
 

@@ -139,7 +139,7 @@ class Saver:
             others = (name for name in fit.cut if name != "replicas")
             recut = any(fit.cut[name] != found.manifest["cut"][name] for name in others)
             fit.stacks.find(data, self._pieces, recut)
-            _warn_of_other_numbers(self._pieces, fit.felt_by)
+            _warn_of_other_numbers(self._pieces, fit.split_sensitive_layers)
         self._resumed = found
         self._done = self._saved = found.step
         self._last, self._is_resumed = found.path, True
@@ -326,10 +326,10 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         )
 
 
-def _warn_of_other_numbers(pieces: str, felt_by: Sequence[str]) -> None:
-    if felt_by:
+def _warn_of_other_numbers(pieces: str, layers: Sequence[str]) -> None:
+    if layers:
         warn(
-            f"Training goes on in other pieces ({pieces}), which {', '.join(felt_by)} depend on: the numbers will not "
+            f"Training goes on in other pieces ({pieces}), which {', '.join(layers)} depend on: the numbers will not "
             "be those of the uninterrupted training."
         )
 

@@ -36,7 +36,7 @@ class Training:
         description: what must be the same for a checkpoint to fit, as plain values.
         cut: how a step's rows are cut, which may be otherwise when a checkpoint is taken up: "batch_size" (or the
             "batches" of a dataset), "gradient_accumulation_steps" and "replicas".
-        felt_by: what computes other numbers if the cut is another, by name.
+        split_sensitive_layers: what computes other numbers if the cut is another, by name.
         unsaved_draws: operations whose random numbers no checkpoint can bring back, by name.
         require_savable: returns False while steps are skipped until an error that is still to be read, and raises
             ValueError if indices out of range were seen: neither leaves a state to go on from.
@@ -47,7 +47,7 @@ class Training:
     variables: Mapping[str, Sequence[Any]]
     description: Mapping[str, Any]
     cut: Mapping[str, int]
-    felt_by: Sequence[str]
+    split_sensitive_layers: Sequence[str]
     unsaved_draws: Sequence[str]
     stacks: ArrayStacks | DatasetStacks
     callbacks: Callbacks

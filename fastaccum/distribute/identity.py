@@ -66,7 +66,7 @@ class Identity:
         hooks: Callbacks,
         sample: Batch,
         plan: Mapping[str, Any],
-        felt_by: Sequence[str],
+        split_sensitive: Sequence[str],
     ) -> Training:
         """What a checkpoint needs to know of a fit."""
         variables = {
@@ -81,9 +81,9 @@ class Identity:
             "gradient_accumulation_steps": options.gradient_accumulation_steps,
             "replicas": 1 if self._replicas is None else self._replicas.count,
         }
-        felt_by = [*self._model.felt_by, *felt_by]
+        sensitive = [*self._model.split_sensitive_layers, *split_sensitive]
         model, draws, savable = self._model.model, self._model.unsaved_draws, step.running.savable
-        return Training(model, variables, description, cut, felt_by, draws, stacks, hooks, savable, self._replicas)
+        return Training(model, variables, description, cut, sensitive, draws, stacks, hooks, savable, self._replicas)
 
     def _describe(
         self, variables: Mapping[str, Sequence[Any]], options: Options, sample: Batch, plan: Mapping[str, Any]

@@ -15,8 +15,8 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 
 from fastaccum.adapters.models import Model
 from fastaccum.distribute.workers import Workers
-from fastaccum.kernels.custom_gradients import owned_by_graphs
-from fastaccum.kernels.random_keys import keys_derived_once
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+from fastaccum.kernels.random_keys import hoist_prng_key
 from fastaccum.step import xla_cache
 
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -212,7 +212,7 @@ class Replicas(Workers):
         tensors = [self._flat(nest) for nest in nests]
         spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
         if spec not in self._reductions:
-            with tf.init_scope(), outside_scope(), owned_by_graphs():
+            with tf.init_scope(), outside_scope(), graph_scoped_gradients():
                 reduced = tf.function(self._reduced, autograph=False).get_concrete_function([spec] * len(tensors))
                 self._reductions[spec] = reduced, reduced.captured_inputs
         reduced, captured = self._reductions[spec]
@@ -253,7 +253,7 @@ class ReplicaProgram:
     last: TracedProgram  # as it was traced last
 
     def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
-        drawing = keys_derived_once()(function)
+        drawing = hoist_prng_key()(function)
         self._compiled = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
         self._traced = function
         self._replicas, self._around = replicas, around
@@ -265,7 +265,7 @@ class ReplicaProgram:
 
     def __call__(self, *args: Any) -> TracedProgram:
         specs = _specs(args)
-        with first_components(), self._around(), owned_by_graphs(), xla_cache.numbered(self._traced):
+        with first_components(), self._around(), graph_scoped_gradients(), xla_cache.numbered(self._traced):
             concrete = self._function.get_concrete_function(*specs)
         self.last = TracedProgram(concrete, self._replicas)
         return self.last

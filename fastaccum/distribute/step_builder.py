@@ -20,7 +20,7 @@ from fastaccum.distribute import replicas
 from fastaccum.distribute.identity import Identity
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
-from fastaccum.kernels.custom_gradients import owned_by_graphs
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.step import compilable
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
@@ -40,7 +40,7 @@ class StepBuilder:
 
     Attributes:
         step: what it has made, or None.
-        felt_by: what the model's own loss feels beside its rows, for a checkpoint to name.
+        split_sensitive: losses that mix the rows of a batch, by name, for a checkpoint to warn of.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StepBuilder:
         self.step: Step | None = None
         self.sample: Batch | None = None  # that it was built for
 
-    @owned_by_graphs()
+    @graph_scoped_gradients()
     @without_collection()
     def of(self, sample: Batch, options: Options) -> Step:
         """The step; built, with the model, from the specs of the first micro-batch.
@@ -77,7 +77,7 @@ class StepBuilder:
                 self._compile()
             self._moving = self._model.moving_layers
             with replicas.first_of(self._replicas):
-                self.felt_by = probe(self.step.objective, sample)
+                self.split_sensitive = probe(self.step.objective, sample)
             self._recomputed = remat.installed(self._model.model)
         if self._recomputed != (now := remat.installed(self._model.model)):
             self._recomputed = now

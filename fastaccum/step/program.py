@@ -24,8 +24,8 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import Interpo
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from fastaccum.checks import one_of
-from fastaccum.kernels.custom_gradients import owned_by_graphs
-from fastaccum.kernels.random_keys import keys_derived_once
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+from fastaccum.kernels.random_keys import hoist_prng_key
 from fastaccum.lines import warn
 from fastaccum.step import compile_cache, xla_cache
 
@@ -152,7 +152,7 @@ class Program:
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
         self._numbered = functools.partial(xla_cache.numbered, function)
-        drawing = keys_derived_once()(function)
+        drawing = hoist_prng_key()(function)
         self._compiled = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
         self.function = self._compiled()
         self.anew = self.retrace
@@ -208,7 +208,7 @@ class Program:
 
     def traced(self, *args: Any) -> Any:
         """The concrete function for nests of tensors, or of specs of them."""
-        with _interruptible(), _as_graphs(), owned_by_graphs(), without_collection(), self._numbered():
+        with _interruptible(), _as_graphs(), graph_scoped_gradients(), without_collection(), self._numbered():
             return self.function.get_concrete_function(*args)
 
     def retrace(self) -> None:
@@ -356,7 +356,7 @@ def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> st
     function = getattr(function, "function", function)
     if not function._jit_compile:
         raise ValueError("jit_compile=False: there is no XLA program whose IR could be read. Pass jit_compile=True.")
-    with owned_by_graphs():
+    with graph_scoped_gradients():
         return function.experimental_get_compiler_ir(*args)(stage=stage)
 
 

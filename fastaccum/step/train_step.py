@@ -268,7 +268,7 @@ class TrainStep:
                 with tf.name_scope("forward"):
                     loss_i, weight_i = _scalars(self.objective.sums(micro_batch, prepared))
                     scaled = loss_i * tf.cast(sums.scale, loss_i.dtype)
-            with tf.name_scope("backward"), gradients.rows_stay_rows():
+            with tf.name_scope("backward"), gradients.suppress_densify_warning():
                 grads = tape.gradient(scaled, self.variables)
             slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
             wholes = {part.ref(): whole for part, whole in slices if part is not None}

@@ -166,7 +166,7 @@ def test_layers_whose_rates_are_0_hang_on_no_pieces(of):
     def told(rate):
         cell = of.layers.GRUCell(2, recurrent_dropout=rate, name="cell")
         layers = [of.layers.RNN(cell), of.layers.Dropout(rate, name="masks"), of.layers.Dense(1)]
-        return models.get(of.Sequential([of.layers.InputLayer((3, 2)), *layers])).felt_by
+        return models.get(of.Sequential([of.layers.InputLayer((3, 2)), *layers])).split_sensitive_layers
 
     assert told(0.0) == []
     assert told(0.5) == ["'cell'", "'masks'"]

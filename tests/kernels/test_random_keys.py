@@ -10,7 +10,7 @@ from tensorflow.python.ops import random_ops_util
 
 import fastaccum as fa
 from fastaccum.kernels import random_keys
-from fastaccum.kernels.random_keys import keys_derived_once
+from fastaccum.kernels.random_keys import hoist_prng_key
 
 SHAPE = [7, 5]
 SEEDS = [[1, 2], [-7, 2**31 - 1], [-(2**31), 0]]
@@ -41,7 +41,7 @@ def draw():
     "name", ["dropout", *(pytest.param(n, marks=pytest.mark.twin) for n in DRAWS if n != "dropout")]
 )
 def test_the_same_numbers_are_drawn(name):
-    ours, plain = keys_derived_once()(DRAWS[name]), DRAWS[name]
+    ours, plain = hoist_prng_key()(DRAWS[name]), DRAWS[name]
     assert (barriers(ours, SEEDS[0]), barriers(plain, SEEDS[0])) == (1, 0)
     ours, plain = compiled(ours), compiled(plain)
     for seed in map(tf.constant, SEEDS):
@@ -49,18 +49,18 @@ def test_the_same_numbers_are_drawn(name):
 
 
 def test_on_a_gpu_without_xla_and_for_other_algorithms_nothing_changes(monkeypatch):
-    @keys_derived_once()
+    @hoist_prng_key()
     def threefry():
         return tf.random.stateless_uniform(SHAPE, [1, 2], alg="threefry")
 
     @tf.function(autograph=False)
     def plain():
-        return keys_derived_once()(draw)()
+        return hoist_prng_key()(draw)()
 
     assert not barriers(threefry)
     np.testing.assert_array_equal(plain(), draw())
     monkeypatch.setattr(random_keys, "has_gpu", lambda: True)
-    assert not barriers(keys_derived_once()(draw))
+    assert not barriers(hoist_prng_key()(draw))
 
 
 def test_scopes_of_several_threads_overlap_and_leave_nothing_behind():
@@ -68,12 +68,12 @@ def test_scopes_of_several_threads_overlap_and_leave_nothing_behind():
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with keys_derived_once():
+        with hoist_prng_key():
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with pytest.raises(KeyError), keys_derived_once():
+    with pytest.raises(KeyError), hoist_prng_key():
         thread.start()
         entered.wait(10)
         raise KeyError
