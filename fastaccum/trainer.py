@@ -177,7 +177,7 @@ class Trainer:
             compilable.require(self._model)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in Options.NAMES and "_options" in vars(self):
+        if name in Options.names() and "_options" in vars(self):
             value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
             self._options = self._options.replace(name, value, built=self._builder.step is not None)
             value = getattr(self._options, name)
@@ -586,7 +586,7 @@ class Trainer:
     @property
     def _present_options(self) -> Options:
         """As the attributes are, which a subclass may define."""
-        return Options(**{name: getattr(self, name) for name in Options.NAMES})
+        return Options(**{name: getattr(self, name) for name in Options.names()})
 
     @property
     def _step(self) -> Step | None:

@@ -42,7 +42,7 @@ class Identity:
             return
         variables = {"model": self._model.variables, "optimizer": [], "loss_scale": [], "step": []}
         description = self._describe(variables, options, sample, {})
-        others = {name: getattr(options, name) for name in options.MAY_DIFFER}
+        others = {name: getattr(options, name) for name in options.names(must_agree=False)}
         self.require_alike("the first step", versions=state.versions(), **description, options=others)
 
     def require_one_fit(self, training: Callable[[], Training]) -> None:
@@ -100,9 +100,8 @@ class Identity:
         rules = {id(raw(v)): optimizer.describe_rules(v) for v in model.trainable_variables}
         trained = {name: rules[id(v)] for name, v in named["model"].items() if id(v) in rules}
         backend = sys.modules["tf_keras" if model.legacy else "keras"].backend
-        compared = {
-            name: getattr(options, name) for name in options.NAMES if name not in ("loss_scale", *options.MAY_DIFFER)
-        }
+        compared = {name: getattr(options, name) for name in options.names(must_agree=True)}
+        loss_scale = fingerprint.describe(compared.pop("loss_scale"))  # which has variables, too
         compared |= {name: getattr(backend, name)() for name in ("epsilon", "floatx", "image_data_format")}
         data = [f"{spec.dtype.name}{spec.shape.as_list()[1:]}" for spec in tf.nest.flatten(sample)]
         return state.plain(
@@ -110,7 +109,7 @@ class Identity:
                 "model": {"layers": layers, "variables": specs["model"], "trained": trained},
                 "loss": fingerprint.describe(self._given, known),
                 "optimizer": {**optimizer.description, "variables": specs["optimizer"]},
-                "loss_scale": {**fingerprint.describe(options.loss_scale), "variables": specs["loss_scale"]},
+                "loss_scale": {**loss_scale, "variables": specs["loss_scale"]},
                 "metrics": {"variables": specs["step"]},
                 "batch plan": {**compared, "data": data, **plan},
             }

@@ -1,8 +1,10 @@
-"""What a Trainer is told about its train step, checked and frozen."""
+"""The options of a Trainer in one table, and the schedule of a fit, checked and frozen."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import field
 from typing import Any, Literal
 
 import keras
@@ -16,43 +18,59 @@ from fastaccum.step.loss_scale import LossScale
 OnNonfinite = Literal["skip", "raise"]
 
 
+Check = Callable[[str, Any], Any]
+
+
+def _one_of(*values: str) -> Check:
+    return lambda name, value: checks.one_of(name, value, values)
+
+
+def _rules(check: Check, *, may_change: bool = False, must_agree: bool = True) -> dict[str, Any]:
+    """Declares the rules of an option.
+
+    Args:
+        check: takes the option's name and a value; returns the value to use, or raises TypeError or ValueError.
+        may_change: True if an attribute of a Trainer may be set after the train step was built.
+        must_agree: False if a training may be resumed with another value, as the option moves no weight.
+    """
+    return {"check": check, "may_change": may_change, "must_agree": must_agree}
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the step, a checkpoint's description and the refusals read; the meanings are those of `Trainer`."""
+    """The options of a train step, checked and frozen; their meanings are those of `Trainer`'s arguments."""
 
-    gradient_accumulation_steps: int = 1
-    steps_per_execution: int = 1
-    loss_scale: LossScale | float | None = None
-    clip_norm: float | None = None
-    fp32_weight_gradients: bool = True
-    jit_compile: bool = True
-    on_nonfinite: OnNonfinite = "skip"
-    own_loss_reduction: Reduction = "mean"
+    # A checkpoint's "cut" has the accumulation, since other pieces may make the same update.
+    gradient_accumulation_steps: int = field(
+        default=1, metadata=_rules(checks.whole_number, may_change=True, must_agree=False)
+    )
+    steps_per_execution: int = field(default=1, metadata=_rules(checks.whole_number, may_change=True))
+    loss_scale: LossScale | float | None = field(
+        default=None, metadata=_rules(lambda _, value: loss_scales.get(value, "float32"))
+    )
+    clip_norm: float | None = field(default=None, metadata=_rules(checks.positive_or_none))
+    fp32_weight_gradients: bool = field(default=True, metadata=_rules(checks.true_or_false))
+    jit_compile: bool = field(default=True, metadata=_rules(checks.true_or_false))
+    on_nonfinite: OnNonfinite = field(default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False))
+    own_loss_reduction: Reduction = field(default="mean", metadata=_rules(_one_of("mean", "sum")))
 
     def __post_init__(self) -> None:
-        def check(name: str, checked: Any) -> None:
-            object.__setattr__(self, name, checked)
+        for option in dataclasses.fields(self):
+            object.__setattr__(self, option.name, option.metadata["check"](option.name, getattr(self, option.name)))
 
-        for name in ("gradient_accumulation_steps", "steps_per_execution"):
-            check(name, checks.whole_number(name, getattr(self, name)))
-        for name in ("fp32_weight_gradients", "jit_compile"):
-            check(name, checks.true_or_false(name, getattr(self, name)))
-        check("loss_scale", loss_scales.get(self.loss_scale, compute_dtype="float32"))
-        check("clip_norm", checks.positive_or_none("clip_norm", self.clip_norm))
-        check("on_nonfinite", checks.one_of("on_nonfinite", self.on_nonfinite, ("skip", "raise")))
-        kinds = ("mean", "sum")
-        check("own_loss_reduction", checks.one_of("own_loss_reduction", self.own_loss_reduction, kinds))
+    @classmethod
+    def names(cls, **wanted: bool) -> list[str]:
+        """Returns the options' names, of those alone whose rules have the `wanted` values.
 
-    NAMES = tuple(__annotations__)
-    # How data are cut, which every fit may do anew. A step is built with the others.
-    CUT = ("gradient_accumulation_steps", "steps_per_execution")
-    # What a training may be resumed with otherwise: a checkpoint's "cut" tells the one, and the other moves no weight.
-    MAY_DIFFER = ("gradient_accumulation_steps", "on_nonfinite")
+        >>> Options.names(may_change=True)
+        ['gradient_accumulation_steps', 'steps_per_execution']
+        """
+        return [option.name for option in dataclasses.fields(cls) if wanted.items() <= option.metadata.items()]
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:
-        """These options with another value; ValueError if a train step was built with the present one."""
+        """Returns these options with another value; ValueError if a train step was built with the present one."""
         new = dataclasses.replace(self, **{name: value})
-        if not built or name in self.CUT:
+        if not built or name in self.names(may_change=True):
             return new
         if repr(getattr(new, name)) != repr(getattr(self, name)):  # which tells loss scales apart by their arguments
             raise ValueError(
@@ -63,7 +81,7 @@ class Options:
 
 
 def capped(name: str, steps: int | None) -> int | None:
-    """A number of steps, checked; at most `keras.config.max_steps_per_epoch()`, with a warning, as in Keras."""
+    """Returns a number of steps, checked; at most `keras.config.max_steps_per_epoch()`, with a warning, as in Keras."""
     if steps is not None:
         steps = checks.whole_number(name, steps)
     return _at_most(name, steps, keras.config.max_steps_per_epoch())
@@ -78,7 +96,7 @@ def _at_most(name: str, value: int | None, limit: int | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When `fit` trains and when it validates, from its arguments of the same names."""
+    """The epochs in which `fit` trains and validates, from its arguments of the same names."""
 
     epochs: int
     initial_epoch: int = 0
@@ -102,7 +120,7 @@ class Schedule:
             checks.whole_number(freq, epoch)
 
     def validates(self, epoch: int) -> bool:
-        """Whether validation follows this epoch, counted from 0."""
+        """Tells if validation follows this epoch, counted from 0."""
         if isinstance(self.validation_freq, (list, tuple, set)):
             return epoch + 1 in self.validation_freq
         return (epoch + 1) % int(self.validation_freq) == 0
