@@ -820,3 +820,32 @@ def test_two_threads_may_predict():
     assert len(found) == 2
     assert_equal(found[0], found[1])
     trainer.fit(X, Y, verbose=0)
+
+
+def test_a_trainer_is_free_once_the_last_of_its_threads_has_predicted():
+    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
+    within = [threading.Event() for _ in range(2)]
+    may_end = [threading.Event() for _ in range(2)]
+
+    class Holds(keras.callbacks.Callback):
+        def __init__(self, i):
+            super().__init__()
+            self.i = i
+
+        def on_predict_end(self, logs=None):
+            within[self.i].set()
+            may_end[self.i].wait(60)
+
+    threads = [
+        threading.Thread(target=trainer.predict, args=[X], kwargs={"verbose": 0, "callbacks": [Holds(i)]})
+        for i in range(2)
+    ]
+    for thread, came in zip(threads, within, strict=True):
+        thread.start()
+        assert came.wait(60)
+    for thread, end in zip(threads, may_end, strict=True):  # the first to come is the first to go
+        with pytest.raises(RuntimeError, match="in use by predict in the thread"):
+            trainer.fit(X, Y, verbose=0)
+        end.set()
+        thread.join()
+    trainer.fit(X, Y, verbose=0)

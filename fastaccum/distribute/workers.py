@@ -26,6 +26,7 @@ TIMEOUT = "FASTACCUM_WORKER_TIMEOUT"  # seconds, in the environment
 LOOK_EVERY_S = 1.0
 # In every process alike, whichever model they are about: the workers' calls are the same, in the same order.
 _rounds = itertools.count()
+_entrance = threading.Lock()  # to a Trainer
 _steps: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # by the part of a step
 
 
@@ -43,46 +44,49 @@ def connected(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with _alone(self, method.__name__.strip("_")):
-            replicas = self._replicas
+        replicas = self._replicas
+        try:
+            return method(self, *args, **kwargs)
+        except (WorkerLostError, WorkersDifferError):
+            raise
+        except BaseException as error:  # Ctrl-C and SIGTERM too
             if replicas is None or replicas.workers == 1:
-                return method(self, *args, **kwargs)
-            try:
-                return method(self, *args, **kwargs)
-            except tf.errors.OpError as error:
-                if "ollective" not in str(error):
-                    replicas.report(error)
-                    raise
-                updates = int(self.optimizer.iterations.numpy())
-                raise WorkerLostError(
-                    f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
-                    f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on "
-                    "together: restart all of them, from the last checkpoint."
-                ) from error
-            except (WorkerLostError, WorkersDifferError):
                 raise
-            except BaseException as error:  # Ctrl-C and SIGTERM too
+            if not isinstance(error, tf.errors.OpError) or "ollective" not in str(error):
                 replicas.report(error)
                 raise
+            updates = int(self.optimizer.iterations.numpy())
+            raise WorkerLostError(
+                f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
+                f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on "
+                "together: restart all of them, from the last checkpoint."
+            ) from error
+
+    return _in_one_thread(call)
+
+
+def _in_one_thread(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Decorates a Trainer's method to raise RuntimeError while another thread is in one; any number may predict."""
+    name = method.__name__.strip("_")
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        mine = threading.current_thread(), name
+        with _entrance:
+            calls: list[tuple[threading.Thread, str]] = vars(self).setdefault("_calls", [])
+            for thread, running in tuple(calls):
+                if thread is not mine[0] and not running == name == "predict":
+                    raise RuntimeError(
+                        f"{name}: this Trainer is in use by {running} in the thread {thread.name!r}, and belongs to "
+                        "one thread at a time: wait for that call to end, or make another Trainer, of another model."
+                    )
+            calls.append(mine)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            calls.remove(mine)
 
     return call
-
-
-@contextlib.contextmanager
-def _alone(trainer: Any, method: str) -> Iterator[None]:
-    """Raises RuntimeError where another thread is in a method of `trainer`; two may predict, as in Keras."""
-    mine = threading.current_thread(), method
-    thread, running = held = vars(trainer).setdefault("_in_use", mine)
-    if thread is not mine[0] and not running == method == "predict":
-        raise RuntimeError(
-            f"{method}: this Trainer is in use by {running} in the thread {thread.name!r}, and belongs to one thread "
-            "at a time: wait for that call to end, or make another Trainer, of another model."
-        )
-    try:
-        yield
-    finally:
-        if held is mine:
-            del vars(trainer)["_in_use"]
 
 
 def _cause(error: tf.errors.OpError) -> str:
@@ -166,10 +170,6 @@ class Workers:
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every worker's numbers, on every worker. Waits for them all."""
         return [json.loads(text) for text in self.exchange(json.dumps(list(numbers)))]
-
-    def broadcast(self, numbers: Sequence[float]) -> list[Any]:
-        """The chief's numbers, on every worker."""
-        return self.gather(numbers)[0]
 
     def barrier(self) -> None:
         """Returns once every worker has come here."""

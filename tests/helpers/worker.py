@@ -248,7 +248,7 @@ def main(ports, index, mode, folder):
         "losses": losses,
         "evaluated": trainer.evaluate(x, y, batch_size=6, verbose=0),
         "chief": trainer._replicas.is_chief,
-        "broadcast": trainer._replicas.broadcast([index + 7]),
+        "broadcast": trainer._replicas.gather([index + 7])[0],
     }
     predicted = trainer.predict(x, batch_size=6, verbose=0)
     trainer._replicas.barrier()
