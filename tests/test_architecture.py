@@ -21,13 +21,13 @@ BUDGETS = {
     "data": 1_526,
     "distribute": 1_314,
     "kernels": 4_394,
-    "memory": 1_608,
+    "memory": 1_532,
     "step": 2_872,
     "": 1_487,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
-MAY_OPEN_OTHERWISE = {"adapters", "app", "checkpoint", "data", "distribute", "kernels", "memory", "step", ""}
+MAY_OPEN_OTHERWISE = {"adapters", "app", "checkpoint", "data", "distribute", "kernels", "step", ""}
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 

@@ -1,1 +1,1 @@
-"""What a train step takes of a device's memory, and what the device has: before it runs."""
+"""Memory: estimates of what a train step takes of a device, before the step runs."""

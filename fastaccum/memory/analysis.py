@@ -1,4 +1,4 @@
-"""What a train step will take of a device's memory: by compiling it for specs, with no data and no run."""
+"""The device memory of a train step: read off its compiled programs, with no data and no run."""
 
 from __future__ import annotations
 
@@ -6,70 +6,73 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.step_builder import Step
-from fastaccum.memory.buffers import Buffer, Kind, StepMemory, of_program
-from fastaccum.memory.device import LIMIT, DeviceMemory, available
+from fastaccum.memory.buffers import Buffer, HloProto, Kind, StepMemory, program_buffers
+from fastaccum.memory.device import LIMIT, DeviceMemory
 from fastaccum.step.program import hlo_proto, memory_of
 
 IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
 
 
 def dispatch_memory(step: Step, dispatch: Dispatch) -> StepMemory:
-    """What a dispatch of these shapes, whose tensors may be specs, takes of each replica's device."""
-    return held(step, compiled(step, dispatch))
+    """Compiles a step for a dispatch of specs, and returns the memory that it takes of each replica's device."""
+    return measure(step, compile_programs(step.traced(dispatch)))
 
 
-def compiled(step: Step, dispatch: Dispatch) -> list[tuple[Any, Any]]:
-    """The concrete functions that a replica runs for such a dispatch, and the `HloProto` that each compiles to."""
-    specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), dispatch.stacks)
-    return [(concrete, hlo_proto(concrete)) for concrete in step.traced(dispatch._replace(stacks=specs))]
+def compile_programs(functions: Iterable[ConcreteFunction]) -> list[tuple[ConcreteFunction, HloProto]]:
+    """Compiles concrete functions, and pairs each with its `HloProto`."""
+    return [(concrete, hlo_proto(concrete)) for concrete in functions]
 
 
-def held(step: Step, programs: list[tuple[Any, Any]]) -> StepMemory:
-    """What these programs of a step take, one after the other."""
+def measure(step: Step, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
+    """Returns the memory of a step's programs, which run one after the other, while the largest of them runs."""
     layers = {layer.name for layer in step.objective.model.layers}
     trained = [tuple(v.shape) for v in step.cycle.variables]
     stays = resident(step)
     moments = []
     for concrete, proto in programs:
-        found = [*stays, *_arguments(concrete), *of_program(proto, layers, trained)]
+        found = [*stays, *_arguments(concrete), *program_buffers(proto, layers, trained)]
         moments.append(StepMemory(memory_of(proto), tuple(buffer for buffer in found if buffer.bytes)))
     return max(moments, key=lambda moment: moment.peak_bytes)
 
 
-def bytes_at_most(step: Step, programs: Iterable[Any]) -> int | None:
-    """Bytes that what is `held` cannot exceed, known without compiling: of all that the graphs compute, as if nothing
-    were let go; None where a graph does not say.
+def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | None:
+    """Bounds `measure` from above without compiling: sums the results of all operations, as if none were freed.
+
+    Returns None where a graph does not say how large a result is.
     """
     total = sum(buffer.bytes for buffer in resident(step))
-    for concrete in programs:
+    for concrete in functions:
         if (computed := _computed(concrete)) is None:
             return None
         total += computed + sum(buffer.bytes for buffer in _arguments(concrete))
     return total
 
 
-# What hands on what another operation has made.
+# Operations whose result is another operation's.
 _ALIASES = {"Identity", "IdentityN", "NoOp", "ReadVariableOp", "Reshape", "StatefulPartitionedCall", "PartitionedCall"}
 
 
-def _computed(concrete: Any) -> int | None:
-    """Bytes of every operation's outputs in a concrete function's graph, those of its functions among them, taken as
-    of four bytes an element (eight, where float64 is computed); None if a shape is not known.
+def _computed(concrete: ConcreteFunction) -> int | None:
+    """Sums the bytes of all results in a graph and the functions that it calls; returns None if a shape is unknown.
+
+    An element counts four bytes, or eight where an input is float64.
     """
     graph = concrete.graph.as_graph_def(add_shapes=True)
     functions = {function.signature.name: function.node_def for function in graph.library.function}
     sizes: dict[str, float] = {}
 
-    def of_nodes(nodes: Iterable[Any]) -> float:
+    def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> float:
         constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
-        return sum(of_node(node) + _listed(node, constants) for node in nodes)
+        return sum(of_node(node) + _list_elements(node, constants) for node in nodes)
 
-    def of_node(node: Any) -> float:
+    def of_node(node: tf.compat.v1.NodeDef) -> float:
         called = [value.func.name for value in node.attr.values() if value.func.name in functions]
         total = sum(map(of_function, called))
         if node.op in _ALIASES:
@@ -89,8 +92,8 @@ def _computed(concrete: Any) -> int | None:
     return None if math.isinf(total) else int(total)
 
 
-def _listed(node: Any, constants: Mapping[str, Any]) -> float:
-    """Elements of the list that an operation makes; infinite where its length or a shape is not known."""
+def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, Any]) -> float:
+    """Counts the elements of the list that an operation makes; infinite where its length or a shape is unknown."""
     if not node.op.startswith("TensorList") or node.op in ("TensorListSetItem", "TensorListGetItem", "TensorListStack"):
         return 0
     sizes = [constants.get(name.partition(":")[0]) for name in node.input[:2]]
@@ -100,12 +103,22 @@ def _listed(node: Any, constants: Mapping[str, Any]) -> float:
     return 2 * int(length) * math.prod(shape.tolist()) if shape.ndim and (shape >= 0).all() else math.inf  # and a copy
 
 
-def limit_of(step: Step, memory: DeviceMemory | None = None) -> int:
-    """What `peak_bytes` of a built step may reach: what is `available`, and what its variables have taken of it."""
-    memory = memory or available()
+def limit_of(step: Step, memory: DeviceMemory) -> int:
+    """Returns the bytes that `peak_bytes` of a built step may reach: free memory, and the variables' share of it."""
     if memory.source == LIMIT:
         return memory.total
     return memory.free // step.sharing + sum(buffer.bytes for buffer in resident(step))
+
+
+def specs(sample: Batch, rows: int) -> Batch:
+    """Specs of a micro-batch like `sample`, of so many rows; raises ValueError where another axis is not known."""
+    for leaf in tf.nest.flatten(sample):
+        if not leaf.shape[1:].is_fully_defined():
+            raise ValueError(
+                f"The data's rows are of shape {tuple(leaf.shape[1:])}: what memory they need is not known. Pad all to "
+                "one length (.padded_batch with padded_shapes), or plan with arrays of the longest rows there are."
+            )
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
 
 
 def stacked(batch: Batch, accumulation: int) -> Batch:
@@ -113,12 +126,18 @@ def stacked(batch: Batch, accumulation: int) -> Batch:
     return tf.nest.map_structure(lambda s: tf.TensorSpec([accumulation, *s.shape], s.dtype), batch)
 
 
+def dispatch_of(sample: Batch, rows: int, accumulation: int) -> Dispatch:
+    """Specs of the dispatch with which `fit` trains on micro-batches like `sample`, of so many rows."""
+    batch = specs(sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool))
+    return Dispatch((stacked(batch, accumulation),))
+
+
 def resident(step: Step) -> list[Buffer]:
-    """The variables that stay in memory: the model's, the optimizer's slots, and what a step keeps of its own."""
+    """The variables that stay in memory: the model's, the optimizer's slots and the step's sums."""
     objective, cycle = step.objective, step.cycle
     found: dict[int, Buffer] = {}
 
-    def add(kind: Kind, variables: Iterable[Any]) -> None:
+    def add(kind: Kind, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         for variable in variables:
             value = variable if isinstance(variable, tf.Variable) else variable.value
             path = getattr(variable, "path", value.name.partition(":")[0])
@@ -133,8 +152,8 @@ def resident(step: Step) -> list[Buffer]:
     return list(found.values())
 
 
-def _arguments(concrete: Any) -> Iterator[Buffer]:
-    """What a program is given, and the tensors that it was traced with; its variables are not among them."""
+def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:
+    """The tensors that a program is called with or captured, other than its variables."""
     captured, (arguments, _) = concrete.captured_inputs, concrete.structured_input_signature
     given = [each._asdict() if isinstance(each, Batch) else {"": each} for each in arguments]
     names = [place for each in given for name, nest in each.items() for place in _places(name, nest)]
@@ -148,7 +167,7 @@ def _arguments(concrete: Any) -> Iterator[Buffer]:
 
 
 def _places(name: str, nest: Any) -> list[str]:
-    """The names of a nest's tensors, in the order of `tf.nest`: "x['image']", "x[0]"."""
+    """Names the tensors of a nest, in the order of `tf.nest`: "x['image']", "x[0]"."""
     if not isinstance(nest, (Mapping, list, tuple)):
         return [name] * (nest is not None)
     parts = [(key, nest[key]) for key in sorted(nest)] if isinstance(nest, Mapping) else enumerate(nest)

@@ -1,20 +1,22 @@
-"""XLA's buffer assignment, read: what is alive when a program takes the most, by kind, by layer and operation."""
+"""Reads XLA's buffer assignment: the buffers alive at a program's peak, by kind, layer and operation."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from fastaccum.step.program import MemoryAnalysis
 
 Kind = Literal["weights", "optimizer slots", "accumulators", "activations", "data", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+HloProto = Any  # xla.HloProto, and the messages in it, whose generated classes have no public name
 
-# What graphs add to the names of operations beside those of layers.
+# Scopes in the names of operations that no layer opened.
 _SCOPES = {"while", "body", "cond", "forward", "backward", "accumulate", "gradient_tape"}
 _FORWARD = {"forward", "backward", "gradient_tape"}
+_WIDE = (11, 12)  # PrimitiveType F32 and F64
 _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?|while(_\d+)?|.*__inference_.*|cond(_\d+)?")
 
 
@@ -24,8 +26,8 @@ class Buffer(NamedTuple):
     Attributes:
         bytes: its size.
         kind: what it holds.
-        layer: the path of the layer that it belongs to, "" where it belongs to none.
-        operation: what computes it, as TensorFlow names it; of a variable, its name.
+        layer: the path of its layer, "" where it has none.
+        operation: TensorFlow's name of the operation that computes it, or the name of a variable.
         shape: its shape, of a variable or tensor that has one.
     """
 
@@ -38,11 +40,11 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """What a train step takes of a device at the moment when it takes the most.
+    """The memory of a train step at its peak, on one device.
 
     Attributes:
-        analysis: XLA's plan of the program: of several, the one that takes the most.
-        buffers: everything that is alive then.
+        analysis: XLA's memory plan of the program, or of the largest of several.
+        buffers: all buffers alive at the peak.
     """
 
     analysis: MemoryAnalysis
@@ -50,12 +52,12 @@ class StepMemory:
 
     @property
     def by_kind(self) -> dict[Kind, int]:
-        """Bytes of each kind, in one order; they add up to `peak_bytes`."""
+        """Bytes of each kind, in the order of `KINDS`; the sum is `peak_bytes`."""
         return {kind: sum(b.bytes for b in self.buffers if b.kind == kind) for kind in KINDS}
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of all of them together."""
+        """Bytes of all buffers together."""
         return sum(buffer.bytes for buffer in self.buffers)
 
     @property
@@ -64,13 +66,13 @@ class StepMemory:
         return sorted(self.buffers, key=lambda buffer: -buffer.bytes)
 
 
-def of_program(proto: Any, layers: Collection[str], trained: Iterable[tuple[int, ...]]) -> list[Buffer]:
-    """What a program holds at its peak besides its arguments: temporary buffers and outputs of their own.
+def program_buffers(proto: HloProto, layers: Collection[str], trained: Iterable[tuple[int, ...]]) -> list[Buffer]:
+    """Lists the buffers at a program's peak besides its arguments: temporary ones, and outputs that alias no input.
 
     Args:
         proto: an `HloProto` with its buffer assignment.
         layers: the names of the model's layers.
-        trained: the shapes of the variables whose gradients it accumulates.
+        trained: the shapes of the variables whose gradients the program accumulates.
     """
     module = _Module(proto, layers, {tuple(shape) for shape in trained if len(shape)})
     assignment, found = proto.buffer_assignment, []
@@ -78,9 +80,9 @@ def of_program(proto: Any, layers: Collection[str], trained: Iterable[tuple[int,
     for allocation in assignment.buffer_allocations:
         if allocation.is_entry_computation_parameter or allocation.is_constant or allocation.is_thread_local:
             continue
-        ids = [each.logical_buffer_id for each in allocation.assigned]
+        ids = [each.logical_buffer_id for each in sorted(allocation.assigned, key=lambda each: -each.size)]
         groups = [alive[i] for i in ids if i in alive] if not allocation.maybe_live_out else []
-        buffers = [module.buffer(group) for group in groups or [_largest_first(allocation)]]
+        buffers = [module.buffer(group) for group in groups or [ids]]
         if not groups:
             buffers = [buffer._replace(bytes=allocation.size) for buffer in buffers]
         found += buffers
@@ -89,12 +91,8 @@ def of_program(proto: Any, layers: Collection[str], trained: Iterable[tuple[int,
     return found
 
 
-def _largest_first(allocation: Any) -> list[int]:
-    return [each.logical_buffer_id for each in sorted(allocation.assigned, key=lambda each: -each.size)]
-
-
-def _alive_at_peak(assignment: Any) -> dict[int, list[int]]:
-    """The values that share each buffer alive at its heap's largest moment, by the first of them."""
+def _alive_at_peak(assignment: HloProto) -> dict[int, list[int]]:
+    """Maps the first value of each buffer that is alive at its heap's peak to all values that share the buffer."""
     sizes = {b.id: b.size for b in assignment.logical_buffers}
     alive: dict[int, list[int]] = {}
     for trace in assignment.heap_simulator_traces:
@@ -123,27 +121,22 @@ def _alive_at_peak(assignment: Any) -> dict[int, list[int]]:
 
 
 class _Module:
-    """A compiled module's values: what they hold, and what has made them."""
+    """A compiled module, which says of its values what they hold and which operation computed them."""
 
-    def __init__(self, proto: Any, layers: Collection[str], trained: Collection[tuple[int, ...]]):
+    def __init__(self, proto: HloProto, layers: Collection[str], trained: Collection[tuple[int, ...]]):
         computations = proto.hlo_module.computations
         self._computations = {c.id: c for c in computations}
         self._instructions = {i.id: i for c in computations for i in c.instructions}
         self._values = {b.id: b for b in proto.buffer_assignment.logical_buffers}
         self._layers, self._trained = layers, trained
         self._scopes = {part for i in self._instructions.values() for part in i.metadata.op_name.split("/")}
-        self._carried = {i.id for c in computations for i in c.instructions if i.opcode == "while"} | {
-            p.id for p in self._parameters_of_loops()
-        }
-
-    def _parameters_of_loops(self) -> Iterator[Any]:
-        for instruction in self._instructions.values():
-            if instruction.opcode == "while":
-                for called in instruction.called_computation_ids:
-                    yield from (i for i in self._computations[called].instructions if i.opcode == "parameter")
+        loops = [i for i in self._instructions.values() if i.opcode == "while"]
+        called = [c for loop in loops for c in loop.called_computation_ids]
+        parameters = [i for c in called for i in self._computations[c].instructions if i.opcode == "parameter"]
+        self._carried = {i.id for i in (*loops, *parameters)}
 
     def buffer(self, values: Sequence[int]) -> Buffer:
-        """The buffer that these values share."""
+        """Describes the buffer that these values share."""
         size = max(self._values[i].size for i in values)
         whole = [i for i in values if self._values[i].size == size]
         names = [name for i in whole if (name := self._name(self._instruction(i)))]
@@ -164,7 +157,7 @@ class _Module:
             return "activations"
         return "data" if any(each[-1].startswith("GatherV2") for each in parts) else "other"  # of a micro-batch
 
-    def _instruction(self, value: int) -> Any:
+    def _instruction(self, value: int) -> HloProto:
         return self._instructions[self._values[value].defined_at.instruction_id]
 
     def _shape(self, value: int) -> tuple[int, tuple[int, ...]]:
@@ -173,8 +166,8 @@ class _Module:
             shape = shape.tuple_shapes[index]
         return shape.element_type, tuple(shape.dimensions)
 
-    def _name(self, instruction: Any, depth: int = 4) -> str:
-        """The name that TensorFlow gave to what an instruction computes; of a copy or unnamed fusion, of its source."""
+    def _name(self, instruction: HloProto, depth: int = 4) -> str:
+        """Returns TensorFlow's name of an instruction, or for a copy or an unnamed fusion that of its source."""
         if instruction.metadata.op_name or not depth:
             return instruction.metadata.op_name
         if instruction.opcode == "fusion":
@@ -185,7 +178,7 @@ class _Module:
         return ""
 
     def _place(self, parts: list[str]) -> tuple[str, str]:
-        """The layer and the operation that the parts of a name say."""
+        """Splits the parts of a name into the layer and the operation."""
         gradient = "gradient_tape" in parts or "backward" in parts
         own = [part for part in parts if part not in _SCOPES and not _CALL.fullmatch(part)]
         layers = [self._layer(part) for part in own]
@@ -196,7 +189,7 @@ class _Module:
         return "/".join(path), "gradient of " * gradient + operation
 
     def _layer(self, part: str) -> str:
-        """The layer of a scope's name, to which TensorFlow adds a number where another scope had that name before."""
+        """Returns the layer of a scope, to whose name TensorFlow adds a number where the name was taken; or ""."""
         before, _, number = part.rpartition("_")
         numbered = number.isdigit() and before in self._layers
         # Of layers "a" and "a_1", whose scopes are "a_1" and "a_1_2", the first one's has the name of the second.
@@ -204,6 +197,3 @@ class _Module:
         if part in self._layers and not others:
             return part
         return before if numbered else ""
-
-
-_WIDE = (11, 12)  # PrimitiveType F32 and F64

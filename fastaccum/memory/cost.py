@@ -1,11 +1,13 @@
-"""What a compiled program computes and moves: counted in its instructions, each times the trips of loops around it."""
+"""Counts the arithmetic and the traffic of a compiled program, instruction by instruction and turn by turn of loops."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from fastaccum.memory.buffers import HloProto
 
 # Bytes of an element, by XLA's PrimitiveType; all others hold none.
 _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
@@ -14,13 +16,13 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 
 
 class Cost(NamedTuple):
-    """What a program does each time it runs.
+    """The arithmetic and the traffic of one run of a program.
 
     Attributes:
         flops: floating point operations of its matrix products and convolutions, two for a multiplication and its
-            addition; what is computed again counts again. Elementwise operations are left out.
+            addition. Recomputed products count again; elementwise operations do not count.
         bytes: read and written by its kernels, as if no cache kept anything between two of them.
-        at_least: whether there is a loop with products of a length that XLA does not know, which counts once.
+        at_least: true if XLA does not know the length of a loop with products, which counts as one turn.
     """
 
     flops: int
@@ -28,22 +30,22 @@ class Cost(NamedTuple):
     at_least: bool = False
 
 
-def of_program(proto: Any) -> Cost:
-    """The cost of an optimized `HloProto`; of a conditional's branches, the one that computes most counts."""
-    module = proto.hlo_module
-    return _Reader(module.computations).cost(module.entry_computation_id)
+def count(protos: Iterable[HloProto]) -> Cost:
+    """Adds up the costs of optimized programs; of a conditional's branches, the one with the most FLOPs counts."""
+    modules = [proto.hlo_module for proto in protos]
+    return _sum(_Reader(module.computations).cost(module.entry_computation_id) for module in modules)
 
 
 class _Reader:
-    def __init__(self, computations: Iterable[Any]):
+    def __init__(self, computations: Iterable[HloProto]):
         self._computations = {c.id: c for c in computations}
         self._instructions = {i.id: i for c in computations for i in c.instructions}
 
     def cost(self, computation: int) -> Cost:
-        """Of a computation and those that it calls."""
+        """Adds up the costs of a computation's instructions, with those of the computations that they call."""
         return _sum(map(self._launched, self._computations[computation].instructions))
 
-    def _launched(self, line: Any) -> Cost:
+    def _launched(self, line: HloProto) -> Cost:
         called = list(line.called_computation_ids)
         if line.opcode == "while":  # the body is called first
             known = json.loads(line.backend_config or b"{}").get("known_trip_count", {})
@@ -61,16 +63,14 @@ class _Reader:
             return Cost(sum(map(self._flops, self._nested(fused))), self._moved(line, fused))
         return Cost(self._flops(line), self._moved_alone(line))
 
-    def _nested(self, computation: Any) -> Iterator[Any]:
+    def _nested(self, computation: HloProto) -> Iterator[HloProto]:
         for line in computation.instructions:
             yield line
             if line.opcode in ("fusion", "call"):
                 for called in line.called_computation_ids:
                     yield from self._nested(self._computations[called])
 
-    # FLOPs.
-
-    def _flops(self, line: Any) -> int:
+    def _flops(self, line: HloProto) -> int:
         target = line.custom_call_target
         if line.opcode == "dot":
             return self._product(line, line.dot_dimension_numbers.lhs_contracting_dimensions)
@@ -81,12 +81,12 @@ class _Reader:
             return self._convolution(line)
         return self._attention(line) if target.startswith("__cudnn$fmha") else 0
 
-    def _product(self, line: Any, contracted: Iterable[int]) -> int:
+    def _product(self, line: HloProto, contracted: Iterable[int]) -> int:
         sizes = self._operand(line, 0).shape.dimensions
         return 2 * math.prod(_arrays(line.shape)[0].dimensions) * math.prod(sizes[axis] for axis in contracted)
 
-    def _convolution(self, line: Any) -> int:
-        """Two for each pair of an output and a weight that meet at an input, not at the padding."""
+    def _convolution(self, line: HloProto) -> int:
+        """Counts two FLOPs for each pair of an output and a weight that meet at an input, not at the padding."""
         image, filters = (list(self._operand(line, i).shape.dimensions) for i in (0, 1))
         result = list(_arrays(line.shape)[0].dimensions)
         if line.custom_call_target.endswith("BackwardInput"):
@@ -101,17 +101,15 @@ class _Reader:
             pairs *= _meetings(window, image[at_image], result[at_result])
         return pairs
 
-    def _attention(self, line: Any) -> int:
-        """cuDNN's: two products forward and five backward; under a causal mask half of each is computed."""
+    def _attention(self, line: HloProto) -> int:
+        """Counts cuDNN's two products forward and five backward; a causal mask halves each."""
         config = json.loads(line.backend_config)["cudnn_fmha_backend_config"]
         scores = math.prod(map(int, config["intermediate_tensor_shape"]["dimensions"]))
         products = 5 if "Backward" in line.custom_call_target else 2
         flops = 2 * products * scores * self._operand(line, 0).shape.dimensions[-1]
         return flops // 2 if "CAUSAL" in config.get("mask_type", "") else flops
 
-    # Bytes.
-
-    def _moved_alone(self, line: Any) -> int:
+    def _moved_alone(self, line: HloProto) -> int:
         operands = [self._operand(line, i).shape for i in range(len(line.operand_ids))]
         if line.opcode in _SLICES:
             return 2 * _size(line.shape)
@@ -121,10 +119,10 @@ class _Reader:
             return 3 * _size(operands[-1])
         return _size(line.shape) + sum(map(_size, operands))
 
-    def _moved(self, line: Any, fused: Any) -> int:
-        """Of a fusion: of what it only slices, the slices; of what it updates in place, the part that it writes."""
+    def _moved(self, line: HloProto, fused: HloProto) -> int:
+        """Counts a fusion's bytes: slices of operands that it only slices, and the part that it writes in place."""
         inside = {i.id: i for i in fused.instructions}
-        users: dict[int, list[Any]] = {}
+        users: dict[int, list[HloProto]] = {}
         for each in fused.instructions:
             for operand in each.operand_ids:
                 users.setdefault(operand, []).append(each)
@@ -144,18 +142,18 @@ class _Reader:
                     moved += whole
         return moved
 
-    def _behind(self, instruction: int) -> Any:
+    def _behind(self, instruction: int) -> HloProto:
         line = self._instructions[instruction]
         while line.opcode in ("bitcast", "reshape", "copy"):
             line = self._instructions[line.operand_ids[0]]
         return line
 
-    def _operand(self, line: Any, number: int) -> Any:
+    def _operand(self, line: HloProto, number: int) -> HloProto:
         return self._instructions[line.operand_ids[number]]
 
 
-def _meetings(window: Any, length: int, outputs: int) -> int:
-    """Along one axis, the pairs of an output and a weight that meet at an input."""
+def _meetings(window: HloProto, length: int, outputs: int) -> int:
+    """Counts the pairs of an output and a weight that meet at an input, along one axis."""
     dilated = window.base_dilation or 1
     length = (length - 1) * dilated + 1
     places = (
@@ -171,10 +169,10 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return Cost(sum(c.flops for c in found), sum(c.bytes for c in found), any(c.at_least for c in found))
 
 
-def _arrays(shape: Any) -> list[Any]:
-    """The arrays in a shape, which may be a tuple of tuples."""
+def _arrays(shape: HloProto) -> list[HloProto]:
+    """Lists the arrays in a shape, which may be a tuple of tuples."""
     return [array for part in shape.tuple_shapes for array in _arrays(part)] if shape.tuple_shapes else [shape]
 
 
-def _size(shape: Any) -> int:
+def _size(shape: HloProto) -> int:
     return sum(_BYTES.get(array.element_type, 0) * math.prod(array.dimensions) for array in _arrays(shape))

@@ -1,4 +1,4 @@
-"""What memory a device has, and how much of it is free."""
+"""The memory of a device, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = "FASTACCUM_MEMORY_LIMIT"
 _UNITS = {unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
 _UNITS |= {unit: 1024**i for i, unit in enumerate(("", "KIB", "MIB", "GIB", "TIB"))}
 _PROCESS, _MACHINE, _CGROUPS = Path("/proc/self"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-# What a GPU's driver and libraries take, and TensorFlow's pool leaves free for them, by CUDA's compute capability.
+# MiB that TensorFlow's pool leaves to a GPU's driver and libraries, by CUDA's compute capability.
 _GPU_RESERVE = {6: 500, 7: 1050, 8: 1536}
 
 
@@ -25,10 +25,10 @@ class DeviceMemory(NamedTuple):
     """Bytes of a device.
 
     Attributes:
-        total: what the device, or whatever limits this process, has.
-        in_use: what is taken of it, by this process and others.
-        free: what this process may still take.
-        source: what says so.
+        total: bytes of the device, or of the limit on this process.
+        in_use: bytes that this process and others take of `total`.
+        free: bytes that this process may still take.
+        source: the limit or the device that these figures are of.
     """
 
     total: int
@@ -38,11 +38,10 @@ class DeviceMemory(NamedTuple):
 
 
 def available(device: str | None = None) -> DeviceMemory:
-    """The memory of a device: the first GPU's if TensorFlow sees one, else the host's, whose tightest limit counts
-    (a control group's, the process's, the machine's).
+    """Looks up a device's memory: the first GPU's if TensorFlow sees one, else the tightest limit on the host's.
 
-    The environment variable FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all: so much may this
-    process take, whatever else is in use.
+    The environment variable FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all other limits: the
+    process may take so much, whatever else is in use.
 
     Args:
         device: "CPU:0", "GPU:1", or None for where programs run.
@@ -61,19 +60,19 @@ def available(device: str | None = None) -> DeviceMemory:
 
 
 def physical(device: str | None = None) -> DeviceMemory:
-    """As `available`, whatever the environment says."""
+    """Looks up a device's memory as `available` does, but without FASTACCUM_MEMORY_LIMIT."""
     if device is None:
         device = "GPU:0" if has_gpu() else "CPU:0"
     return _gpu(device) if "GPU" in device else min([host(), *_pool()], key=lambda each: each.free)
 
 
 def host() -> DeviceMemory:
-    """The host's memory, by the tightest of the limits on it."""
+    """Looks up the tightest limit on the host's memory: a control group's, the process's or the machine's."""
     return min(_host(), key=lambda each: each.free)
 
 
 def size(text: str | int, name: str = "memory_limit") -> int:
-    """Bytes, from a number of them or a text like "16GiB" or "500 MB"; ValueError if it is neither.
+    """Parses a number of bytes, or a text like "16GiB" or "500 MB"; raises ValueError for anything else.
 
     >>> size("16GiB"), size("1.5 GB"), size(4096)
     (17179869184, 1500000000, 4096)
@@ -98,7 +97,7 @@ def _gpu(device: str) -> DeviceMemory:
 
 
 def _host() -> Iterator[DeviceMemory]:
-    """What each of the host's limits says."""
+    """Yields the host's limits."""
     machine = _kilobytes(_MACHINE.read_text())
     total, free = machine["MemTotal"], machine["MemAvailable"] + machine["SwapFree"]
     yield DeviceMemory(total, max(0, total - free), free, "the machine's memory")
@@ -106,12 +105,12 @@ def _host() -> Iterator[DeviceMemory]:
     if limit != resource.RLIM_INFINITY:
         in_use = _kilobytes((_PROCESS / "status").read_text())["VmSize"]
         yield DeviceMemory(limit, in_use, max(0, limit - in_use), "the process's limit on its address space")
-    for name, folder in _cgroups():
-        yield from _of_cgroup(name, folder, total)
+    for second, folder in _cgroups():
+        yield from _of_cgroup(second, folder, total)
 
 
 def _pool() -> Iterator[DeviceMemory]:
-    """TensorFlow's pool of the host's memory, which it has where it is asked for."""
+    """Yields TensorFlow's pool of the host's memory, if the environment turns it on."""
     if os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true"):
         total = int(os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB") or 2**16) * 2**20
         in_use = tf.config.experimental.get_memory_info("CPU:0")["current"]
@@ -122,19 +121,18 @@ def _kilobytes(text: str) -> dict[str, int]:
     return {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
-def _cgroups() -> Iterator[tuple[str, Path]]:
-    """The process's control groups for memory, and all above them: limits of each count."""
+def _cgroups() -> Iterator[tuple[bool, Path]]:
+    """Yields the folders of the process's control groups and of all above them; true for version 2."""
     for line in (_PROCESS / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):
             continue
         root = _CGROUPS if number == "0" else _CGROUPS / "memory"
         for part in (Path(path), *Path(path).parents):
-            yield line, root / part.relative_to("/")
+            yield number == "0", root / part.relative_to("/")
 
 
-def _of_cgroup(name: str, folder: Path, machine: int) -> Iterator[DeviceMemory]:
-    second = name.startswith("0:")
+def _of_cgroup(second: bool, folder: Path, machine: int) -> Iterator[DeviceMemory]:
     files = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
         limit, used = ((folder / file).read_text().strip() for file in files)

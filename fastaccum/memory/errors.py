@@ -1,17 +1,16 @@
-"""What cannot fit, told: where the bytes are, and what to change."""
+"""The error of a step that does not fit: where the bytes are, and what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from fastaccum.adapters.losses import Output
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
-from fastaccum.memory.plan import in_units
+from fastaccum.memory.tables import in_units
 
 SHOWN = 5
-_VOCABULARY = 4096  # from here on the logits of a classifier are worth not to hold
-
+_VOCABULARY = 4096  # classes from which on it pays not to hold the logits
 _ELSE = "Take a smaller model, or a device with more memory."
 
 
@@ -21,8 +20,8 @@ class OutOfMemoryError(MemoryError):
     Raised before the step runs if its compiled program cannot fit, or when TensorFlow runs out of memory.
 
     Attributes:
-        memory: what the program takes, a `StepMemory`; None where that is not known.
-        limit: bytes that it may take.
+        memory: the `StepMemory` of the program; None where it is not known.
+        limit: bytes that the program may take.
         fits: the largest `batch_size` found that fits with the same rows an update; None where none was.
     """
 
@@ -45,46 +44,41 @@ def explained(
     message: str,
     memory: StepMemory,
     limit: int,
-    outputs: Sequence[Any],
+    outputs: Sequence[Output],
     batch_size: tuple[int, int] | None = None,
     more: Sequence[str] = (),
     note: str = "",
     training: bool = True,
 ) -> OutOfMemoryError:
-    """The error that says after `message` where the bytes are, and what to change: `advice`, and `more`."""
+    """Makes the error that says after `message` where the bytes are, and what to change: `advice`, and `more`."""
     classes = [output.classes for output in outputs if output.classes]
     found = advice(memory, batch_size, classes, limit) if training else ["Evaluate with a smaller batch_size."]
     changes = [*([*found, *more] or [_ELSE]), *[note] * bool(note)]
-    told = [message, shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
-    return OutOfMemoryError("\n".join(told), memory, limit, batch_size and batch_size[0])
+    lines = [message, *_shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
+    return OutOfMemoryError("\n".join(lines), memory, limit, batch_size and batch_size[0])
 
 
-def shares(memory: StepMemory) -> str:
-    """The bytes of each kind, and the largest buffers, a line each."""
-    peak = memory.peak_bytes
-    lines = [f"  {kind:<16}{in_units(size):>11}{size / peak:>6.0%}" for kind, size in memory.by_kind.items()]
-    lines += ["The largest:"]
-    lines += [f"  {in_units(buffer.bytes):>11}  {_described(buffer)}" for buffer in memory.largest[:SHOWN]]
-    return "\n".join(lines)
-
-
-def _described(buffer: Buffer) -> str:
-    shape = f" {list(buffer.shape)}" if buffer.shape else ""
-    return f"{buffer.kind}: {' '.join(filter(None, (buffer.layer, buffer.operation)))}{shape}"
+def _shares(memory: StepMemory) -> list[str]:
+    """Lists the bytes of each kind and the largest buffers, a line each."""
+    lines = [
+        f"  {kind:<16}{in_units(size):>11}{size / memory.peak_bytes:>6.0%}" for kind, size in memory.by_kind.items()
+    ]
+    lines.append("The largest:")
+    for buffer in memory.largest[:SHOWN]:
+        place = " ".join(filter(None, (buffer.layer, buffer.operation, str([*buffer.shape]) * bool(buffer.shape))))
+        lines.append(f"  {in_units(buffer.bytes):>11}  {buffer.kind}: {place}")
+    return lines
 
 
 def advice(
-    memory: StepMemory,
-    batch_size: tuple[int, int] | None,
-    classes: Sequence[int] = (),
-    limit: int = 0,
+    memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequence[int] = (), limit: int = 0
 ) -> list[str]:
-    """What to change, a sentence each, what helps most first.
+    """Lists changes that save memory, a sentence each, the one that helps most first.
 
     Args:
         batch_size: one that fits, and the accumulation that makes the same rows an update of it.
         classes: of the outputs' losses.
-        limit: bytes that there are: what takes much of these counts, too, where the whole is far beyond them.
+        limit: bytes of the device, of which a large share counts even where it is a small one of the peak.
     """
     kinds, peak = memory.by_kind, memory.peak_bytes
     much = min(peak, limit or peak) / 4

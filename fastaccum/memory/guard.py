@@ -1,4 +1,4 @@
-"""Before a program runs for the first time: whether it fits; and what it does not take with it where it does not."""
+"""Checks that a program fits before its first run, and protects the variables from one that does not."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physical
 from fastaccum.memory.errors import OutOfMemoryError, explained
-from fastaccum.memory.plan import in_units
+from fastaccum.memory.search import divisors, largest_that_fits
+from fastaccum.memory.tables import in_units
 from fastaccum.step.model_step import FirstRun
-from fastaccum.step.program import MemoryAnalysis, hlo_proto, variables_kept
+from fastaccum.step.program import MemoryAnalysis, variables_kept
 
-_TRIES = 3  # smaller micro-batches that are compiled for an error
-_TO_COMPILE = 2**30  # bytes: compiling without, the process would end
+_TO_COMPILE = 2**30  # bytes without which compiling could end the process
 
 
 class Guard:
-    """Stands before the first run of each of a step's programs, and tells what runs out of memory.
+    """Admits the first run of each of a step's programs if it fits, and explains errors of memory.
 
-    A program for which there is plainly room is not compiled to find out. Where there is room for that too, its first
-    run leaves the variables' memory alone, so that whatever happens they stay as they were.
+    A program for which there is plainly room is not compiled to find out. Where there is room for a second copy of the
+    variables, the first run does not write over them, so that an error leaves them as they were.
     """
 
     def __init__(self, step: Step):
         self._step, self._outputs = step, step.objective.losses.outputs
         self._run: FirstRun | None = None
-        self._memory: StepMemory | None = None  # of that, where it was compiled for this
-        self._harmless: Exception | None = None  # with which no variable was lost
+        self._memory: StepMemory | None = None  # of `_run`, once it was compiled to find out
+        self._harmless: Exception | None = None  # the error with which no variable was lost
         step.watch(self._admit)
 
     @contextlib.contextmanager
@@ -49,7 +49,7 @@ class Guard:
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
             with contextlib.suppress(ValueError):  # XLA cannot compile it: the run's own error says more
-                self._memory = self._compiled(run)
+                self._memory = self._measured(run)
             if self._memory is None:
                 yield
                 return
@@ -67,28 +67,29 @@ class Guard:
             self._harmless = error
             raise
 
-    def _compiled(self, run: FirstRun) -> StepMemory:
-        return analysis.held(self._step, [(each, hlo_proto(each)) for each in run.programs])
+    def _measured(self, run: FirstRun) -> StepMemory:
+        return analysis.measure(self._step, analysis.compile_programs(run.programs))
 
     def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
-        fits = self._fitting(run, memory, limit) if run.training else None
+        fits = self._fitting(run, limit) if run.training else None
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
         return explained(message, memory, limit, self._outputs, fits, note=note, training=run.training)
 
-    def _fitting(self, run: FirstRun, memory: StepMemory, limit: int) -> tuple[int, int] | None:
-        """A smaller micro-batch that fits, and how many of them hold the same rows; by compiling it."""
-        *before, accumulation, rows = _leading(run)
-        smaller = [n for n in range(rows - 1, 0, -1) if (accumulation * rows) % n == 0]
-        guess = _line(memory, rows, limit)
-        for size in [n for n in smaller if n <= guess][:_TRIES] or smaller[-1:]:
-            steps = accumulation * rows // size
-            stacks = tuple(_resized(stack, (*before, steps, size)) for stack in run.dispatch.stacks[:1])
+    def _fitting(self, run: FirstRun, limit: int) -> tuple[int, int] | None:
+        """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold the same rows."""
+        *before, accumulation, micro_batch = _leading(run)
+        rows = accumulation * micro_batch
+
+        def peak(size: int) -> float:
+            stacks = (_resized(run.dispatch.stacks[0], (*before, rows // size, size)),)
             with contextlib.suppress(tf.errors.OpError, MemoryError), self._step.aside():
-                if analysis.dispatch_memory(self._step, run.dispatch._replace(stacks=stacks)).peak_bytes <= limit:
-                    return size, steps
-        return None
+                return analysis.dispatch_memory(self._step, run.dispatch._replace(stacks=stacks)).peak_bytes
+            return math.inf
+
+        size = largest_that_fits(peak, divisors(rows, at_most=micro_batch - 1), limit)
+        return None if size is None else (size, rows // size)
 
     @contextlib.contextmanager
     def translate_oom_errors(self) -> Iterator[None]:
@@ -101,7 +102,7 @@ class Guard:
             raise self.error(error) from error
 
     def error(self, error: Exception) -> OutOfMemoryError:
-        """What an error of memory at run time comes to."""
+        """Explains an error of memory at run time."""
         reason = (getattr(error, "message", "") or str(error) or type(error).__name__).partition("\n")[0]
         where = "" if self._run is None else f" for {_what(self._run).lower()}"
         message = f"There was no memory left{where}: {reason.partition(' [Op:')[0]} "
@@ -114,22 +115,20 @@ class Guard:
         if self._run is None or memory is None:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
             return explained(message, held, limit, (), more=["Take a smaller batch_size."])
-        fits = self._fitting(self._run, memory, limit) if self._run.training and memory.peak_bytes > limit else None
+        fits = self._fitting(self._run, limit) if self._run.training and memory.peak_bytes > limit else None
         return explained(message, memory, limit, self._outputs, fits, training=self._run.training)
 
     def _known(self) -> StepMemory | None:
-        """What ran last takes; None where there is too little memory on the host to compile it."""
+        """Measures the program that ran last; returns None where the host has too little memory to compile it."""
         run, jit_compile = self._run, self._step.objective.options.jit_compile
         if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
-                self._memory = self._compiled(run)
+                self._memory = self._measured(run)
         return self._memory
 
 
 def _rehearse(memory: StepMemory | None) -> None:
-    """Takes what a program will take, and gives it back: where it is not there, this is said before variables are at
-    stake.
-    """
+    """Allocates what a program will take, and frees it: an error comes before variables are at stake."""
     if memory is not None:
         plan = memory.analysis
         size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
@@ -137,14 +136,8 @@ def _rehearse(memory: StepMemory | None) -> None:
             tf.raw_ops.Empty(shape=[size // 2**20 + 1, 2**20], dtype=tf.uint8)
 
 
-def _line(memory: StepMemory, rows: int, limit: int) -> float:
-    """The rows at which the limit is met, if activations alone grow with them."""
-    growing = max(memory.by_kind["activations"] + memory.by_kind["other"], 1)
-    return rows * (limit - memory.peak_bytes + growing) / growing
-
-
 def _leading(run: FirstRun) -> tuple[int, ...]:
-    """The axes of a dispatch before those of an example: [steps,] micro-batches, rows."""
+    """Returns the axes of a dispatch before those of an example: [steps,] micro-batches, rows."""
     return tuple(tf.nest.flatten(run.dispatch.stacks[0])[0].shape[: 2 + run.dispatch.is_multi_step])
 
 

@@ -1,16 +1,16 @@
-"""What was planned: the micro-batch, and what was considered, as a table and as a picture."""
+"""The result of `fastaccum.plan`: the micro-batch, and those considered, as a table and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
+
+from fastaccum.memory.tables import in_units, render
 
 Policy = str | Sequence[str] | None  # of `fastaccum.remat`
 
@@ -20,10 +20,10 @@ class Considered(NamedTuple):
 
     Attributes:
         batch_size: its rows, on all replicas together.
-        accumulation_steps: how many of them make the global batch.
+        accumulation_steps: micro-batches that make the global batch.
         recompute: the policy of `fastaccum.remat`; None for the model as it is.
-        peak_bytes: what each device would hold, the most.
-        fits: whether that is within the limit.
+        peak_bytes: the most that each device would hold.
+        fits: whether the peak is within the limit.
         flops: floating point operations of a train step's matrix products and convolutions.
         seconds: of a train step, where it was timed.
     """
@@ -39,18 +39,18 @@ class Considered(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `fastaccum.plan` chose. `print(plan)` is a table of what was considered.
+    """The micro-batch that `fastaccum.plan` chose. `print(plan)` shows a table of those considered.
 
     Attributes:
         batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
         accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
         recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
-        peak_bytes: what each device will hold, the most, as XLA planned it.
+        peak_bytes: the most that each device will hold, as XLA planned it.
         extra_flops: the share of arithmetic that `recompute` adds to a train step: 0.3 for 30% more.
         memory_limit: bytes that each device was allowed.
-        compilations: how many programs were compiled for the plan.
-        seconds: how long it took.
-        considered: what was compiled, in this order.
+        compilations: programs that were compiled for the plan.
+        seconds: time that the plan took.
+        considered: the micro-batches that were compiled, in this order.
     """
 
     batch_size: int
@@ -76,19 +76,12 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        terminal = sys.stdout.isatty()
-        console = Console(
-            file=out, force_terminal=terminal, width=None if terminal else 100, emoji=False, force_jupyter=False
-        )
-        console.print(self, end="")
-        return out.getvalue() + self.summary
+        return f"{render(self.__rich__(), sys.stdout.isatty())}\n{self.summary}"
 
     def __rich__(self) -> Table:
         table = Table(box=None, pad_edge=False)
         timed, recomputed = (any(getattr(c, name) for c in self.considered) for name in ("seconds", "recompute"))
-        columns = ["batch_size", "micro-batches", "peak", "of the limit", *["s a step"] * timed]
-        for column in columns:
+        for column in ("batch_size", "micro-batches", "peak", "of the limit", *["s a step"] * timed):
             table.add_column(column, justify="right")
         table.add_column("")
         for each in sorted(self.considered, key=lambda c: (bool(c.recompute), str(c.recompute), c.batch_size)):
@@ -124,11 +117,3 @@ class Plan:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=150)
-
-
-def in_units(size: float) -> str:
-    """A number of bytes for people: "3.2 GiB"."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:,.1f} {name}"
-    return f"{size / 2**10:,.1f} KiB"

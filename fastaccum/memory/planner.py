@@ -1,4 +1,4 @@
-"""The micro-batch that fits a device and is fastest, by compiling few of them; nothing is trained."""
+"""Plans the micro-batch that fits a device and is fastest, by compiling a few; nothing is trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import tensorflow as tf
@@ -14,7 +14,6 @@ from rich.console import Console
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import replaced, restored
-from fastaccum.adapters.models import Model
 from fastaccum.adapters.remat import installed, recomputing
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import Replicas
@@ -22,23 +21,23 @@ from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compiled, held, limit_of, resident, stacked
+from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure, resident, specs
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explained
-from fastaccum.memory.plan import Considered, Plan, Policy, in_units
+from fastaccum.memory.plan import Considered, Plan, Policy
 from fastaccum.memory.search import divisors, largest_that_fits
+from fastaccum.memory.tables import in_units
 from fastaccum.step.options import Options
 
 # Policies of recomputation, the cheapest first: none; all but products with weights; everything.
 RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], "nothing_saveable")
-TIMED = 3  # of the micro-batches that fit, the largest, where there is a GPU to time them on
-FASTER = 0.97  # of a larger one's time, what a smaller one must stay below: the rest is noise
-# What a device's memory is planned to be filled to, where no limit is given: allocators leave gaps.
-SHARE = 0.95
+TIMED = 3  # the largest micro-batches that fit are timed, on a GPU
+FASTER = 0.97  # of a larger micro-batch's time; a smaller one that gains less gains noise
+SHARE = 0.95  # of a device's memory, planned to be filled where no limit is given: allocators leave gaps
 
 
 def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
-    """The micro-batches that make a global batch: its divisors, and multiples of the replicas.
+    """Lists the micro-batches that make a global batch: its divisors that are multiples of the replicas.
 
     Raises:
         ValueError: raised if the replicas do not divide the global batch.
@@ -50,17 +49,6 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
             f"of {replicas}, such as {down + replicas}."
         )
     return divisors(global_batch_size, replicas, at_most) or divisors(global_batch_size, replicas)[:1]
-
-
-def specs(sample: Batch, rows: int) -> Batch:
-    """Specs of a micro-batch like `sample`, of so many rows; raises ValueError where another axis is not known."""
-    for leaf in tf.nest.flatten(sample):
-        if not leaf.shape[1:].is_fully_defined():
-            raise ValueError(
-                f"The data's rows are of shape {tuple(leaf.shape[1:])}: what memory they need is not known. Pad all to "
-                "one length (.padded_batch with padded_shapes), or plan with arrays of the longest rows there are."
-            )
-    return tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
 
 
 def plan(
@@ -75,11 +63,7 @@ def plan(
     recompute: Literal["auto"] | None = None,
     verbose: Literal["auto", 0, 1, 2] = "auto",
 ) -> Plan:
-    """What `fastaccum.plan` says, of the step that a builder makes for data like `sample`.
-
-    Args:
-        at_most: rows of a micro-batch.
-    """
+    """Plans the step that a builder makes for data like `sample`, with at most `at_most` rows in a micro-batch."""
     if recompute is not None:
         checks.one_of("recompute", recompute, ("auto",))
     if not options.jit_compile:
@@ -105,22 +89,6 @@ def plan(
     return planner.plan(rows, memory_limit, policies)
 
 
-@contextlib.contextmanager
-def _recomputing(model: Model, policy: Policy) -> Iterator[None]:
-    """Around traces of a model whose LayerStacks, or blocks where it has none, follow a policy; None leaves it be.
-
-    Raises:
-        ValueError: raised if it has neither.
-    """
-    stacks = [layer for layer in model.layers if isinstance(layer, LayerStack)]
-    if not stacks or policy is None:
-        with recomputing(model.model, policy):
-            yield
-        return
-    with replaced([each for stack in stacks for each in ((stack, "policy", policy), (stack, "unroll", False))]):
-        yield
-
-
 class Planner:
     """Plans the micro-batches of one step, and keeps what it compiled.
 
@@ -142,7 +110,7 @@ class Planner:
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
         self._dispatched, self._timed = dispatched, timed
-        # In a notebook rich would ask for a package of widgets: the lines that the spinner has are printed there.
+        # In a notebook rich would ask for a package of widgets: the spinner's lines are printed there.
         self._prints = bool(verbose) and "ipykernel" in sys.modules
         spins = bool(verbose) and not self._prints and sys.stderr.isatty()
         self._console = Console(
@@ -154,13 +122,13 @@ class Planner:
         self._limit, self._status = 0, self._console.status("plan: tracing")
 
     def plan(self, rows: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]) -> Plan:
-        """The plan among micro-batches of so many rows, rising, with the first policy with which one of them fits."""
+        """Plans among micro-batches of `rows`, rising, with the first policy under which one of them fits."""
         self._limit = self._agreed(min, self._limit_of(memory_limit))
         with self._status:
             for number, policy in enumerate(policies):
                 with contextlib.ExitStack() as scope:
                     try:
-                        scope.enter_context(_recomputing(self._step.objective.model, policy))
+                        scope.enter_context(self._recomputing(policy))
                         scope.enter_context(self._step.aside())
                         # Where even the smallest may be too large, it comes first: the others are larger still.
                         if number and self._peak(policy, rows[0]) > self._limit:
@@ -171,6 +139,17 @@ class Planner:
                     if chosen is not None:
                         return self._planned(policy, self._fastest(policy, chosen))
         raise self._nothing_fits(rows[0], policies)
+
+    def _recomputing(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
+        """Applies a policy inside the block to the model's LayerStacks, or else to its blocks; None leaves it be.
+
+        Raises:
+            ValueError: raised if the model has neither.
+        """
+        stacks = [layer for layer in self._step.objective.model.layers if isinstance(layer, LayerStack)]
+        if not stacks or policy is None:
+            return recomputing(self._step.objective.model.model, policy)
+        return replaced([each for stack in stacks for each in ((stack, "policy", policy), (stack, "unroll", False))])
 
     def _say(self, text: str) -> None:
         self._status.update(text)
@@ -191,18 +170,18 @@ class Planner:
         return sum(buffer.bytes for buffer in resident(self._step))
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
-        """The least or the most that any worker says."""
+        """Returns the least or the most that any worker says."""
         return value if self._replicas is None else which(int(said) for (said,) in self._replicas.gather([value]))
 
     def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
         known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
-        chosen = largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit, self._held)[0]
+        chosen = largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
         return rows[-1] if chosen != rows[-1] and self._fits_whole(policy, rows[-1]) else chosen
 
     def _fits_whole(self, policy: Policy, rows: int) -> bool:
-        """Whether one micro-batch of all rows fits, where smaller ones do not: it needs no accumulators.
+        """Returns whether one micro-batch of all rows, which needs no accumulators, fits where smaller ones do not.
 
-        Compiled only if that could be, were the peak to grow with the rows as it did between the largest known.
+        Compiles it only if a line through the two largest known peaks, less the accumulators, stays below the limit.
         """
         points = sorted((c.batch_size, c.peak_bytes) for c in self._considered if c.recompute == policy)
         (before, below), (last, top) = points[-2:] if len(points) > 1 else [(0, self._held), *points]
@@ -213,11 +192,11 @@ class Planner:
         return at_least <= self._limit and self._peak(policy, rows) <= self._limit
 
     def _peak(self, policy: Policy, rows: int) -> int:
-        """Compiles the step for micro-batches of so many rows."""
+        """Compiles the step for micro-batches of so many rows, and returns the peak."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
         self._say(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
-        programs = compiled(self._step, Dispatch((stacked(self._specs(rows), steps),)))
-        memory, flops = held(self._step, programs), sum(cost.of_program(proto).flops for _, proto in programs)
+        programs = compile_programs(self._step.traced(dispatch_of(self._sample, rows, steps)))
+        memory, flops = measure(self._step, programs), cost.count(proto for _, proto in programs).flops
         # A dispatch of several train steps holds the data of all of them.
         more = (self._dispatched - 1) * memory.by_kind["data"]
         peak = self._agreed(max, memory.peak_bytes + more)
@@ -225,13 +204,8 @@ class Planner:
         self._memory[repr(policy), rows] = memory
         return peak
 
-    def _specs(self, rows: int) -> Batch:
-        return specs(self._sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool))
-
     def _fastest(self, policy: Policy, chosen: int) -> int:
-        """Of the largest that fit, by the time of a train step on no valid row, where that can be had; else the
-        largest.
-        """
+        """Returns the fastest of the largest micro-batches that fit, where steps may be timed; else `chosen`."""
         fit = [c for c in self._considered if c.recompute == policy and c.fits and self._timed]
         shortest: float | None = None
         for each in sorted(fit, key=lambda c: -c.batch_size)[:TIMED]:
@@ -246,14 +220,14 @@ class Planner:
         return chosen
 
     def _seconds(self, each: Considered) -> float:
-        """Of a train step whose rows all only pad: it moves no weight and no state, and what it reports is put back."""
-        of_rows = self._specs(each.batch_size)
-        stack = tf.nest.map_structure(lambda s: tf.zeros([each.accumulation_steps, *s.shape], s.dtype), of_rows)
+        """Times a train step whose rows are all padding: no weight and no state moves, and its logs are undone."""
+        dispatch = dispatch_of(self._sample, each.batch_size, each.accumulation_steps)
+        stacks = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), dispatch.stacks)
         times = []
         with restored([*self._step.running.variables, *self._step.objective.model.metric_variables]):
             for _ in range(3):  # of which the first compiles
                 start = time.perf_counter()
-                bool(self._step.dispatch(Dispatch((stack,))).fine)  # waits
+                bool(self._step.dispatch(Dispatch(stacks)).fine)  # waits
                 times.append(time.perf_counter() - start)
         return min(times[1:])
 
@@ -279,6 +253,6 @@ class Planner:
 
 
 def _reason(error: ValueError) -> str:
-    """What an error says, without the arguments of the layer's call that Keras puts around it."""
+    """Returns an error's message without the arguments of the layer's call that Keras adds."""
     parts = re.sub(r"\x1b\[\d+m", "", str(error)).split("\n\n")
     return parts[1] if "Exception encountered when calling" in parts[0] and parts[1:] else parts[0]

@@ -1,24 +1,21 @@
-"""`Trainer.summary`: what a train step computes, moves and holds, and what was compiled so far."""
+"""`Trainer.summary`: the FLOPs, traffic and memory of a train step, and the programs compiled so far."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import tensorflow as tf
-from rich.console import Console
 from rich.table import Table
 
-from fastaccum.data.stacks import Batch, Dispatch, Layout
+from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute.step_builder import Step
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.plan import in_units
-from fastaccum.memory.planner import specs
+from fastaccum.memory.tables import in_units, render
 
 LARGEST = 3  # buffers that the table names
 
@@ -27,9 +24,9 @@ class Compiled(NamedTuple):
     """A program that has run.
 
     Attributes:
-        name: what a call of it does.
-        shapes: of the tensors that it takes.
-        seconds: that its first call took: to trace, compile and run it.
+        name: "train step", "train steps of a dispatch" or "evaluation".
+        shapes: of the program's inputs.
+        seconds: time of its first call, which traces, compiles and runs it.
     """
 
     name: str
@@ -43,18 +40,18 @@ class Summary:
 
     Attributes:
         model: its name.
-        trainable_parameters: that the step trains.
-        frozen_parameters: the model's others, moving statistics among them.
+        trainable_parameters: parameters that the step trains.
+        frozen_parameters: all other parameters of the model, with moving statistics.
         rows: of a micro-batch on each replica.
         accumulation_steps: micro-batches of a step.
         replicas: over which a micro-batch is split.
         flops: floating point operations of a step's matrix products and convolutions, as compiled for this device: two
-            for a multiplication and its addition; what is computed again counts again.
-        bytes: that its kernels read and write, as if no cache kept anything between two of them.
-        at_least: whether FLOPs and bytes are more: of a loop whose length XLA does not know, as a recurrent layer's
-            backward pass is, one turn counts.
-        memory: what it holds when it holds the most.
-        programs: that were compiled so far.
+            for a multiplication and its addition. Recomputed products count again.
+        bytes: read and written by the step's kernels, as if no cache kept anything between two of them.
+        at_least: whether FLOPs and bytes are more: one turn counts of a loop whose length XLA does not know, such as a
+            recurrent layer's backward pass.
+        memory: the step's memory at its peak.
+        programs: the programs that were compiled so far.
     """
 
     model: str
@@ -83,11 +80,7 @@ class Summary:
             for name, value in section:
                 table.add_row(name, value)
             table.add_section()
-        file = io.StringIO()
-        Console(file=file, width=100, markup=False, highlight=False, force_terminal=False, force_jupyter=False).print(
-            table
-        )
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        return render(table)
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
@@ -131,10 +124,10 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
-    batch = specs(sample, local)._replace(valid=tf.TensorSpec([local], tf.bool))  # as fit's stacks
     with step.aside():
-        programs = analysis.compiled(step, Dispatch((analysis.stacked(batch, layout.accumulation),)))
-    costs = [cost.of_program(proto) for _, proto in programs]
+        dispatch = analysis.dispatch_of(sample, local, layout.accumulation)
+        programs = analysis.compile_programs(step.traced(dispatch))
+    total = cost.count(proto for _, proto in programs)
     model, trained = step.objective.model.model, step.cycle.trained
     training = {id(v) for v in trained}
     return Summary(
@@ -144,15 +137,11 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         rows=rows,
         accumulation_steps=layout.accumulation,
         replicas=layout.replicas,
-        flops=sum(each.flops for each in costs),
-        bytes=sum(each.bytes for each in costs),
-        at_least=any(each.at_least for each in costs),
-        memory=analysis.held(step, programs),
-        programs=tuple(_compiled(step)),
+        **total._asdict(),
+        memory=analysis.measure(step, programs),
+        programs=tuple(
+            Compiled(name, tuple(tuple(shape) for _, shape, _ in leaves if shape), seconds)
+            for name, program in step.programs.items()
+            for (_, *leaves), seconds in program.seconds.items()
+        ),
     )
-
-
-def _compiled(step: Step) -> Iterator[Compiled]:
-    for name, program in step.programs.items():
-        for (_, *leaves), seconds in program.seconds.items():
-            yield Compiled(name, tuple(tuple(shape) for _, shape, _ in leaves if shape), seconds)

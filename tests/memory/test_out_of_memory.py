@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
-from fastaccum.memory import buffers, device, errors, guard
+from fastaccum.memory import analysis, buffers, device, errors, guard
 from fastaccum.step.program import MemoryAnalysis
 
 ROWS, LIMIT = 512, 2**20
@@ -72,7 +72,7 @@ def test_the_batch_size_that_it_says_fits_and_twice_that_does_not(trainer, refus
 
 
 def test_what_plainly_fits_is_not_compiled_to_find_out(trainer, monkeypatch):
-    monkeypatch.setattr(guard, "hlo_proto", lambda concrete: pytest.fail("compiled"))
+    monkeypatch.setattr(analysis, "hlo_proto", lambda concrete: pytest.fail("compiled"))
     fit(trainer, 64)
 
 

@@ -134,7 +134,7 @@ def test_timing_moves_nothing(planned, monkeypatch):
         return seconds.setdefault(each.batch_size, 1.0 if each.batch_size == 4 else 0.5)
 
     monkeypatch.setattr(planner, "has_gpu", lambda: True)
-    monkeypatch.setattr(planner, "candidates", lambda *_: [2, 4])
+    monkeypatch.setattr(planner, "candidates", lambda *_: [1, 2, 4])
     monkeypatch.setattr(planner.Planner, "_seconds", timed)
     plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
     assert plan.batch_size == 2 and {c.batch_size: c.seconds for c in plan.considered} == seconds
@@ -155,7 +155,7 @@ def test_of_those_timed_what_runs_out_of_memory_is_not_chosen(planned, monkeypat
     assert found._fastest(None, 8) == 4  # of the three largest; less than 3% is noise
 
 
-@pytest.mark.parametrize(("activations", "chosen", "compiled"), [(2, 8, {2, 4, 8}), (6, None, {1, 2})])
+@pytest.mark.parametrize(("activations", "chosen", "compiled"), [(2, 8, {2, 4, 8}), (6, None, {1, 2, 4})])
 def test_one_micro_batch_of_all_rows_may_fit_where_smaller_ones_do_not(
     planned, monkeypatch, activations, chosen, compiled
 ):

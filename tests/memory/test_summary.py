@@ -69,7 +69,7 @@ def test_of_a_branchs_cases_the_one_that_computes_most_counts():
         return tf.cond(which > 0, lambda: product(96)(x), lambda: product(64)(x))
 
     concrete = either.get_concrete_function(tf.TensorSpec([], tf.int32), tf.TensorSpec([]))
-    assert cost.of_program(hlo_proto(concrete)).flops == 2 * 96**3
+    assert cost.count([hlo_proto(concrete)]).flops == 2 * 96**3
 
 
 def test_bytes_of_one_product_that_dwarfs_all_else():
@@ -163,7 +163,7 @@ def test_of_a_gpts_program_for_an_h200():
     proto.hlo_module.ParseFromString(
         xla_client.hlo.hlo_module_from_text(compiled.text).as_serialized_hlo_module_proto()
     )
-    found, launched = cost.of_program(proto), kernels.read(compiled.text)
+    found, launched = cost.count([proto]), kernels.read(compiled.text)
     assert found.flops == sum(kernel.flops * kernel.times for kernel in launched)
     assert found.bytes == pytest.approx(sum(kernel.bytes * kernel.times for kernel in launched), rel=0.05)
     # What the norm of the gradient and the rotary tables multiply is no part of the model's own arithmetic.
