@@ -1,5 +1,6 @@
 """The order of the files, and what one test must not leave behind for the next."""
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -38,6 +39,11 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(items):
     """Begins with the files that take longest, so that no worker is left with one while the others have nothing."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector the packages, whose objects are as many as those of all tests and never freed."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
