@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]
+Call = Callable[..., Any]  # a layer's `call`
 _SWITCHED: dict[type, type] = {}  # what a layer of Keras is switched to
 _KERAS: dict[type, type] = {}  # and back
 
@@ -48,6 +50,12 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     """
     layers = [layer for layer in all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer)]
     return _change_class(layers, _SWITCHED)
+
+
+def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, Call]]:
+    """Returns the layers among these that `fp32_weight_gradients` switches, with the `call_fp32` of each."""
+    computing = ((layer, getattr(_SWITCHED.get(type(layer)), "call_fp32", None)) for layer in layers)
+    return [(layer, functools.partial(call, layer)) for layer, call in computing if call and _in_scope(layer)]
 
 
 def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.Layer]) -> list[keras.layers.Layer]:
@@ -128,13 +136,20 @@ def _switched_from_base(layer: Any) -> Any:
     return keras.saving.register_keras_serializable("fastaccum")(layer)
 
 
+# `call_fp32` takes the layer, which may be one of Keras's, the `call` that computes what is left to Keras, and the
+# arguments of `call`.
+
+
 @_switched_from_base
 class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
+        return self.call_fp32(super().call, inputs, training)
+
+    def call_fp32(self, call: Call, inputs: Any, training: bool | None = None) -> Any:
         if not _switches(self, inputs, self._kernel):
-            return super().call(inputs, training=training)
+            return call(inputs, training=training)
         return _finish(self, matmul_fp32_wgrad(inputs, *_weight(self._kernel, inputs)))
 
 
@@ -143,8 +158,11 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
+        return self.call_fp32(super().call, inputs, training)
+
+    def call_fp32(self, call: Call, inputs: Any, training: bool | None = None) -> Any:
         if not (_switches(self, inputs, self._kernel) and matmul_axes(self.equation, inputs, self._kernel)):
-            return super().call(inputs, training=training)
+            return call(inputs, training=training)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, *_weight(self._kernel, inputs)))
 
 
@@ -153,8 +171,11 @@ class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
     def call(self, inputs: Any) -> Any:
+        return self.call_fp32(super().call, inputs)
+
+    def call_fp32(self, call: Call, inputs: Any) -> Any:
         if not _switches(self, inputs, self._kernel):
-            return super().call(inputs)
+            return call(inputs)
         if self.padding != "causal":
             return _convolution(self, self.convolution_op, inputs)
 
@@ -170,8 +191,11 @@ class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
 
     def call(self, inputs: Any) -> Any:
+        return self.call_fp32(super().call, inputs)
+
+    def call_fp32(self, call: Call, inputs: Any) -> Any:
         if not _switches(self, inputs, self._kernel):
-            return super().call(inputs)
+            return call(inputs)
         return _convolution(self, self.convolution_op, inputs)
 
 
@@ -180,8 +204,11 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
 
     def call(self, inputs: Any, reverse: bool = False) -> Any:
+        return self.call_fp32(super().call, inputs, reverse)
+
+    def call_fp32(self, call: Call, inputs: Any, reverse: bool = False) -> Any:
         if not (reverse and self.reverse_dtype is None and _switches(self, inputs, self._embeddings)):
-            return super().call(inputs, reverse=reverse)
+            return call(inputs, reverse=reverse)
         kernel, copy = _weight(self._embeddings if self.tie_weights else self.reverse_embeddings, inputs)
         if self.tie_weights:
             kernel, copy = tf.transpose(kernel), None if copy is None else tf.transpose(copy)

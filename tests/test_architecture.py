@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_314,
+    "adapters": 4_410,
     "app": 1_508,
     "checkpoint": 1_649,
     "data": 1_526,
     "distribute": 1_314,
-    "kernels": 4_394,
+    "kernels": 4_421,
     "memory": 1_532,
     "step": 2_872,
     "": 1_487,  # the modules directly in fastaccum

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.interceptors import Interceptor, Role, intercepting
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import whole
 from fastaccum.adapters.packages import package
@@ -117,11 +118,10 @@ class FusedHeadLoss:
 
     @contextmanager
     def head_left_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Within the scope, the head passes its input on in the dtype in which it comes, and to `observe`."""
-        call = self.head.call
-        signature = inspect.signature(call)
+        """Lets the head pass its input on, in the dtype in which it comes, and shows it to `observe`."""
+        signature = inspect.signature(self.head.call)
 
-        def pass_on(*args: Any, **kwargs: Any) -> tf.Tensor:
+        def pass_on(call: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
             arguments = signature.bind(*args, **kwargs).arguments
             if self._reversible and not arguments.get("reverse"):  # it embeds ids
                 return call(*args, **kwargs)
@@ -131,7 +131,8 @@ class FusedHeadLoss:
             return hidden
 
         autocast = "autocast" if hasattr(self.head, "autocast") else "_autocast"  # tf_keras
-        with replaced([(self.head, "call", pass_on), (self.head, autocast, False)]):
+        left_out = Interceptor(self.head, "call", pass_on, Role.LEAVE_OUT)
+        with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
 
     def require_hidden(self, y_pred: tf.Tensor, hidden: tf.Tensor | None) -> None:

@@ -12,9 +12,9 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
-from fastaccum.adapters import added_losses, assigned, batch_size, coupling, embeddings, remat
-from fastaccum.adapters import layers as xla_layers
+from fastaccum.adapters import added_losses, assigned, batch_size, coupling, embeddings, layers, remat
 from fastaccum.adapters.attributes import raw, replaced
+from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.packages import of_keras, package
 from fastaccum.kernels import fp32_layers
@@ -48,7 +48,7 @@ class Model:
     @property
     def called_layers(self) -> list[Any]:
         """Every layer whose `call` runs: those that a LayerStack calls for its own too."""
-        return list(fp32_layers.all_layers(self.model))
+        return list({id(layer): layer for layer in fp32_layers.all_layers(self.model)}.values())
 
     def symbolic_call(self, x: Any, training: bool) -> Any:
         """Output specs for input specs `x` (a nest of tf.TensorSpec), without computing; builds the model."""
@@ -348,27 +348,18 @@ class Model:
         with DotNotTrackScope():
             self.model._compile_metrics = metrics.compiled
 
-    def observed_ids(self, observe: Callable[[int, tf.Tensor], None]) -> contextlib.AbstractContextManager[None]:
-        """Within the scope, the ids that embedding i of `lookups` looks up first pass to `observe(i, ids)`."""
-        return embeddings.observed_ids([layer for layer, _ in self.lookups], observe)
+    def id_observers(self, observe: Callable[[int, tf.Tensor], None]) -> list[Interceptor]:
+        """Returns interceptors that first pass the ids of embedding i of `lookups` to `observe(i, ids)`."""
+        return embeddings.id_observers([layer for layer, _ in self.lookups], observe)
 
-    @contextlib.contextmanager
-    def fp32_weight_gradients(self) -> Iterator[None]:
-        """Within the scope, weight gradients are computed in float32 under mixed precision.
+    def fp32_weight_gradients(self) -> list[Interceptor]:
+        """Returns interceptors that compute weight gradients in float32 under mixed precision."""
+        calls = fp32_layers.fp32_calls(self.called_layers)
+        return [Interceptor(layer, "call", call, Role.PRECISION) for layer, call in calls]
 
-        The layers are their own again outside of it: what a callback saves there loads without fastaccum.
-        """
-        layers = fp32_layers.fp32_weight_gradients(self.model)
-        try:
-            yield
-        finally:
-            fp32_layers.plain_weight_gradients(layers)
-
-    @contextlib.contextmanager
-    def compiled_layers(self, fast_gradients: bool) -> Iterator[None]:
-        """Within the scope, layers compute in the form that XLA compiles in a loop, or that a CPU runs fast too."""
-        with replaced(xla_layers.replacements(self.called_layers, fast_gradients)):
-            yield
+    def compiled_forms(self, fast_gradients: bool) -> list[Interceptor]:
+        """Returns interceptors that compute layers as XLA compiles them in a loop, or runs them fast on a CPU too."""
+        return layers.forms(self.called_layers, fast_gradients)
 
 
 def _naming(x: Any) -> contextlib.AbstractContextManager[None]:

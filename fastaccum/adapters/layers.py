@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.packages import of_keras
 from fastaccum.kernels import cpu_layers, fp32_layers
 from fastaccum.kernels.gradients import accumulator_dtype
@@ -20,52 +21,42 @@ from fastaccum.kernels.xla_ops import HALF
 _LARGEST_WINDOW = 4
 _LARGEST_DEPTHWISE_KERNEL = 64
 
+Call = Callable[..., tf.Tensor]  # a layer's method
+
 # Those whose `call` holds their convolution.
 _TRANSPOSED = "Conv1DTranspose", "Conv2DTranspose"
 _CONVOLUTIONS = "Conv1D", *_TRANSPOSED, "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"
 
 
-def replacements(layers: Iterable[Any], fast_gradients: bool) -> list[tuple[Any, str, Callable]]:
-    """What to set on which layer: `(layer, name of a method, function to take its place)`.
-
-    With `fast_gradients` forms are chosen for the sake of their speed on a CPU too. A method that was set on the layer
-    itself is left alone.
-    """
-    found: list[tuple[Any, str, Callable]] = []
+def forms(layers: Iterable[keras.layers.Layer], fast_gradients: bool) -> list[Interceptor]:
+    """Returns interceptors for layers that have another form, with `fast_gradients` also for speed on a CPU."""
+    found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
         if fast_gradients and type(layer) is keras.layers.BatchNormalization:
-            found.append((layer, "call", functools.partial(_normalised, layer)))
+            found.append((layer, "call", _normalize_batch))
         elif type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
-            found.append((layer, "call", functools.partial(_layer_normalised, layer)))
+            found.append((layer, "call", _normalize_layer))
         elif type(layer) is keras.layers.RMSNormalization:
-            found.append((layer, "call", functools.partial(_rms_normalised, layer)))
+            found.append((layer, "call", _normalize_rms))
         if getattr(layer, "data_format", None) != "channels_last":
             continue
         kind = type(layer).__name__ if of_keras(type(layer)) else ""
         if kind == "Conv2D" or type(layer) is fp32_layers.Fp32Conv2D:
             if layer.dilation_rate != (1, 1) or (fast_gradients and layer.groups == 1):
-                found.append((layer, "convolution_op", functools.partial(_convolved, layer)))
+                found.append((layer, "convolution_op", _convolve))
         elif fast_gradients and kind == "MaxPooling2D" and _is_small(layer):
-            found.append((layer, "call", functools.partial(_pooled, layer)))
+            found.append((layer, "call", _pool))
         elif fast_gradients and kind in _CONVOLUTIONS and _is_plain(layer, kind):
-            found.append((layer, "call", functools.partial(_called, layer)))
-    return [(layer, name, made) for layer, name, f in found if (made := _unless_set(layer, name, f))]
+            found.append((layer, "call", _call_convolution))
+    return [Interceptor(layer, name, functools.partial(form, layer), Role.FORM) for layer, name, form in found]
 
 
-def _unless_set(layer: Any, name: str, function: Callable) -> Callable | None:
-    """A function for a method, unless that was set on the layer; what `remat` has set computes it again."""
-    if name not in vars(layer):
-        return function
-    own = vars(layer)[name]
-    return own.around(function) if hasattr(own, "around") else None
+# The forms take the arguments of the layer's method by its names: Keras passes on what it is called with.
 
 
-# The arguments of what takes a layer's `call` are named as there: Keras passes on what it is called with.
-
-
-def _convolved(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
+def _convolve(layer: Any, call: Call, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
     if len(inputs.shape) != 4:  # tf_keras takes several dimensions of rows
-        return type(layer).convolution_op(layer, inputs, kernel)
+        return call(inputs, kernel)
     kernel = tf.convert_to_tensor(kernel)
     if layer.dilation_rate == (1, 1):
         return cpu_layers.conv2d(inputs, kernel, layer.strides, layer.padding)
@@ -78,15 +69,17 @@ def _is_plain(layer: Any, kind: str) -> bool:
     return small and getattr(layer, "groups", 1) == 1 and set(layer.dilation_rate) == {1}
 
 
-def _called(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+def _call_convolution(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     """Keras's `call` with a form of its convolution: of an image of one row, where the inputs are sequences."""
-    if len(inputs.shape) != layer.rank + 2 or None in inputs.shape[1:] or inputs.dtype != layer.compute_dtype:
-        return type(layer).call(layer, inputs)
+    if len(inputs.shape) != layer.rank + 2 or None in inputs.shape[1:]:
+        return call(inputs)
     row = [1] * (2 - layer.rank)
-    x, strides = tf.reshape(inputs, [-1, *row, *inputs.shape[1:]]), (*row, *layer.strides)
     names = "kernel", "depthwise_kernel", "pointwise_kernel"  # tf_keras has other names than Keras 3
     variables = [getattr(layer, name) for name in names if getattr(layer, name, None) is not None]
     kernel, *pointwise = (tf.reshape(v, [*row, *v.shape]) for v in variables)
+    if not inputs.dtype == kernel.dtype == layer.compute_dtype:
+        return call(inputs)
+    x, strides = tf.reshape(inputs, [-1, *row, *inputs.shape[1:]]), (*row, *layer.strides)
     kind = type(layer).__name__
     if kind in _TRANSPOSED:
         size = layer.compute_output_shape(inputs.shape)[1:-1]
@@ -107,18 +100,20 @@ def _is_small(layer: Any) -> bool:
     return layer.strides == layer.pool_size and math.prod(layer.pool_size) <= _LARGEST_WINDOW
 
 
-def _pooled(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+def _pool(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     sizes = inputs.shape[1:3]
     whole = None not in sizes and all(size % window == 0 for size, window in zip(sizes, layer.pool_size, strict=True))
     if whole or (layer.padding == "valid" and None not in sizes):
         return cpu_layers.max_pool2d(inputs, layer.pool_size)
-    return type(layer).call(layer, inputs)
+    return call(inputs)
 
 
-def _normalised(layer: Any, inputs: tf.Tensor, training: bool | None = None, mask: Any = None) -> tf.Tensor:
+def _normalize_batch(
+    layer: Any, call: Call, inputs: tf.Tensor, training: bool | None = None, mask: Any = None
+) -> tf.Tensor:
     special = layer.synchronized or getattr(layer, "renorm", False) or layer.axis not in (-1, len(inputs.shape) - 1)
     if special or mask is not None or not (training and layer.trainable) or inputs.dtype == tf.float64:
-        return type(layer).call(layer, inputs, training=training, mask=mask)
+        return call(inputs, training=training, mask=mask)
     x = tf.cast(inputs, tf.float32)
     channels = [x.shape[-1]]
     scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones(channels)
@@ -129,16 +124,16 @@ def _normalised(layer: Any, inputs: tf.Tensor, training: bool | None = None, mas
     return tf.cast(y, layer.compute_dtype)
 
 
-def _layer_normalised(layer: Any, inputs: tf.Tensor) -> tf.Tensor:
+def _normalize_layer(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     if not _over_last_axis(layer, inputs):
-        return type(layer).call(layer, inputs)
+        return call(inputs)
     weights = (None if w is None else tf.cast(w, accumulator_dtype(inputs.dtype)) for w in (layer.gamma, layer.beta))
     return tf.cast(layer_norm(inputs, *weights, epsilon=layer.epsilon), layer.compute_dtype)
 
 
-def _rms_normalised(layer: Any, x: tf.Tensor) -> tf.Tensor:
+def _normalize_rms(layer: Any, call: Call, x: tf.Tensor) -> tf.Tensor:
     if not _over_last_axis(layer, x):
-        return type(layer).call(layer, x)
+        return call(x)
     return rms_norm(x, tf.cast(layer.scale, accumulator_dtype(x.dtype)), epsilon=layer.epsilon)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -13,8 +11,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import blocks
+from fastaccum.adapters import blocks, interceptors
 from fastaccum.adapters.blocks import Block, Segment
+from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.packages import kinds
 from fastaccum.kernels.layer_graph import require_policy
 from fastaccum.kernels.recompute import recomputed
@@ -64,12 +63,11 @@ def remat(
         raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
     keeps_all = policy is None or policy == "everything_saveable"
     found = [] if keeps_all else _blocks(model, require_policy(policy), layer_names)
-    for layer in _with_graphs(model):
-        _restore(layer)
-        if found and scope_mode(layer) not in (None, "activations"):
-            _set(layer, "rematerialized_call", _plain)  # Keras's own fails here
-    for block in found:
-        _install(block, policy)
+    replacing = [_interceptor(block, policy) for block in found]
+    if found:  # Keras's own rematerialisation fails here
+        scoped = [layer for layer in _with_graphs(model) if scope_mode(layer) not in (None, "activations")]
+        replacing += [Interceptor(layer, "rematerialized_call", _call_plainly, Role.RECOMPUTE) for layer in scoped]
+    _replace(model, replacing)
     global _changes
     _changes += 1
     return model
@@ -81,16 +79,12 @@ def recomputing(model: Any, policy: str | Sequence[str] | None) -> Iterator[None
     if policy is None:
         yield
         return
-    before = [
-        (vars(layer), {name: value for name, value in vars(layer).items() if isinstance(value, _InPlace)})
-        for layer in _with_graphs(model)
-    ]
+    before = installed(model)
     try:
         yield remat(model, policy)
     finally:
         remat(model, None)
-        for own, values in before:
-            own.update(values)
+        _replace(model, before)
 
 
 def changes() -> int:
@@ -98,9 +92,16 @@ def changes() -> int:
     return _changes
 
 
-def installed(model: Any) -> list[Any]:
-    """What `remat` has put into a model: the same objects until it is called on it again."""
-    return [value for layer in _with_graphs(model) for value in vars(layer).values() if isinstance(value, _InPlace)]
+def installed(model: Any) -> list[Interceptor]:
+    """Lists the interceptors of `remat` in a model: the same objects until it is called on the model again."""
+    return [each for layer in _with_graphs(model) for each in interceptors.installed(layer, Role.RECOMPUTE)]
+
+
+def _replace(model: Any, replacing: list[Interceptor]) -> None:
+    for each in installed(model):
+        interceptors.remove(each)
+    for each in replacing:
+        interceptors.install(each)
 
 
 def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[Block]:
@@ -143,7 +144,7 @@ def scope_mode(layer: Any) -> str | None:
     return scope.mode if listed else None
 
 
-def _plain(call: Callable, *args: Any, **kwargs: Any) -> Callable:
+def _call_plainly(rematerialized_call: Callable, call: Callable, *args: Any, **kwargs: Any) -> Callable:
     return call
 
 
@@ -154,79 +155,41 @@ def _with_graphs(model: Any) -> list[Any]:
     return list({id(layer): layer for layer in [*layers, *graphs]}.values())
 
 
-def _restore(layer: Any) -> None:
-    for name, value in list(vars(layer).items()):
-        if isinstance(value, _InPlace):
-            del vars(layer)[name]
-            if value.before is not None:
-                vars(layer)[name] = value.before
+def _interceptor(block: Block, policy: Any) -> Interceptor:
+    layer, segments = block
+    if segments is None:
+        return Interceptor(layer, "call", functools.partial(_recompute, layer, policy), Role.RECOMPUTE)
+    walk = functools.partial(_walk, layer, segments, policy)
+    return Interceptor(layer, "_run_through_graph", walk, Role.RECOMPUTE)
 
 
-def _install(block: Block, policy: Any) -> None:
-    if block.segments is None:
-        _set(block.layer, "call", _call(block.layer, vars(block.layer).get("call"), policy))
-        vars(block.layer)["call"].around = functools.partial(_call, block.layer, policy=policy)
-    else:
-        _set(block.layer, "_run_through_graph", _walk(block.layer, block.segments, policy))
+def _recompute(layer: Any, policy: Any, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run(args, kwargs):
+        return call(*args, **kwargs)
+
+    return recomputed(run, args, kwargs, policy=policy, layers=layer._flatten_layers())
 
 
-def _set(layer: Any, name: str, function: Callable) -> None:
-    # Past Keras's own __setattr__, which tracks what is assigned.
-    vars(layer)[name] = _InPlace(layer, name, function)
-
-
-class _InPlace:
-    """What stands on a layer in place of a method of its class, or of what stood there before."""
-
-    def __init__(self, layer: Any, name: str, function: Callable):
-        functools.update_wrapper(self, function)
-        self._layer, self._name, self._function, self.before = layer, name, function, vars(layer).get(name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """What stands on a copy of the layer: its own method, or a copy of what stood there before."""
-        if self.before is not None:
-            return copy.deepcopy(self.before, memo)
-        return types.MethodType(getattr(type(self._layer), self._name), copy.deepcopy(self._layer, memo))
-
-
-def _call(layer: Any, before: Any, policy: Any) -> Callable:
-    """A layer's call, or what stands in place of it, computed again."""
-
-    @functools.wraps(before or types.MethodType(type(layer).call, layer))
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # The class may have been switched since.
-        own = before or functools.partial(type(layer).call, layer)
-
-        def plain(args, kwargs):
-            return own(*args, **kwargs)
-
-        return recomputed(plain, args, kwargs, policy=policy, layers=layer._flatten_layers())
-
-    return call
-
-
-def _walk(graph: Any, segments: list[Segment], policy: Any) -> Callable:
-    """What runs a functional model's graph, segment by segment."""
-
-    @functools.wraps(type(graph)._run_through_graph)
-    def run(inputs: Any, operation_fn: Callable = lambda operation: operation, **others: Any) -> Any:
-        flat = keras.tree.flatten(inputs)
-        if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
-            return type(graph)._run_through_graph(graph, inputs, operation_fn, **others)
-        values = dict(zip(map(id, graph.inputs), flat, strict=True))
-        for segment in segments:
-            call = functools.partial(_run, segment, operation_fn)
-            given = [values[id(t)] for t in segment.inputs]
-            results = (
-                recomputed(call, given, policy=policy, layers=segment.layers) if segment.recomputed else call(given)
-            )
-            values |= zip(map(id, segment.outputs), results, strict=True)
-        return keras.tree.pack_sequence_as(graph.output, [values[id(t)] for t in graph.outputs])
-
-    return run
+def _walk(
+    graph: Any,
+    segments: list[Segment],
+    policy: Any,
+    call: Callable,
+    inputs: Any,
+    operation_fn: Callable = lambda operation: operation,
+    **others: Any,
+) -> Any:
+    """Runs a functional model's graph, segment by segment."""
+    flat = keras.tree.flatten(inputs)
+    if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
+        return call(inputs, operation_fn, **others)
+    values = dict(zip(map(id, graph.inputs), flat, strict=True))
+    for segment in segments:
+        run = functools.partial(_run, segment, operation_fn)
+        given = [values[id(t)] for t in segment.inputs]
+        results = recomputed(run, given, policy=policy, layers=segment.layers) if segment.recomputed else run(given)
+        values |= zip(map(id, segment.outputs), results, strict=True)
+    return keras.tree.pack_sequence_as(graph.output, [values[id(t)] for t in graph.outputs])
 
 
 def _run(segment: Segment, operation_fn: Callable, given: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.adapters.keras_models import Model, never_draws
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.packages import kinds
@@ -71,9 +72,8 @@ class LegacyModel(Model):
             self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
 
-    @contextmanager
-    def fp32_weight_gradients(self) -> Iterator[None]:
-        yield
+    def fp32_weight_gradients(self) -> list[Interceptor]:
+        return []
 
     @property
     def _family(self) -> Any:

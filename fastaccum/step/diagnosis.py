@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ import numpy as np
 import optree
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import replaced, restored
+from fastaccum.adapters.attributes import restored
+from fastaccum.adapters.interceptors import Interceptor, Role, intercepting
 from fastaccum.adapters.models import Model
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.lines import warn
@@ -193,7 +194,8 @@ def _looker(step: _Failed) -> tuple[Callable, list[Any]]:
     def look(batch):
         layers.clear()
         outputs: list[list[tf.Tensor]] = []
-        with objective.scope(), _watched(objective.model, layers, outputs), tf.GradientTape() as tape:
+        noting = _note_outputs(objective.model, layers, outputs)
+        with objective.scope(), intercepting(noting), tf.GradientTape() as tape:
             loss_sum, weight_sum = objective.sums(batch, prepared)
             scaled = tf.cast(loss_sum, tf.float32) * scale
             forward = len(outputs)
@@ -217,25 +219,20 @@ def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
     return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
 
 
-@contextlib.contextmanager
-def _watched(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> Iterator[None]:
-    """Within the scope, each layer called notes itself and what it returned, which nothing reads until later."""
+def _note_outputs(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> list[Interceptor]:
+    """Returns interceptors by which each layer called notes itself and what it returned, which nothing reads yet."""
     graph = tf.compat.v1.get_default_graph()
 
-    def noting(layer, call):
-        def noted(*args, **kwargs):
-            returned = call(*args, **kwargs)
-            tensors = [t for t in tf.nest.flatten(returned) if tf.is_tensor(t) and t.dtype.is_floating]
-            # Those of a loop inside (a LayerStack's, an RNN's) cannot leave it: the layer around it stands for them.
-            if tensors and all(t.graph is graph for t in tensors):
-                layers.append(layer)
-                outputs.append(tensors)
-            return returned
+    def note(layer, call, *args, **kwargs):
+        returned = call(*args, **kwargs)
+        tensors = [t for t in tf.nest.flatten(returned) if tf.is_tensor(t) and t.dtype.is_floating]
+        # Those of a loop inside (a LayerStack's, an RNN's) cannot leave it: the layer around it stands for them.
+        if tensors and all(t.graph is graph for t in tensors):
+            layers.append(layer)
+            outputs.append(tensors)
+        return returned
 
-        return noted
-
-    with replaced([(layer, "call", noting(layer, layer.call)) for layer in model.called_layers]):
-        yield
+    return [Interceptor(each, "call", functools.partial(note, each), Role.OBSERVE) for each in model.called_layers]
 
 
 def _bad_inputs(batch: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import restored
 from fastaccum.adapters.callbacks import log_value
 from fastaccum.adapters.coupling import COMPILED
+from fastaccum.adapters.interceptors import intercepting
 from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
@@ -87,7 +88,8 @@ class ModelObjective(Objective):
         with contextlib.ExitStack() as scopes:
             if observe:
                 first = self._first_embedding
-                scopes.enter_context(self.model.observed_ids(lambda i, ids: checks.observe(first + i, ids)))
+                observers = self.model.id_observers(lambda i, ids: checks.observe(first + i, ids))
+                scopes.enter_context(intercepting(observers))
             hidden = scopes.enter_context(self.losses.heads_left_out())
             if self._returned:
                 if any(each is not None for each in tf.nest.flatten(batch.weights)):
@@ -182,14 +184,10 @@ class ModelObjective(Objective):
 
     # One step.
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        with contextlib.ExitStack() as scopes:
-            if self.options.fp32_weight_gradients:
-                scopes.enter_context(self.model.fp32_weight_gradients())
-            if self.options.jit_compile:
-                scopes.enter_context(self.model.compiled_layers(fast_gradients=not has_gpu()))
-            yield
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        forms = self.model.compiled_forms(fast_gradients=not has_gpu()) if self.options.jit_compile else []
+        fp32 = self.model.fp32_weight_gradients() if self.options.fp32_weight_gradients else []
+        return intercepting([*forms, *fp32])
 
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
         """Each term's denominator and the number of valid rows, where there are several terms: they share one

@@ -8,11 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.backend.common.variables import AutocastScope
 
 import fastaccum as fa
 from fastaccum.adapters.attributes import raw
-from fastaccum.adapters.layers import replacements
+from fastaccum.adapters.interceptors import intercepting
+from fastaccum.adapters.layers import forms
 from fastaccum.kernels.cpu_layers import conv2d
 
 SHAPES = [((2, 7, 9, 3), (3, 3, 3, 4)), ((1, 6, 5, 2), (2, 4, 2, 3)), ((3, 8, 8, 1), (1, 5, 1, 2))]
@@ -76,21 +76,16 @@ def test_other_convolutions_are_those_of_keras(kind, options, family, taps):
     for size in [(7, 9), (12, 8)]:
         x = tf.constant(rng.normal(size=(2, *size[: int(kind.partition("Conv")[2][0])], 3)))
         layer(x)
-        (name, call), results = the_replacement(layer), []
-        assert name == "call"
-        for function in (layer, call):
-            with tf.GradientTape() as tape:
+        (form,), results = forms([layer], fast_gradients=True), []
+        assert form.method == "call"
+        for interceptors in ([], [form]):
+            with intercepting(interceptors), tf.GradientTape() as tape:
                 tape.watch(x)
-                y = function(x)
+                y = layer(x)
                 loss = tf.reduce_sum(y * np.random.default_rng(1).normal(size=y.shape))
             results.append([y, *tape.gradient(loss, [x, *map(raw, layer.trainable_variables)])])
         for got, expected in zip(*results, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
-
-
-def the_replacement(layer):
-    ((_, name, function),) = replacements([layer], fast_gradients=True)
-    return name, function
 
 
 @pytest.mark.parametrize("kind", ["DepthwiseConv2D", "SeparableConv2D"])
@@ -100,8 +95,8 @@ def test_sums_over_windows_lose_nothing_in_half_precision(kind):
     layer(x)
     exact(x)
     exact.set_weights([w.astype("float16") for w in layer.get_weights()])
-    with AutocastScope("float16"):
-        y = the_replacement(layer)[1](tf.constant(x))
+    with intercepting(forms([layer], fast_gradients=True)):
+        y = layer(tf.constant(x))
     assert y.dtype == "float16"
     np.testing.assert_allclose(y, exact(x), rtol=2e-3, atol=2e-3)
 
@@ -117,14 +112,14 @@ def test_sums_over_windows_lose_nothing_in_half_precision(kind):
     ],
 )
 def test_what_has_no_form_is_left_to_keras(kind, options):
-    assert not replacements([make_layer(kind, **options)], fast_gradients=True)
+    assert not forms([make_layer(kind, **options)], fast_gradients=True)
 
 
 def test_a_subclass_is_left_alone():
     class Own(keras.layers.DepthwiseConv2D):
         pass
 
-    assert not replacements([Own(3)], fast_gradients=True)
+    assert not forms([Own(3)], fast_gradients=True)
 
 
 @pytest.mark.parametrize("options", [{"dilation_rate": 2}, {"dilation_rate": (2, 1), "groups": 2}, {"groups": 2}])
