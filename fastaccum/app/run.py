@@ -158,7 +158,7 @@ def resumed(options: argparse.Namespace) -> Run:
         raise ValueError(f"{file}: {error}") from None
     steps = parsed.steps
     if asked and asked < steps:
-        raise ValueError(f"--steps {asked}: the run in {path} is one of {steps:,} steps: give more, to extend it")
+        raise ValueError(f"--steps {asked}: the run in {path} is one of {steps}: leave --steps out, or give more")
     parsed.steps = asked or steps
     parsed.identity = config["run"]
     run = Run(parsed, run_folder.read_rows(path, steps))

@@ -375,7 +375,7 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch,
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 20
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--resume", "run", "--steps", "19"])
-    assert "the run in run is one of 20 steps: give more, to extend it" in capsys.readouterr().err
+    assert "the run in run is one of 20: leave --steps out, or give more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("state", [{}, {"steps": 4, "row_began": 0}, {"steps": 2, "row_began": 3}])
