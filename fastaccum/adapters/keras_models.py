@@ -383,7 +383,7 @@ def _may_count_rows(layer: Any) -> bool:
 
 def _has_own_activation(layer: Any) -> bool:
     functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
-    return any(each is not None and package(each) not in ("keras", "tensorflow") for each in functions)
+    return any(each is not None and package(each) not in ("keras", "tf_keras", "tensorflow") for each in functions)
 
 
 def _may_do_more(layer: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import batch_size, coupling
+from fastaccum.adapters import batch_size, coupling, keras_models
 from fastaccum.data.stacks import Batch
 
 RNG = np.random.default_rng(0)
@@ -235,6 +235,22 @@ def told(middle, **options):
 @pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=twin) for n in LAYERS if n != "a layer")])
 def test_layers_are_told_of_where_the_update_has_more_rows(name):
     assert told(LAYERS[name], gradient_accumulation_steps=3)
+
+
+def test_layers_are_told_of_once_however_often_the_step_is_traced():
+    trainer = fa.Trainer(model(LAYERS["a layer"]), optimizer(), "mse", gradient_accumulation_steps=3, jit_compile=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (9, 4):
+            trainer.fit(X, Y, batch_size=batch, verbose=0)
+    assert sum("computes with the number of rows in its batch" in str(each.message) for each in caught) == 1
+
+
+def test_layers_of_tf_keras_do_not_count_rows():
+    tf_keras = pytest.importorskip("tf_keras")
+    assert keras_models._may_count_rows(Root())
+    assert not keras_models._may_count_rows(tf_keras.layers.BatchNormalization())
+    assert not keras_models._may_count_rows(tf_keras.layers.LSTM(2))
 
 
 def test_layers_whose_batch_is_the_update_need_no_word():
