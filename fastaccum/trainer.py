@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import keras
@@ -54,7 +55,8 @@ class Trainer:
 
     Here i counts the micro-batches and j their rows or tokens; w are their weights and l their losses. The denominator
     is the one that the loss's `reduction` defines over the full batch. A short last batch counts by the rows that it
-    holds. Batch statistics, as of BatchNormalization, are those of each micro-batch.
+    holds; an update in which no row or token counts (all labels ignored, say) changes nothing. Batch statistics, as of
+    BatchNormalization, are those of each micro-batch.
 
     The model is trained in place: save it, as any Keras model, by `trainer.model.save("model.keras")`.
 
@@ -181,6 +183,8 @@ class Trainer:
             value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
             self._options = self._options.replace(name, value, built=self._builder.step is not None)
             value = getattr(self._options, name)
+        elif name[0] != "_" and not hasattr(self, name) and (near := get_close_matches(name, Options.names(), 1, 0.8)):
+            raise AttributeError(f"Trainer has no attribute {name!r}: did you mean {near[0]}?", name=name, obj=self)
         super().__setattr__(name, value)
 
     if not TYPE_CHECKING:  # or type checkers would take any name
@@ -391,7 +395,7 @@ class Trainer:
                 waiting.require()
             waiting = Unread(step.require, executed, dispatch)
             late = LateLogs(executed.logs, waiting.require)
-            end(first + dispatch.size - 1, functools.partial(_same, late))
+            end(first + dispatch.size - 1, functools.partial(lambda logs: logs, late))
             first += dispatch.steps
             if self.model.stop_training:
                 break
@@ -669,7 +673,3 @@ def _plan(trainer: Trainer, sample: Any, asked: dict[str, Any]) -> Plan:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(sample)
     data = trainer._source(x, y, weight, batch_size=None, what="sample")
     return trainer._plan(data.sample, **asked)
-
-
-def _same(logs: LateLogs) -> LateLogs:
-    return logs

@@ -730,6 +730,29 @@ def test_a_keyword_that_is_not_taken_comes_with_the_one_that_is(call, hint):
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"), [("clip_nrom", "clip_norm"), ("accumulation_steps", "gradient_accumulation_steps")]
+)
+def test_an_attribute_that_is_nearly_an_option_is_refused(name, meant):
+    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
+    with pytest.raises(AttributeError, match=f"'{name}': did you mean {meant}"):
+        setattr(trainer, name, 1)
+
+
+def test_a_subclass_has_attributes_of_its_own():
+    class Own(fa.Trainer):
+        clip_norms = ()
+
+        def __init__(self, *args, **options):
+            self.losses = []
+            super().__init__(*args, **options)
+            self._loss_scale, self.clip_norms, self.loss, self.steps = 1.0, [2.0], "mse", 3
+
+    trainer = Own(regressor(), "sgd", "mse", jit_compile=False)
+    trainer.notes, trainer.clip_norm = "a user's own", 0.5
+    assert (trainer.clip_norms, trainer.loss, trainer._present_options.clip_norm) == ([2.0], "mse", 0.5)
+
+
+@pytest.mark.parametrize(
     "function",
     [fa.Trainer, fa.Trainer.fit, fa.plan, fa.gpt, fa.remat, fa.TrainStep, fa.LinearCrossEntropy, fa.DynamicLossScale],
 )
