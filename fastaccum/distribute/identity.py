@@ -55,7 +55,7 @@ class Identity:
         """A seed of the shuffling that is every worker's."""
         seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
         if self._replicas is not None:
-            (seed,) = self._replicas.gather([seed])[0]  # the chief's
+            seed = int(self._replicas.gather([seed])[0][0])  # the chief's
         return seed if shuffle else None
 
     def training(

@@ -84,10 +84,9 @@ class ModelObjective(Objective):
         `observe` the ids that embeddings look up are checked. A `compute_loss` of the model's own takes part of a step
         in training, whose denominators are `prepared`, and else of the micro-batch by itself.
         """
-        checks = self.running.index_checks
         with contextlib.ExitStack() as scopes:
             if observe:
-                first = self._first_embedding
+                first, checks = self._first_embedding, self.running.index_checks
                 observers = self.model.id_observers(lambda i, ids: checks.observe(first + i, ids))
                 scopes.enter_context(intercepting(observers))
             hidden = scopes.enter_context(self.losses.heads_left_out())
@@ -180,7 +179,7 @@ class ModelObjective(Objective):
         # A `compute_loss` of the model's own has those of the outputs in it.
         first = 0 if self.own is None else len(self.losses.outputs)
         total = _weighted(self.term_weights[first:], terms[first:], denominators[first:])
-        return all_rows * total, rows
+        return all_rows * total, tf.minimum(rows, all_rows)
 
     # One step.
 
@@ -197,7 +196,8 @@ class ModelObjective(Objective):
         while parts > 1 and self._mixing_metrics:  # once, and not for each trace
             name, operation = self._mixing_metrics.popitem()
             warn_of_mixing(f"The metric {name!r}", operation)
-        if (found := self.model.row_counter) and parts > 1:
+        if parts > 1 and (found := self.model.row_counter):
+            self.model.row_counter = None
             warn(
                 f"A layer of {self.model.model.name!r} computes with the number of rows in its batch (see {found}): "
                 "here that of each micro-batch on each replica, not that of the update. Give the layer a number of its "
@@ -208,6 +208,7 @@ class ModelObjective(Objective):
         if not self.has_several_terms:
             return None
         *weight_sums, rows = self.count(*stacks) if counts is None else counts
+        rows *= tf.cast(tf.reduce_any(tf.not_equal(weight_sums, 0.0)), rows.dtype)  # no valid element: no update
         return [*self._denominators(weight_sums), rows]
 
     def _denominators(self, weight_sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -293,8 +294,7 @@ class ModelObjective(Objective):
             loss += weight * value
             if name is not None:
                 logs[name] = value
-        penalty = self.penalty()
-        loss += 0.0 if penalty is None else float(penalty)
+        loss += float(self.penalty() or 0.0)
         return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result(training=False).items()}}
 
     def in_order(self, logs: Mapping[str, float]) -> list[str]:

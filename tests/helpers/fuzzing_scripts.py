@@ -310,6 +310,15 @@ def _layer(pen: _Pen, h: str, shape: tuple, first: bool = False) -> tuple[str, t
     return pen.line(called), shape_of
 
 
+def _pooled(pen: _Pen, h: str, shape: tuple) -> tuple[str, tuple]:
+    """Pools `h`, whose rows are of this shape, to one vector a row."""
+    return (
+        (h, shape)
+        if len(shape) == 1
+        else (pen.line(f"layers.GlobalAveragePooling{len(shape) - 1}D()({h})"), shape[-1:])
+    )
+
+
 def _input(pen: _Pen, rows: int, name: str) -> tuple[str, str, tuple]:
     """An input of the model: a line of data, the name of what the next layer takes, and its rows' shape."""
     kind = pen.of("rows", "rows", "tokens", "tokens", "ids", "ids", "images")
@@ -510,12 +519,7 @@ def draw(rng: np.random.Generator) -> Call:
         h, shape = _layer(pen, h, shape, first=i == 0 and len(inputs) == 1)
     if len(inputs) == 2:
         other, of_other = inputs[1][1:]
-        while len(of_other) > 1:
-            pool = "GlobalAveragePooling1D" if len(of_other) == 2 else "GlobalAveragePooling2D"
-            other, of_other = pen.line(f"layers.{pool}()({other})"), of_other[-1:]
-        while len(shape) > 1:
-            pool = "GlobalAveragePooling1D" if len(shape) == 2 else "GlobalAveragePooling2D"
-            h, shape = pen.line(f"layers.{pool}()({h})"), shape[-1:]
+        (other, of_other), (h, shape) = _pooled(pen, other, of_other), _pooled(pen, h, shape)
         h, shape = pen.line(f"layers.Concatenate()([{h}, {other}])"), (shape[0] + of_other[0],)
     if adds := pen.adds:
         h = pen.line(f"{adds}()({h})")
@@ -577,7 +581,7 @@ def draw(rng: np.random.Generator) -> Call:
     ):
         arguments["class_weight"] = of("{0: 2.0, 2: 0.5}", "{1: 0.0}", "{0: 1.0, 1: 3.0, 2: 0.25}")
     arguments["evaluate"] = str(chance(0.5))
-    if chance(0.05) and not pen.by_batch and not adds and "egulari" not in pen.code and "Own" not in wrapper:
+    if chance(0.05) and not pen.by_batch and "Own" not in wrapper:
         arguments["policy"] = of("'mixed_float16'", "'mixed_bfloat16'")
     steps, whole_steps = math.ceil(rows / (batch * accumulation)), math.ceil(rows / batch) % accumulation == 0
     if feed == "'generator'" and not whole_steps:  # goes on from epoch to epoch, amid a step
@@ -645,6 +649,78 @@ def _feed(given: dict[str, Any], rows: int) -> dict[str, Any]:
     return {"x": (each for _ in range(given["epochs"]) for each in parts), **several}
 
 
+def _empty_updates(call: Call, given: dict[str, Any]) -> list[bool]:
+    """Tells for each update of a pass if all its weight sums are 0, so that `fa.Trainer` changes nothing."""
+    total, rows = len(tf.nest.flatten(given["x"])[0]), given["batch_size"] * given["gradient_accumulation_steps"]
+    parts = [slice(i, i + rows) for i in range(0, total, rows)]
+    if re.search("Adds|ctivity|Penalised|OwnMean|OwnSum", call.setup):  # losses of all rows
+        return [False] * len(parts)
+    targets, of_outputs = tf.nest.flatten(given["y"]), tf.nest.flatten(given["loss"])
+    weights = [None] * len(targets) if given["w"] is None else tf.nest.flatten(given["w"])
+    masks = [getattr(each, "_keras_mask", None) for each in tf.nest.flatten(given["model"](given["x"]))]
+    counted = np.zeros(total, bool)
+    for y, loss, weight, mask in zip(targets, of_outputs, weights, masks, strict=True):
+        if "class_weight" in given:
+            labels = y.reshape(total) if y.size == total else y.argmax(-1)
+            weight = np.array([given["class_weight"].get(int(label), 1.0) for label in labels])
+        found = np.ones([total, 1], bool)
+        if (ignored := getattr(loss, "ignore_class", None)) is not None:
+            found = found & (y.reshape(total, -1) != ignored)
+        if mask is not None:
+            found = found & mask.numpy().reshape(total, -1)
+        if weight is not None and getattr(loss, "reduction", None) == "mean_with_sample_weight":
+            found = found & (weight.reshape(total, -1) != 0)
+        counted |= found.any(-1)
+    return [not counted[part].any() for part in parts]
+
+
+class _EmptyUpdates(keras.callbacks.Callback):
+    """Acts after each update that is empty: undoes it, or requires that it changed nothing."""
+
+    def __init__(self, empty: list[bool], variables: Callable[[], list[Any]], undoes: bool):
+        super().__init__()
+        self.all, self.variables, self.undoes = empty, variables, undoes
+
+    def on_train_begin(self, logs=None):
+        self.empty = itertools.cycle(self.all)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.is_empty = next(self.empty)
+        self.before = [np.array(v) for v in self.variables()] if self.is_empty else []
+
+    def on_train_batch_end(self, batch, logs=None):
+        for variable, value in zip(self.variables() if self.is_empty else [], self.before, strict=True):
+            if self.undoes:
+                variable.assign(value)
+            elif np.array(variable).tobytes() != value.tobytes():
+                raise AssertionError(f"{variable.path} moved in an update without a valid element")
+
+
+def _require_still(call: Call) -> None:
+    """Raises AssertionError if an empty update of `fa.Trainer` moves a weight, a slot or `iterations`."""
+    given = made(call)
+    options = {name: given[name] for name in _OF_TRAINER if name in given} | {"steps_per_execution": 1}
+    trainer = fa.Trainer(given["model"], **options)
+    variables = lambda: [*trainer.model.weights, *trainer.optimizer.variables]  # noqa: E731
+    still = _EmptyUpdates(_empty_updates(call, given), variables, undoes=False)
+    _fit(trainer.fit, given, given["batch_size"], callbacks=[still], validation_batch_size=given["batch_size"])
+
+
+class _ByElement(keras.losses.Loss):
+    """A loss of each element, for which a mask of tokens holds for each of a token's elements."""
+
+    def __init__(self, function):
+        super().__init__(name=function.__name__)
+        self.call = function
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        mask = getattr(y_pred, "_keras_mask", None)
+        if mask is not None:
+            y_pred = tf.identity(y_pred)
+            y_pred._keras_mask = tf.broadcast_to(mask[..., None], tf.shape(y_pred))
+        return super().__call__(y_true, y_pred, sample_weight)
+
+
 class Trained(NamedTuple):
     """What a training came to."""
 
@@ -699,6 +775,10 @@ def ours(call: Call) -> Trained:
 def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy: str | None = None) -> Trained:
     """The script by Keras's own `fit`, with all rows of an update in one batch.
 
+    Keras differs in three things, which are made alike: an update without a valid element is undone; a mask of tokens
+    holds for losses of elements, which Keras refuses; losses that layers add in half precision, which Keras cannot sum,
+    are cast to float32.
+
     Args:
         result: of `ours`, whose weights are evaluated.
         disturb: a seed for a disturbance of the weights as large as rounding.
@@ -718,6 +798,9 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
         [None if g is None else dense(g) for g in grads], *rest, **named
     )
     compiled = {name: given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics") if name in given}
+    if "loss" in compiled:
+        compiled["loss"] = tf.nest.map_structure(lambda f: _ByElement(f) if f is squares else f, compiled["loss"])
+    model._aggregate_additional_loss = lambda loss: ops.sum(ops.cast(loss, "float32"))
     eager = type(optimizer).__name__ == "ScheduleFreeAdamW"  # Keras's graph takes constants for what it assigns
     scales = (policy or given.get("policy")) == "mixed_float16"
     model.compile(optimizer, **compiled, run_eagerly=eager, jit_compile=False, auto_scale_loss=scales)
@@ -727,7 +810,13 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
         given["feed"] = "PyDataset"
     total = len(tf.nest.flatten(given["x"])[0])
     steps = _Steps([min(rows, total - i) for i in range(0, total, rows)])
-    history = _fit(model.fit, given, rows, callbacks=[steps], validation_batch_size=total)
+    if any(empty := _empty_updates(call, given)):
+        model.optimizer.build(model.trainable_variables)
+        # Averages that no update has begun would else replace the weights.
+        end = model.optimizer.finalize_variable_values
+        model.optimizer.finalize_variable_values = lambda v: end(v) if int(model.optimizer.iterations) else None
+    undone = _EmptyUpdates(empty, lambda: [*model.weights, *model.optimizer.variables], undoes=True)
+    history = _fit(model.fit, given, rows, callbacks=[undone, steps], validation_batch_size=total)
     after, evaluated = model.get_weights(), {}
     if result is not None and given["evaluate"]:
         model.set_weights(result.after)
@@ -738,11 +827,14 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
 
 def compare(call: Call, result: Trained) -> list[str]:
     """Raises AssertionError where `ours` came to something else than Keras; returns the differences that are meant."""
+    explained = []
+    if any(_empty_updates(call, made(call))):
+        _require_still(call)
+        explained.append("updates without a valid element")
     if "policy" in call.arguments:
-        return _compare_rounded(call, result)
+        return [*explained, *_compare_rounded(call, result)]
     theirs = by_keras(call, result)
     wrong = _apart(result, theirs, [0.0] * len(theirs.after))
-    explained = []
     if wrong:  # rounding, magnified?
         disturbed = [by_keras(call, disturb=seed).after for seed in (1, 2)]
         pairs = zip(theirs.after, *disturbed, strict=True)
@@ -752,7 +844,8 @@ def compare(call: Call, result: Trained) -> list[str]:
     fitted, expected, evaluated = result.history, theirs.history, result.evaluated
     if "output_0_loss" in fitted and "output_0_loss" not in expected:
         # A subclass does not name its outputs: Keras calls their losses by the losses' names, their metrics by theirs.
-        fitted, evaluated = _unnamed(fitted, theirs), _unnamed(evaluated, theirs)
+        names = _names_of_keras(theirs.model)
+        fitted, evaluated = _renamed(fitted, names), _renamed(evaluated, names)
         explained.append("names of outputs without a name")
     problems = wrong + _values_apart("evaluate", evaluated, theirs.evaluated)
     # Keras's mean of an output's loss takes steps alike where the batch's size is not static, that of the sum does not.
@@ -785,12 +878,24 @@ def _compare_rounded(call: Call, result: Trained) -> list[str]:
     return ["half precision"]
 
 
-def _unnamed(logs: dict[str, Any], theirs: Trained) -> dict[str, Any]:
-    losses = [mean.name for mean in theirs.model._compile_loss.metrics]
+def _names_of_keras(model: Any) -> dict[str, str]:
+    """Keras's names of the losses and metrics of outputs that have no name, by what they would be with `output_0`."""
+    losses = [mean.name for mean in model._compile_loss.metrics]
     known = {f"output_{i}_loss": name for i, name in enumerate(losses)}
-    named = lambda name: known.get(name, re.sub(r"^output_\d_", "", name))  # noqa: E731
+    if (compiled := model._compile_metrics) is not None:
+        names = [*compiled.result()]
+        for of_outputs in (compiled._flat_metrics, compiled._flat_weighted_metrics):
+            for i, each in enumerate(of_outputs):
+                if each is not None:
+                    each.output_name = f"output_{i}"
+        known |= dict(zip(compiled.result(), names, strict=True))
+    return known
+
+
+def _renamed(logs: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     val = "val_"
-    return {val * name.startswith(val) + named(name.removeprefix(val)): value for name, value in logs.items()}
+    named = lambda name: val * name.startswith(val) + names.get(name.removeprefix(val), name.removeprefix(val))  # noqa: E731
+    return {named(name): value for name, value in logs.items()}
 
 
 def _apart(result: Trained, theirs: Trained, spread: list[float]) -> list[str]:

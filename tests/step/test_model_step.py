@@ -225,6 +225,34 @@ def test_an_ignored_class_is_no_label_out_of_range(language_model):
     assert float(language_model.train_step(stack).weight) == 2 * B
 
 
+def two_taggers(jit_compile=True):
+    """Two outputs of labels, -1 for none, with a penalty and slots that a gradient of zero would move."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((D,))
+    hidden = keras.layers.Dense(6, kernel_regularizer="l2")(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(3, name=name)(hidden) for name in "pq"])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1)
+    return fa.Trainer(model, optimizer, [loss, loss], jit_compile=jit_compile)
+
+
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_an_update_without_a_valid_element_in_any_output_changes_nothing(jit_compile):
+    trainer = two_taggers(jit_compile)
+    x, y = make_stack()
+    none = np.full_like(y, -1)
+    trainer.train_step((x, (y, y)))
+    before = everything(trainer)
+    result = trainer.train_step((x, (none, none)))
+    assert everything(trainer) == before and float(result.weight) == 0.0
+    assert result.grads_finite
+    one = none.copy()
+    one[2, 1] = 0
+    trainer.train_step((x, (none, one)))
+    after = everything(trainer)
+    assert all(after[path] != before[path] for path in before if "kernel" in path or "iteration" in path)
+
+
 def test_the_largest_indices_are_in_range(language_model):
     language_model.train_step(tokens(8, 4))
 
