@@ -792,11 +792,15 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
         model.set_weights([w * (1 + 2e-7 * rng.normal(size=w.shape)) + 1e-8 * rng.normal(size=w.shape) for w in before])
     if "clip_norm" in given:
         optimizer.global_clipnorm = given["clip_norm"]
-    # A table's gradient is summed by id before the optimizer sees it.
-    apply, dense = optimizer.apply, tf.convert_to_tensor
-    optimizer.apply = lambda grads, *rest, **named: apply(
-        [None if g is None else dense(g) for g in grads], *rest, **named
-    )
+    apply = optimizer.apply
+
+    def apply_dense(grads, trainable_variables):
+        """With a table's gradient summed by id; and a loop's with the static shape that Muon asks for."""
+        pairs = zip(grads, trainable_variables, strict=True)
+        dense = [None if g is None else tf.ensure_shape(tf.convert_to_tensor(g), v.shape) for g, v in pairs]
+        return apply(dense, trainable_variables)
+
+    optimizer.apply = apply_dense
     compiled = {name: given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics") if name in given}
     if "loss" in compiled:
         compiled["loss"] = tf.nest.map_structure(lambda f: _ByElement(f) if f is squares else f, compiled["loss"])
