@@ -807,7 +807,9 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
     model._aggregate_additional_loss = lambda loss: ops.sum(ops.cast(loss, "float32"))
     eager = type(optimizer).__name__ == "ScheduleFreeAdamW"  # Keras's graph takes constants for what it assigns
     scales = (policy or given.get("policy")) == "mixed_float16"
-    model.compile(optimizer, **compiled, run_eagerly=eager, jit_compile=False, auto_scale_loss=scales)
+    # XLA's `in_top_k` gives a label that is no class the score 0; TensorFlow's own never finds it at the top.
+    of_xla = given["jit_compile"] and "ignore_class=-1" in call.code and "SparseTopK" in call.code
+    model.compile(optimizer, **compiled, run_eagerly=eager, jit_compile=of_xla, auto_scale_loss=scales)
     rows = given["batch_size"] * given["gradient_accumulation_steps"]
     if given["feed"] == "generator":
         # Where a generator ends, Keras's step begins once more, and does what needs no batch: it counts, and decays.
