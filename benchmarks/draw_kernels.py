@@ -12,7 +12,8 @@ import tensorflow as tf
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from fastaccum.kernels import attention, linear_cross_entropy
-from fastaccum.step.program import Program, memory_analysis
+from fastaccum.step.compiler_ir import memory_analysis
+from fastaccum.step.program import Program
 
 TIMES = [512, 1024, 2048, 4096, 8192, 16384]
 VOCABULARIES = [4096, 8192, 16384, 32768, 65536, 131072]

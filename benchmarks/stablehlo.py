@@ -13,7 +13,7 @@ import hlo as hlo  # kept for other modules here
 def of_train_step(trainer, stack):
     """The parsed module, and the variables among its arguments, in order: they follow the stack's tensors."""
     exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
-    step, batch = trainer._by_hand.prepare(stack)
+    step, batch = trainer._step_inputs.prepare(stack)
     signature = step.compiled_execute.function.get_concrete_function(batch)
     by_handle = {id(variable.handle): variable for variable in signature.variables}
     return h200.parse(exported), [by_handle[id(handle)] for handle in signature.captured_inputs]

@@ -9,7 +9,8 @@ import tensorflow as tf
 from benchmarks.race import race
 from benchmarks.scores import ratio
 from fastaccum.kernels.cross_entropy import linear_cross_entropy
-from fastaccum.step.program import Program, memory_analysis
+from fastaccum.step.compiler_ir import memory_analysis
+from fastaccum.step.program import Program
 
 ROUNDS = 7
 

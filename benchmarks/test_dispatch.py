@@ -53,7 +53,7 @@ def programs(trainer, workload):
     """Calls of one step, and of STEPS steps in one dispatch, on the same stack; each waits for its loss."""
     stack = contestants.feed_stack(workload.stacks(1)[0])
     # What `fit` calls with steps_per_execution=STEPS, without its input pipeline.
-    step, batch = trainer._by_hand.prepare(stack)
+    step, batch = trainer._step_inputs.prepare(stack)
     batches = tf.nest.map_structure(lambda t: tf.stack([t] * STEPS), batch)
     return (
         lambda: float(trainer.train_step(stack).loss),

@@ -17,7 +17,7 @@ from benchmarks.models import SEED
 from benchmarks.race import race
 from benchmarks.scores import milliseconds, ratio
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.step.program import memory_analysis
+from fastaccum.step.compiler_ir import memory_analysis
 from fastaccum.transformer import TransformerBlock
 
 

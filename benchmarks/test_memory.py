@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import contestants, models
 from benchmarks.peers import full_batch
-from fastaccum.step.program import memory_analysis
+from fastaccum.step.compiler_ir import memory_analysis
 
 
 @pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)

@@ -8,6 +8,7 @@ from .checkpoint.signals import Preempted as Preempted
 from .memory.errors import OutOfMemoryError as OutOfMemoryError
 from .memory.plan import Plan as Plan
 from .memory.summary import Summary as Summary
+from .planning import plan as plan
 from .step.guards import NonFiniteError as NonFiniteError
 from .step.loss_scale import DynamicLossScale as DynamicLossScale
 from .step.loss_scale import NoLossScale as NoLossScale
@@ -15,7 +16,6 @@ from .step.loss_scale import StaticLossScale as StaticLossScale
 from .step.train_step import StepResult as StepResult
 from .step.train_step import TrainStep as TrainStep
 from .trainer import Trainer as Trainer
-from .trainer import plan as plan
 from .transformer import gpt as gpt  # a module called gpt would take the function's place
 
 __version__: str

@@ -1,47 +1,39 @@
-"""`Trainer`: Keras's fit, evaluate and predict, as a thin loop over the fused train step."""
+"""`Trainer`: Keras's fit, evaluate and predict over the fused train step."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
-import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import models, optimizers, own_loss
-from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
-from fastaccum.adapters.callbacks import require as require_callbacks
-from fastaccum.adapters.data_adapters import as_dataset, read_once, with_sequences
-from fastaccum.adapters.losses import Losses, sparse_labels
-from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
-from fastaccum.data import arrays, source
-from fastaccum.data.stacks import Batch, Dispatch, Position
-from fastaccum.distribute import replicas, workers
-from fastaccum.distribute.evaluation import Evaluation
-from fastaccum.distribute.identity import Identity
-from fastaccum.distribute.step_builder import Step, StepBuilder
-from fastaccum.kernels.custom_gradients import graph_scoped_gradients
-from fastaccum.memory import planner
-from fastaccum.memory.guard import Guard
+from fastaccum.data.stacks import Batch
+from fastaccum.distribute import workers
 from fastaccum.memory.plan import Plan
-from fastaccum.memory.summary import Summary, summary
-from fastaccum.step import compilable, diagnosis, program
+from fastaccum.memory.summary import Summary
+from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches
+from fastaccum.step import compiler_ir as ir
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step.by_hand import StacksByHand
-from fastaccum.step.model_step import Unread
-from fastaccum.step.options import OnNonfinite, Options, Schedule, capped
+from fastaccum.step.options import OnNonfinite, Options, Schedule
+from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
+from fastaccum.training import arguments
+from fastaccum.training.evaluation import Evaluation
+from fastaccum.training.fit import Fit, Verbose
+from fastaccum.training.planning import plan_for_data
+from fastaccum.training.prediction import predict
+from fastaccum.training.recipe import Recipe
+from fastaccum.training.step_builder import StepBuilder
+from fastaccum.training.summaries import summarize
+from fastaccum.training.train_step_inputs import TrainStepInputs
 
-Verbose = Literal["auto", 0, 1, 2]
 _INSTEAD = {"compile": "; pass optimizer, loss and metrics to Trainer(...)", "history": "; fit returns it"}
 
 
@@ -125,13 +117,13 @@ class Trainer:
     @checks.keywords
     def __init__(
         self,
-        model: Any,
-        optimizer: Any = "adamw",
-        loss: Any = None,
-        metrics: Any = (),
+        model: arguments.KerasModel,
+        optimizer: arguments.KerasOptimizer | str = "adamw",
+        loss: arguments.LossArgument = None,
+        metrics: arguments.MetricsArgument = (),
         *,
-        loss_weights: Any = None,
-        weighted_metrics: Any = (),
+        loss_weights: arguments.WeightsArgument = None,
+        weighted_metrics: arguments.MetricsArgument = (),
         gradient_accumulation_steps: int = 1,
         loss_scale: loss_scales.LossScale | float | Literal["auto"] | None = "auto",
         clip_norm: float | None = None,
@@ -144,15 +136,9 @@ class Trainer:
     ):
         if compile_cache is not None:
             compile_caches.use(compile_cache)
-        self._model = models.get(model)
-        self.model = model
-        own_loss.require_plain_steps(self._model)
-        loss, loss_weights, metrics, weighted_metrics = own_loss.where_none_given(
-            self._model, loss, loss_weights, metrics, weighted_metrics
-        )
-        self._optimizer = optimizers.get(optimizer, self._model.legacy)
-        self._losses = Losses(loss, loss_weights)
-        self._metrics = Metrics(metrics, weighted_metrics)
+        self._recipe = recipe = Recipe.build(model, optimizer, loss, metrics, loss_weights, weighted_metrics)
+        self.model, self._model, self._optimizer = model, recipe.model, recipe.optimizer
+        self._replicas = recipe.replicas
         self._options = Options(
             gradient_accumulation_steps=gradient_accumulation_steps,
             steps_per_execution=steps_per_execution,
@@ -164,17 +150,8 @@ class Trainer:
             own_loss_reduction=own_loss_reduction,
         )
         vars(self).update(vars(self._options))
-        self._given = {"loss": loss, "loss_weights": loss_weights}
-        self._replicas = replicas.of(self._model)
-        if self._replicas is not None:
-            self._replicas.require_optimizer(self._optimizer)
-        passed = {**self._given, **dict(zip(("metrics", "weighted_metrics"), self._metrics.user, strict=True))}
-        self._identity = Identity(self._model, self._optimizer, passed, self._replicas)
-        self._builder = StepBuilder(
-            self._model, self._optimizer, self._losses, self._metrics, self._given, self._replicas, self._identity
-        )
-        self._guard: Guard | None = None
-        self._by_hand = StacksByHand(self._built, lambda: list(self._model.layers), self._builder.needs_targets)
+        self._builder = StepBuilder(self._recipe)
+        self._step_inputs = TrainStepInputs(self._builder, lambda: self._present_options)
         if jit_compile:
             compilable.require(self._model)
 
@@ -200,22 +177,19 @@ class Trainer:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
 
     def __repr__(self) -> str:
-        parts = {
-            "optimizer": type(self.optimizer).__name__,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "precision": self._model.compute_dtype,
-        }
-        if not isinstance(self.loss_scale, loss_scales.NoLossScale):
-            parts["loss_scale"] = self.loss_scale
-        model = f"{type(self.model).__name__} {self.model.name!r}"
-        return f"Trainer({', '.join([model, *(f'{name}={value}' for name, value in parts.items())])})"
+        scale = "" if isinstance(self.loss_scale, loss_scales.NoLossScale) else f", loss_scale={self.loss_scale}"
+        return (
+            f"Trainer({type(self.model).__name__} {self.model.name!r}, optimizer={type(self.optimizer).__name__}, "
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps}, precision={self._model.compute_dtype}"
+            f"{scale})"
+        )
 
     @property
     def optimizer(self) -> Any:
         """The optimizer object that trains the model."""
         return self._optimizer.optimizer
 
-    @workers.connected
+    @workers.abort_peers_on_error
     def fit(
         self,
         x: Any = None,
@@ -223,7 +197,7 @@ class Trainer:
         batch_size: int | Literal["auto"] | None = None,
         epochs: int = 1,
         verbose: Verbose = "auto",
-        callbacks: Any = None,
+        callbacks: arguments.CallbacksArgument = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -288,124 +262,24 @@ class Trainer:
         schedule = Schedule(
             epochs, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size, validation_freq
         )
-        saver = Saver(checkpoint_dir, checkpoint_every, keep)
-        class_weight = checks.class_weight(class_weight)
-        if checks.fraction("validation_split", validation_split) and validation_data is None:
-            (x, y, sample_weight), validation_data = arrays.split(
-                (x, y, sample_weight), validation_split, text=self._takes_text or self._model.preprocess is not None
-            )
-        validated, saved = validation_data is not None, checkpoint_dir is not None
-        whole = {"validation_data": validated, "checkpoint_dir": saved, "checkpoint_every": checkpoint_every}
-        self._identity.require_alike("fit", **dataclasses.asdict(schedule), class_weight=class_weight, **whole)
-        seed = self._identity.agreed_seed(checks.true_or_false("shuffle", shuffle))
-        options = {"shuffle": shuffle, "seed": seed, "class_weight": class_weight}
-        data, batch_size = self._data((x, y, sample_weight), batch_size, global_batch_size, verbose, options)
-        step = self._built(data.sample)
-        self._losses.require_classes(class_weight)
-        epochs_left = schedule.epochs - schedule.initial_epoch
-        built_with = self._present_options
-        stacks = data.stacks(self._builder.training_layout(built_with), schedule.steps_per_epoch, epochs_left)
-        validate = self._validation(validation_data, schedule, batch_size, like=data.sample)
-        hooks = Callbacks(
-            callbacks, self.model, verbose=verbose, epochs=schedule.epochs, steps=stacks.steps_per_epoch, history=True
+        fitting = Fit(self._builder, schedule, Saver(checkpoint_dir, checkpoint_every, keep), verbose)
+        plan = fitting.prepare(
+            self._present_options,
+            (x, y, sample_weight),
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            checkpoint_dir=checkpoint_dir is not None,
+            checkpoint_every=checkpoint_every,
         )
-        plan = {**stacks.plan, "class_weight": class_weight}
-        training = functools.partial(
-            self._identity.training, built_with, step, stacks, hooks, data.sample, plan, self._builder.split_sensitive
-        )
-        self._identity.require_one_fit(training)
-        self.model.stop_training = False
-        step.running.stuck_steps.reset()
-        logs: dict[str, Any] = {}
-        with saver, self._guarded(), self._builder.fitting():
-            position = saver.resume(training, schedule.initial_epoch, schedule.epochs, verbose)
-            with replicas.first_of(self._replicas):
-                diagnosis.require_statistics(step.cycle, step.objective)
-                diagnosis.warn_of_zero_lora(self._model.layers)
-            hooks.list.on_train_begin()
-            saver.begin()
-            if epoch := backed_up_epoch(self.model, stacks.steps_per_epoch):
-                position = Position(epoch, epoch)
-            last = position.epoch if saver.stopped else schedule.epochs
-            for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
-                step.running.reset()
-                hooks.list.on_epoch_begin(epoch)
-                self._builder.require_same()
-                done = saver.begin_epoch(epoch)
-                logs = self._train_epoch(step, saver.watched(step.together(stacks, dispatches)), hooks, done)
-                if validate is not None and schedule.validates(epoch):
-                    logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
-                hooks.list.on_epoch_end(epoch, logs)
-                saver.end_epoch(last=self.model.stop_training or epoch == last - 1)
-                if self.model.stop_training:
-                    break
-            self._optimizer.finalize(self._model.trainable_variables)
-            hooks.list.on_train_end(logs)
-        return self.model.history
+        if plan is not None:
+            self.gradient_accumulation_steps = plan.accumulation_steps
+        return fitting.run(self._present_options, callbacks)
 
-    def _data(
-        self,
-        given: Any,
-        batch_size: int | Literal["auto"] | None,
-        global_batch_size: int | None,
-        verbose: Verbose,
-        options: dict[str, Any],
-    ) -> tuple[Any, int | None]:
-        """The source of `fit`'s data, and the rows of a micro-batch: with "auto" the most that fit, of which so many
-        are accumulated that they make the global batch.
-        """
-        auto = isinstance(batch_size, str) and batch_size == "auto"
-        if auto and global_batch_size is None:
-            raise ValueError('batch_size="auto" needs global_batch_size=N, the rows of an update.')
-        if not auto and global_batch_size is not None:
-            raise ValueError(
-                f'global_batch_size={checks.shown(global_batch_size)} needs batch_size="auto", which divides it into '
-                f"micro-batches that fit, and not batch_size={checks.shown(batch_size)}."
-            )
-        if global_batch_size is None:
-            return self._source(*given, batch_size=batch_size, **options), cast("int | None", batch_size)
-        data = self._source(*given, batch_size=None, **options)
-        at_most = data.most_rows(1 if self._replicas is None else self._replicas.workers)
-        plan = self._plan(data.sample, global_batch_size=global_batch_size, at_most=at_most, verbose=verbose)
-        if verbose:
-            print(plan.summary)
-        self.gradient_accumulation_steps = plan.accumulation_steps
-        data.cut_anew(plan.batch_size)
-        return data, plan.batch_size
-
-    def _plan(self, sample: Batch, **asked: Any) -> Plan:
-        self._identity.require_alike("plan", **asked)
-        with self._explained():
-            return planner.plan(self._builder, self._present_options, sample, replicas=self._replicas, **asked)
-
-    def _train_epoch(self, step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, Any]:
-        begin, end = hooks.hooks("train")
-        waiting: Unread | None = None
-        for dispatch in dispatches:
-            begin(first)
-            try:
-                with self._explained(), program.announced(hooks.say if waiting is None else None):
-                    executed = step.dispatch(dispatch)
-            except tf.errors.OpError:
-                if waiting is not None:
-                    waiting.require()  # another worker may have failed for what is known here better
-                raise
-            if waiting is not None:
-                # Read only now that the next step is on its way: the device never runs dry.
-                waiting.require()
-            waiting = Unread(step.require, executed, dispatch)
-            late = LateLogs(executed.logs, waiting.require)
-            end(first + dispatch.size - 1, functools.partial(lambda logs: logs, late))
-            first += dispatch.steps
-            if self.model.stop_training:
-                break
-        if waiting is None:
-            raise ValueError("The data ended before the place to go on from: pass what the checkpoint was made with.")
-        logs = dict(late)
-        step.running.stuck_steps.warn(executed.stuck)
-        return logs
-
-    @workers.connected
+    @workers.abort_peers_on_error
     def evaluate(
         self,
         x: Any = None,
@@ -414,7 +288,7 @@ class Trainer:
         verbose: Verbose = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: arguments.CallbacksArgument = None,
         return_dict: bool = False,
     ) -> float | list[float] | dict[str, float]:
         """Computes loss and metrics over a whole data set, with the arguments of Keras's `evaluate`.
@@ -426,76 +300,29 @@ class Trainer:
         Returns:
             The loss, a list of loss and metrics, or with `return_dict` a dict.
         """
-        self._identity.require_alike("evaluate", steps=steps)
+        self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
-        data = self._source(x, y, sample_weight, batch_size=batch_size, steps="steps")
-        evaluation = self._evaluation(data, steps)
+        options = self._present_options
+        data = self._recipe.make_source(x, y, sample_weight, options, batch_size=batch_size, steps="steps")
+        evaluation = Evaluation(self._builder, data, options, steps)
         hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=evaluation.batches, history=False)
-        with self._guarded():
-            logs = evaluation(hooks)
-        if return_dict:
-            return logs
-        values = evaluation.in_order(logs)
-        return values[0] if len(values) == 1 else values
+        logs = evaluation(hooks)
+        return logs if return_dict else evaluation.in_order(logs)
 
-    def _evaluation(self, data: Any, steps: int | None, passes: int = 1) -> Evaluation:
-        steps = capped("steps", steps)
-        step = self._built(data.sample)
-        # One micro-batch per dispatch where the caller counts them.
-        micro_batches = self.gradient_accumulation_steps * self.steps_per_execution if steps is None else 1
-        stacks = data.stacks(self._builder.evaluation_layout(micro_batches), steps, passes)
-        return Evaluation(step, stacks, self.model, self._explained)
-
-    @graph_scoped_gradients()
-    def _validation(
-        self, validation_data: Any, schedule: Schedule, batch_size: int | None, like: Batch
-    ) -> Callable[[Callbacks], dict[str, float]] | None:
-        if validation_data is None:
-            return None
-        with checks.naming("validation_data"):
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        # One source for all epochs: it is validated before training starts.
-        names = {"what": "validation_data", "steps": "validation_steps"}
-        data = self._source(x, y, sample_weight, batch_size=schedule.validation_batch_size or batch_size, **names)
-        passes = sum(map(schedule.validates, range(schedule.initial_epoch, schedule.epochs)))
-        evaluation = self._evaluation(data, schedule.validation_steps, passes)
-        evaluation.require_traceable(data.sample, like)
-
-        def validate(hooks: Callbacks) -> dict[str, float]:
-            return evaluation(Callbacks(hooks.list, self.model, verbose=0, epochs=1, steps=None, history=False))
-
-        return validate
-
-    @workers.connected
+    @workers.abort_peers_on_error
     def predict(
         self,
         x: Any,
         batch_size: int | None = None,
         verbose: Verbose = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: arguments.CallbacksArgument = None,
     ) -> Any:
         """The model's outputs for `x`, as NumPy arrays: Keras's own `predict`."""
-        self._identity.require_alike("predict", steps=steps)
-        for name, value in (("batch_size", batch_size), ("steps", steps)):
-            if value is not None:
-                checks.whole_number(name, value)
-        require_callbacks(callbacks, verbose, self._model.legacy)
-        if self._model.preprocess is None:
-            source.require_predictable(x, self._model.may_take_text)
-        try:
-            with checks.naming(f"x ({type(x).__name__})", AttributeError):
-                given = with_sequences(x)
-                if self._model.legacy and isinstance(given, keras.utils.PyDataset):
-                    given = as_dataset(given)
-                return self.model.predict(
-                    given, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
-                )
-        except (tf.errors.InvalidArgumentError, StopIteration) as error:
-            why = str(error) or "it yields nothing"
-            raise ValueError(f"The model cannot be called with x ({type(x).__name__}): {why}") from error
+        self._builder.fingerprint.require_alike("predict", steps=steps)
+        return predict(self._model, x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
 
-    @workers.connected
+    @workers.abort_peers_on_error
     def train_step(self, stack: tuple[Any, ...]) -> StepResult:
         """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
 
@@ -507,13 +334,9 @@ class Trainer:
                 wait for, at the next call).
             NonFiniteError: raised if training can only skip its steps (likewise; see `on_nonfinite`).
         """
-        step, batch = self._by_hand.prepare(stack, text=self._takes_text)
-        if self._replicas is not None:
-            batch = self._builder.training_layout(self._present_options).shard(batch)
-        with self._guarded(), self._explained():
-            return self._by_hand.run(step, batch)
+        return self._step_inputs.run(stack)
 
-    @workers.connected
+    @workers.abort_peers_on_error
     def summary(
         self,
         x: Any = None,
@@ -543,53 +366,29 @@ class Trainer:
 
         >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
-        >>> found = trainer.summary(tf.ones([64, 100]), tf.ones([64, 10]), batch_size=16, verbose=False)
+        >>> found = trainer.summary(keras.ops.ones((64, 100)), keras.ops.ones((64, 10)), batch_size=16, verbose=False)
         >>> found.trainable_parameters, found.memory.by_kind["weights"]
         (1010, 4040)
         """
-        if read_once(x):
-            raise TypeError(f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its batches.")
-        sample = self._builder.sample if x is None else self._source(x, y, sample_weight, batch_size=None).sample
-        if sample is None:
-            raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
-        if batch_size is not None:
-            sample = planner.specs(sample, checks.whole_number("batch_size", batch_size))
-        with self._explained():
-            step = self._built(sample)
-            found = summary(step, sample, self._builder.training_layout(self._present_options))
+        found = summarize(self._builder, self._present_options, x, y, sample_weight, batch_size)
         if checks.true_or_false("verbose", verbose):
             print(found)
         return found
 
-    def compiler_ir(self, stack: tuple[Any, ...], stage: program.Stage = "optimized_hlo") -> str | bytes:
+    def compiler_ir(self, stack: tuple[Any, ...], stage: ir.Stage = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
-        return program.compiler_ir(*self._one_program(stack), stage=stage)
+        return ir.compiler_ir(*self._step_inputs.program(stack), stage=stage)
 
-    def memory_analysis(self, stack: tuple[Any, ...]) -> program.MemoryAnalysis:
+    def memory_analysis(self, stack: tuple[Any, ...]) -> ir.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
-        return program.memory_analysis(*self._one_program(stack))
+        return ir.memory_analysis(*self._step_inputs.program(stack))
 
-    def _one_program(self, stack: tuple[Any, ...]) -> tuple[program.Program, Batch]:
-        if self._replicas is not None:
-            raise ValueError(
-                f"Under {type(self._replicas.strategy).__name__} a train step is several programs: ask for that of the "
-                "same model made outside the scope, with the batch_size of one replica."
-            )
-        step, batch = self._by_hand.prepare(stack, text=self._takes_text)
-        return step.compiled_execute, batch
-
-    def _source(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
-        sparse = sparse_labels(self._given["loss"])
-        options |= {"sparse_labels": sparse, "needs_targets": self._builder.needs_targets, "text": self._takes_text}
-        return source.of(x, y, sample_weight, preprocess=self._model.preprocess, **options)
-
-    @property
-    def _takes_text(self) -> bool:
-        return not self.jit_compile and self._model.may_take_text
+    def _plan(self, sample: Any, **asked: Any) -> Plan:
+        return plan_for_data(self._builder, self._present_options, sample, **asked)
 
     @property
     def _present_options(self) -> Options:
-        """As the attributes are, which a subclass may define."""
+        """Returns the options as the attributes are now, which a subclass may define."""
         return Options(**{name: getattr(self, name) for name in Options.names()})
 
     @property
@@ -597,79 +396,5 @@ class Trainer:
         return self._builder.step
 
     def _built(self, sample: Batch) -> Step:
-        """The model's step; built, with the model, from the specs of the first micro-batch."""
-        step = self._builder.of(sample, self._present_options)
-        if self._guard is None:
-            self._guard = Guard(step)
-        return step
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        """Around what runs programs: an error of memory is told by what takes it."""
-        return self._guard.translate_oom_errors() if self._guard is not None else nullcontext()
-
-    def _explained(self) -> AbstractContextManager[None]:
-        """Around what traces, compiles or runs a program: an error of TensorFlow's is told in the caller's terms."""
-        return compilable.explained(self._model)
-
-
-@checks.keywords
-def plan(
-    trainer: Trainer,
-    sample: Any,
-    *,
-    global_batch_size: int,
-    memory_limit: int | str | None = None,
-    recompute: Literal["auto"] | None = None,
-    verbose: Verbose = "auto",
-) -> Plan:
-    """Finds the micro-batch with which an update of `global_batch_size` rows fits the device and is fastest.
-
-    It compiles the train step for about five micro-batches at most, and reads XLA's plan of the memory of each. No data
-    is made, no program is kept, and trainer and model stay as they are. `fit(..., batch_size="auto",
-    global_batch_size=N)` does the same with its own data.
-
-    The micro-batch divides the global batch, and is a multiple of the number of devices. It is the largest that fits.
-    On a GPU a few sizes are also timed, on padding that moves no weight, and a smaller one is chosen if it is faster;
-    not so if padding would change batch statistics. Worker processes agree on one that fits all of them.
-
-    Args:
-        trainer: a `Trainer`, trained or not.
-        sample: data as `fit` takes it: `(x, y)`, `(x, y, sample_weight)`, or a `tf.data.Dataset` of batches. Only the
-            shapes of its rows are read.
-        global_batch_size: rows of an update.
-        memory_limit: bytes of each device, or a string such as "16GiB". By default the environment variable
-            FASTACCUM_MEMORY_LIMIT, or else what is free on the device, less a twentieth.
-        recompute: "auto" to look for a policy of `fastaccum.remat` if no micro-batch fits, the one that computes least
-            again first. The model stays as it is: pass it to `fastaccum.remat` with that policy.
-        verbose: 0 for no messages on a terminal about what is being compiled.
-
-    Returns:
-        A `Plan`. To train with it, set `trainer.gradient_accumulation_steps = plan.accumulation_steps` and pass
-        `batch_size=plan.batch_size` to `fit`.
-
-    Raises:
-        OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.
-        TypeError, ValueError: raised if the sample does not fit the model, if the replicas do not divide the global
-            batch, or without XLA.
-
-    >>> import numpy as np
-    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
-    >>> trainer = Trainer(model, "sgd", "mse")
-    >>> found = plan(trainer, (np.zeros((1, 8)), np.zeros((1, 1))), global_batch_size=4, memory_limit="1GiB")
-    >>> found.batch_size, found.accumulation_steps
-    (4, 1)
-    """
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...).")
-    asked = {"global_batch_size": global_batch_size, "memory_limit": memory_limit, "recompute": recompute}
-    return _plan(trainer, sample, {**asked, "verbose": verbose})
-
-
-@workers.connected
-def _plan(trainer: Trainer, sample: Any, asked: dict[str, Any]) -> Plan:
-    if hasattr(sample, "__next__") or isinstance(with_sequences(sample), keras.utils.PyDataset):
-        raise TypeError(f"sample is a {type(sample).__name__}: pass one of its batches, as a tuple.")
-    with checks.naming("sample"):
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(sample)
-    data = trainer._source(x, y, weight, batch_size=None, what="sample")
-    return trainer._plan(data.sample, **asked)
+        """Returns the model's step; builds it, and the model, from the specs of the first micro-batch."""
+        return self._builder.get_or_build(sample, self._present_options)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 
 import tensorflow as tf
 
+from fastaccum.kernels import trace_context
 from fastaccum.kernels.checks import as_tensor, shown
-
-Names = dict[int, tuple[tf.Tensor, str]]  # by the tensor's id
-_names: contextvars.ContextVar[Names | None] = contextvars.ContextVar("names", default=None)
+from fastaccum.kernels.trace_context import Names
 
 
 def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
-    """x itself. In a layer of a `LayerStack` it has this name, by which the stack's `policy` may keep it.
+    """Returns x itself. In a layer of a `LayerStack`, the stack's `policy` may keep x by this name.
 
     As `jax.ad_checkpoint.checkpoint_name`. Inside a custom gradient, name what its backward function reads.
 
@@ -25,7 +23,7 @@ def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
     x = as_tensor("x", x)
     if not isinstance(name, str) or not name:
         raise TypeError(f"name={shown(name)} must be a string that is not empty.")
-    names = _names.get()
+    names = trace_context.current().names
     if names is not None:
         names[id(x)] = x, name
     return x
@@ -33,10 +31,7 @@ def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def collected_names() -> Iterator[Names]:
-    """The names given within the scope; those of an inner scope are its own."""
+    """Collects the names given inside the block, but for those of an inner block."""
     names: Names = {}
-    token = _names.set(names)
-    try:
+    with trace_context.current().extended(names=names):
         yield names
-    finally:
-        _names.reset(token)

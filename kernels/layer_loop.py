@@ -11,13 +11,13 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from tensorflow.python.eager import record
 
 from fastaccum.kernels import stackable
-from fastaccum.kernels.accumulators import accumulator_of
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import device_memory, has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.layer_graph import LayerGraph
-from fastaccum.kernels.rounded import copies_at_hand, rounded_layer
+from fastaccum.kernels.rounded import allow_outer_casts, rounded_layer
+from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
@@ -105,7 +105,7 @@ def looped(
     @custom_gradient
     def run(x, shared, weights):
         specs = [tf.TensorSpec([], tf.int32), *_specs([x, shared]), *_specs([weights, state], axis=0)]
-        with copies_at_hand():
+        with allow_outer_casts():
             layer = LayerGraph(body, specs)
         unroll = body.training and _choose(layer, form, depth, weights)
         repeat, buffer = (_repeat, _Apart.of) if unroll else (loop, _buffer)

@@ -12,12 +12,13 @@ from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.eager import record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
-from fastaccum.kernels.accumulators import Accumulator, accumulator_of
+from fastaccum.kernels.accumulators import Accumulator
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_graph import DRAWS, Keeping, copied, drawing, fed_by_name, needed_for, require_policy
-from fastaccum.kernels.rounded import copies_at_hand, stateless_scope
+from fastaccum.kernels.rounded import allow_outer_casts, stateless_scope
+from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import in_xla
 
 _ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
@@ -110,7 +111,7 @@ class _Block(Keeping):
             _set_masks(arguments, own_masks)
             return self._collected(function(*arguments))
 
-        with collected_names() as names, copies_at_hand():
+        with collected_names() as names, allow_outer_casts():
             specs = [tf.TensorSpec.from_tensor(t) for t in passed]
             self._function = tf.function(traced, autograph=False).get_concrete_function(*specs)
         graph = self._function.graph

@@ -1,35 +1,28 @@
-"""Half-precision copies of float32 weights, and tables, made once before a loop and not in each of its turns."""
+"""Half-precision casts of float32 weights, and tables, made once before a loop and not in each of its turns."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from fastaccum.kernels import trace_context
 from fastaccum.kernels.custom_gradients import custom_gradient
-
-# Of a variable, or of a function with its arguments, and a dtype.
-Find = Callable[[Any, tf.DType], "tf.Tensor | None"]
-_find: contextvars.ContextVar[Find] = contextvars.ContextVar("rounded", default=lambda asked, dtype: None)
-# The scope of Keras's, or none, in which variables have the values that were rounded.
-_scope: contextvars.ContextVar[Any] = contextvars.ContextVar("scope", default=None)
+from fastaccum.kernels.trace_context import NO_CASTS, Casts, Find
 
 
-@contextlib.contextmanager
-def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
-    """Within it, each variable is rounded where its value was read: outside of the loop that is traced here.
+def hoisted_casts(values: Iterable[tuple[Any, tf.Tensor]]) -> Casts:
+    """Returns casts that are made where each variable's value was read: outside of the loop that is traced here.
 
     Args:
-        values: variables that the loop does not assign, as they are asked for, and what was read of each before it.
+        values: variables that the loop does not assign, as they are asked for, and the value read of each before it.
     """
     known = {id(variable): value for variable, value in values}
     if not known:
-        yield
-        return
+        return NO_CASTS
     outside = next(iter(known.values())).graph
     made: dict[tuple[Any, tf.DType], tf.Tensor] = {}
 
@@ -43,66 +36,55 @@ def rounded_once(values: Iterable[tuple[Any, tf.Tensor]]) -> Iterator[None]:
                 made[key] = tf.cast(asked[0](*asked[1:]) if is_table else known[id(asked)], dtype)
         return made[key]
 
-    with _finding(find):
-        yield
+    return _for_this_graph(find)
 
 
 @contextlib.contextmanager
 def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor, scope: keras.StatelessScope) -> Iterator[None]:
-    """Within it and `scope`, the copy of a layer's variable is slice `i` of that of the stacked one, if it has one.
+    """Enters `scope`, and takes the cast of a layer's variable as slice `i` of the cast of the stacked variable.
 
-    `stacks` has layer i's variables, slices too in that scope, each with the one of all layers, `[depth, ...]`.
+    Args:
+        stacks: layer i's variables, slices too in `scope`, each with the variable of all layers, `[depth, ...]`.
     """
-    of_stacks, stacked = _find.get(), {id(variable): whole for variable, whole in stacks}
-    same = stateless_scope() is _scope.get()
+    of_stacks, stacked = trace_context.current().casts, {id(variable): whole for variable, whole in stacks}
+    same = stateless_scope() is of_stacks.scope
 
     def find(asked, dtype):
         if isinstance(asked, tuple):
-            return of_stacks(asked, dtype)
-        whole = of_stacks(stacked.get(id(asked)), dtype) if same else None
+            return of_stacks.find(asked, dtype)
+        whole = of_stacks.find(stacked.get(id(asked)), dtype) if same else None
         return None if whole is None else tf.gather(whole, i)
 
-    with scope, _finding(find):
+    with scope, trace_context.current().extended(casts=_for_this_graph(find)):
         yield
 
 
-@contextlib.contextmanager
-def copies_at_hand() -> Iterator[None]:
-    """Within it, a function that is traced may capture copies as the loop around it may: it is not kept for later."""
-    find, graph = _find.get(), tf.compat.v1.get_default_graph()
+def allow_outer_casts() -> contextlib.AbstractContextManager[None]:
+    """Lets functions traced inside the block capture casts as the loop around them may; none is kept for later."""
+    context, graph = trace_context.current(), tf.compat.v1.get_default_graph()
 
-    def find_here(variable, dtype):
+    def find(asked, dtype):
         with graph.as_default():
-            return find(variable, dtype)
+            return context.casts.find(asked, dtype)
 
-    token = _find.set(find_here)
-    try:
-        yield
-    finally:
-        _find.reset(token)
+    return context.extended(casts=context.casts._replace(find=find))
 
 
-@contextlib.contextmanager
-def _finding(find: Find) -> Iterator[None]:
+def _for_this_graph(find: Find) -> Casts:
     graph = tf.compat.v1.get_default_graph()
-    token = _find.set(lambda variable, dtype: find(variable, dtype) if _may_capture_from(graph) else None)
-    scope = _scope.set(stateless_scope())
-    try:
-        yield
-    finally:
-        _find.reset(token)
-        _scope.reset(scope)
+    return Casts(lambda asked, dtype: find(asked, dtype) if _may_capture_from(graph) else None, stateless_scope())
 
 
 def stateless_scope() -> Any:
-    """The scope that gives variables other values here, as a model's `stateless_call` does."""
+    """Returns the scope that gives variables other values here, as a model's `stateless_call` does."""
     with keras.StatelessScope(initialize_variables=False) as inner:
         return inner.original_scope
 
 
 def _may_capture_from(graph: tf.Graph) -> bool:
-    """Whether nothing but loops and branches lies between `graph` and what is traced: a `tf.function` of a layer's own
-    is kept for later calls, and a tensor that it had captured would no longer be there.
+    """Tells if nothing but loops and branches lies between `graph` and what is traced.
+
+    A `tf.function` of a layer's own is kept for later calls, when a captured tensor would no longer be there.
     """
     current = tf.compat.v1.get_default_graph()
     while current is not graph:
@@ -113,19 +95,20 @@ def _may_capture_from(graph: tf.Graph) -> bool:
 
 
 def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
-    """The copy of a variable that is at hand here, or None."""
-    return _find.get()(variable, dtype) if stateless_scope() is _scope.get() else None
+    """Returns the cast of a variable that was made before, or None."""
+    casts = trace_context.current().casts
+    return casts.find(variable, dtype) if stateless_scope() is casts.scope else None
 
 
 def table(make: Callable[..., tf.Tensor], *arguments: Any, dtype: Any) -> tf.Tensor:
-    """`tf.cast(make(*arguments), dtype)`, constant to autodiff; made once where the arguments are numbers."""
+    """Returns `tf.cast(make(*arguments), dtype)`, constant to autodiff; made once where the arguments are numbers."""
     known = not any(tf.is_tensor(argument) for argument in arguments)  # a size may be known only when this runs
-    found = _find.get()((make, *arguments), tf.as_dtype(dtype)) if known else None
+    found = trace_context.current().casts.find((make, *arguments), tf.as_dtype(dtype)) if known else None
     return tf.cast(make(*arguments), dtype) if found is None else found
 
 
 def rounded(weight: tf.Tensor, dtype: tf.DType, copy: tf.Tensor | None) -> tf.Tensor:
-    """`tf.cast(weight, dtype)` and its gradient; where there is a copy, that is the value, and the weight is not read.
+    """Casts a weight, with the gradient of a cast; a `copy` is taken for the value, and the weight is not read.
 
     >>> weight = tf.constant([1 / 3])
     >>> rounded(weight, tf.float16, copy=tf.cast(weight, tf.float16)).numpy().tolist()

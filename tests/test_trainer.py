@@ -585,9 +585,9 @@ STACK = X[:16].reshape(2, 8, -1), Y[:16].reshape(2, 8)
 @pytest.mark.parametrize("convert", [np.asarray, tf.constant, tf.Variable], ids=["array", "tensor", "variable"])
 class TestAStackLikeOneBefore:
     def test_is_checked_once(self, trainer, convert, monkeypatch):
-        stack, checked, check = tuple(map(convert, STACK)), [], trainer._by_hand._build
+        stack, checked, check = tuple(map(convert, STACK)), [], trainer._builder.get_or_build
         trainer.train_step(stack)
-        monkeypatch.setattr(trainer._by_hand, "_build", lambda sample: checked.append(sample) or check(sample))
+        monkeypatch.setattr(trainer._builder, "get_or_build", lambda *args: checked.append(args) or check(*args))
         trainer.train_step(stack)
         trainer.train_step(list(stack))
         trainer.train_step((*stack, None))
@@ -599,7 +599,7 @@ class TestAStackLikeOneBefore:
     def test_is_trained_on_as_it_is(self, trainer, convert):
         """The second one comes by the short way: equal to the first, from the same weights."""
         stack, back, losses = tuple(map(convert, STACK)), trainer.model.get_weights(), []
-        trainer._by_hand._known.clear()
+        trainer._step_inputs._known.clear()
         for _ in range(2):
             trainer.model.set_weights(back)
             losses.append(float(trainer.train_step(stack).loss))
@@ -635,7 +635,7 @@ class TestAStackLikeOneBefore:
 
 
 def test_a_stack_of_four_is_refused_after_a_batch(trainer):
-    _, batch = trainer._by_hand.prepare(STACK)
+    _, batch = trainer._step_inputs.prepare(STACK)
     batch = batch._replace(sample_weight=tf.ones([2, 8]), valid=tf.ones([2, 8], tf.bool))
     trainer.train_step(batch)
     with pytest.raises(ValueError, match="tuple of 4 entries"):

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.h200 import golden, programs, report, roofline, summary
 from fastaccum.kernels.layer_graph import POLICIES
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 
 def main(argv: list[str] | None = None) -> None:

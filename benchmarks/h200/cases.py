@@ -16,7 +16,7 @@ from benchmarks.h200 import measures, programs, roofline
 from benchmarks.h200.programs import Gpt, JaxGpt
 from benchmarks.stablehlo import h200
 from fastaccum.kernels.cross_entropy import linear_cross_entropy_sum
-from fastaccum.step.program import compiler_ir
+from fastaccum.step.compiler_ir import compiler_ir
 
 Case = Gpt | JaxGpt
 

@@ -22,7 +22,7 @@ import fastaccum as fa
 from benchmarks.gpu import export, manifest
 from benchmarks.h200 import kernels
 from benchmarks.stablehlo import h200, hlo
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 CACHE = Path(tempfile.gettempdir(), f"fastaccum-h200-{os.getuid()}")
 

@@ -25,7 +25,7 @@ from fastaccum import transformer
 from fastaccum.kernels import layer_loop
 from fastaccum.kernels.logit_chunks import cut
 from fastaccum.memory.analysis import IN_FLIGHT
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 BAR = 0.05
 GB = 1e9

@@ -72,5 +72,5 @@ def _peak(case: Case, trainer: fa.Trainer, rows: int) -> int:
         valid=valid
     )
     step = trainer._built(batch)
-    with step.aside():
+    with step.temporary_retrace():
         return dispatch_memory(step, Dispatch((stacked(batch, GLOBAL_BATCH // rows),))).peak_bytes

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from fastaccum import trainer
+from fastaccum import planning
 from fastaccum.app.options import BadArgument, as_options
 from fastaccum.app.run import chosen_precision, learning_rate, make_optimizer, make_trainer, say
 from fastaccum.memory import device
@@ -48,7 +48,7 @@ def _found(options: argparse.Namespace) -> Plan:
     optimizer = make_optimizer(options.optimizer, learning_rate(1.0, 1))
     made = make_trainer(options.preset, chosen_precision(options.precision), optimizer)
     window = np.zeros((1, PRESETS[options.preset]["context"]), np.int32)
-    return trainer.plan(
+    return planning.plan(
         made,
         (window, window),
         global_batch_size=options.global_batch,

@@ -14,7 +14,7 @@ from fastaccum.app.progress import Display
 from fastaccum.app.run import Run
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint.signals import EndRequest
-from fastaccum.step import program
+from fastaccum.step import compile_messages
 
 EVALUATIONS = 10
 SHOW_SECONDS = 0.25
@@ -119,7 +119,7 @@ class Recorder(keras.callbacks.Callback):
     def _evaluate(self) -> float:
         x, y = self.run.held_out
         self.display.status("evaluating")
-        with program.announced(lambda _: self.display.status("compiling the evaluation")):
+        with compile_messages.announced(lambda _: self.display.status("compiling the evaluation")):
             logs = self.run.trainer.evaluate(x, y, batch_size=self.run.options.batch_size, return_dict=True, verbose=0)
         return _bits(logs)
 

@@ -27,7 +27,7 @@ from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckp
 from fastaccum.checkpoint.lock import FolderInUseError, FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.memory.errors import OutOfMemoryError
-from fastaccum.step import program
+from fastaccum.step import compile_messages
 from fastaccum.step.guards import NonFiniteError
 
 SAMPLE_BYTES = 400
@@ -90,7 +90,7 @@ def _train(run: Run, folder: RunFolder) -> int:
         display = Display(run.options.steps)
         recorder = Recorder(run, folder, interrupt, display)
         try:
-            with display, program.announced(display.hear):
+            with display, compile_messages.announced(display.hear):
                 run.trainer.fit(
                     run.windows,
                     epochs=recorder.rows,

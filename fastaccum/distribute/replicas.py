@@ -1,9 +1,8 @@
-"""The replicas of tf.distribute: which strategy a model has, its variables and programs on each device."""
+"""The replicas of tf.distribute: the strategy of a model, its variables and programs on each device."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,20 +11,25 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.models import Model
+from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.distribute.workers import Workers
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
-from fastaccum.kernels.random_keys import hoist_prng_key
-from fastaccum.step import xla_cache
+from fastaccum.step.tracing import TracedFunction
 
+Scope = Callable[[], contextlib.AbstractContextManager[None]]
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _strategies: list[tf.distribute.Strategy] = []  # that models have been trained under
 
 
-def of(model: Model) -> Replicas | None:
-    """The replicas of a model that was made under a strategy's scope, None for one that was not; ValueError if the
-    strategy or a layer is not supported, or the scope was entered only after the model was made.
+def replicas_for(model: Model) -> Replicas | None:
+    """Returns the replicas of a model that was made under a strategy's scope; None for another model.
+
+    Raises:
+        ValueError: raised if the strategy or a layer is not supported, or the scope was entered after the model was
+            made.
     """
     strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
     outside = strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
@@ -59,7 +63,7 @@ def of(model: Model) -> Replicas | None:
 
 
 def _number_collectives(strategy: tf.distribute.Strategy) -> None:
-    """TensorFlow numbers the collectives of each strategy alike, from 1 on: those of a second one get their own."""
+    """Numbers the collectives of a second strategy apart; TensorFlow numbers those of each strategy from 1 on."""
     if strategy in _strategies:
         return
     others, extended = len(_strategies), strategy.extended
@@ -77,14 +81,14 @@ def _number_collectives(strategy: tf.distribute.Strategy) -> None:
         extended._collective_ops = of_its_own
 
 
-def first_of(replicas: Replicas | None) -> contextlib.AbstractContextManager:
-    """`first_components`, where there are replicas."""
+def first_of(replicas: Replicas | None) -> contextlib.AbstractContextManager[None]:
+    """Enters `first_components` if there are replicas."""
     return contextlib.nullcontext() if replicas is None else first_components()
 
 
 @contextlib.contextmanager
 def outside_scope() -> Iterator[None]:
-    """Within it variables and programs are made as if no strategy's scope had been entered."""
+    """Leaves every strategy's scope inside the block, for the variables and programs that are made there."""
     graph = ops.get_default_graph()
     creators, graph._variable_creator_stack = graph._variable_creator_stack, []
     distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
@@ -96,7 +100,7 @@ def outside_scope() -> Iterator[None]:
 
 
 class _FirstComponent:
-    """In place of `keras.Variable._value`: the first local component of a distributed variable."""
+    """Stands in for `keras.Variable._value`: reads the first local component of a distributed variable."""
 
     def __get__(self, variable: Any, owner: type | None = None) -> Any:
         value = vars(variable)["_value"]
@@ -108,9 +112,9 @@ class _FirstComponent:
 
 @contextlib.contextmanager
 def first_components() -> Iterator[None]:
-    """Within it every Keras variable is that of the first local replica alone, and no strategy is seen.
+    """Lets every Keras variable inside the block be that of the first local replica, and hides the strategy.
 
-    So a program is traced for one device as if there were no others; `Replicas.on` then finds the variables of another.
+    A program is so traced for one device; `Replicas.on` then finds the variables of another.
     """
     with outside_scope():
         keras.Variable._value = _FirstComponent()
@@ -121,7 +125,7 @@ def first_components() -> Iterator[None]:
 
 
 class Replicas(Workers):
-    """The replicas of a strategy, those of this process among them, and the workers that they are on."""
+    """Holds the replicas of a strategy: their devices and variables in this process, and their reductions."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self.strategy = strategy
@@ -130,10 +134,10 @@ class Replicas(Workers):
         super().__init__(getattr(strategy.extended, "_id_in_cluster", 0), self.count // len(self.devices))
         self.first = self.worker * len(self.devices)
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]  # among all replicas
-        self._reductions: dict[tf.TensorSpec, tuple[Any, list[tf.Tensor]]] = {}
+        self._reductions: dict[tf.TensorSpec, tuple[ConcreteFunction, list[tf.Tensor]]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
 
-    def require_optimizer(self, optimizer: Any) -> None:
+    def require_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ValueError if the optimizer is not one of Keras 3."""
         if not isinstance(optimizer.optimizer, keras.Optimizer):
             raise ValueError(
@@ -143,13 +147,13 @@ class Replicas(Workers):
 
     @property
     def shards(self) -> slice:
-        """Of the shards that a micro-batch is cut into, this process's."""
+        """The shards of a micro-batch that are this process's."""
         return slice(self.first, self.first + len(self.devices))
 
     # Variables.
 
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
-        """Gives Keras variables that were made outside the scope a component on every replica, of the same value."""
+        """Gives Keras variables that were made outside the scope a component on every replica, of equal value."""
         for variable in variables:
             own = variable.value
             if not isinstance(own, values.DistributedVariable):
@@ -159,12 +163,13 @@ class Replicas(Workers):
                     )
 
     def unmirror(self, holders: Sequence[Any]) -> None:
-        """Objects that were made under the scope get plain variables in place of distributed ones, of the same value.
+        """Replaces the distributed variables of objects by plain ones of equal value, which `synchronize` copies.
 
-        So do Keras variables and loss scales, whose variables are `on` each replica by being copied.
+        Args:
+            holders: Keras variables and loss scales that were made under the scope.
         """
         for holder in holders:
-            attributes: Any = vars(holder)
+            attributes = vars(holder)
             for name, own in list(attributes.items()):
                 if isinstance(own, values.DistributedVariable):
                     with outside_scope():
@@ -172,10 +177,10 @@ class Replicas(Workers):
                         attributes[name] = tf.Variable(value, trainable=False, name=own_name, dtype=own.dtype)
 
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
-        """The handle of a local replica's variable, from that of the first's.
+        """Returns the handle of a replica's variable, from the handle of the first local replica's.
 
-        A variable that no strategy knows (a running mean, a loss scale) is copied from the first replica
-        before each step, by `synchronize`: the host may have assigned it.
+        `synchronize` copies a variable that no strategy knows (a running mean, a loss scale) from the first replica
+        before each step, since the host may have assigned it.
         """
         if replica == 0 or handle.dtype != tf.resource:
             return handle
@@ -193,7 +198,7 @@ class Replicas(Workers):
         return self._copies[id(handle)][1][replica - 1].handle
 
     def synchronize(self) -> None:
-        """In the graph: what `on` copied takes the first replica's values."""
+        """Assigns the first replica's values to the copies that `on` made, in the graph."""
         for handle, copies in self._copies.values():
             value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=copies[0].dtype)
             for copy in copies:
@@ -203,11 +208,11 @@ class Replicas(Workers):
     # Reduction.
 
     def all_reduce(self, nests: Sequence[Any]) -> list[Any]:
-        """The sum over all replicas, on each local one, from a nest of tensors of each: one collective, of
-        float32 numbers (float64, where a tensor has them) if the tensors differ in dtype.
+        """Sums nests of tensors, one of each local replica, over all replicas; returns the sum on each local one.
 
-        Its key is settled once for each shape, whatever programs call it: workers agree on it where their programs
-        differ, and TensorFlow, which keeps what it knows of every key, does not grow with each step.
+        One collective reduces them, of float32 numbers (float64, if a tensor has them) where the tensors differ in
+        dtype. The collective's key is settled once for each shape: workers whose programs differ agree on the key, and
+        TensorFlow, which keeps what it knows of every key, does not grow with each step.
         """
         tensors = [self._flat(nest) for nest in nests]
         spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
@@ -234,7 +239,7 @@ class Replicas(Workers):
 
 
 def _like(nest: Any, flat: tf.Tensor) -> Any:
-    """A flat tensor in the structure, shapes and dtypes of a nest."""
+    """Returns a flat tensor's numbers in the structure, shapes and dtypes of a nest."""
     sizes = [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None]
     parts = iter(tf.split(flat, sizes))
     return tf.nest.map_structure(
@@ -242,39 +247,33 @@ def _like(nest: Any, flat: tf.Tensor) -> Any:
     )
 
 
-class ReplicaProgram:
-    """A compiled function of one replica: traced on the first one's variables, and called with those of any.
+class ReplicaProgram(TracedFunction):
+    """A compiled function of one replica, traced with the first replica's variables and called with any's.
 
-    `program(*args)` traces it, if need be; `program(*args)(i, *args)` calls it on local replica i, in a graph.
+    `program(*args)` traces the function, if need be; `program(*args)(i, *args)` calls it on local replica i, in a
+    graph.
 
-    `around` makes a scope for the trace.
+    Attributes:
+        last: the latest trace.
     """
 
-    last: TracedProgram  # as it was traced last
+    last: TracedProgram
 
-    def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, around: Callable[[], Any]):
-        drawing = hoist_prng_key()(function)
-        self._compiled = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
-        self._traced = function
-        self._replicas, self._around = replicas, around
-        self.retrace()
-
-    def retrace(self) -> None:
-        """Lets go of what was traced."""
-        self._function = self._compiled()
+    def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, scope: Scope):
+        super().__init__(function, jit_compile)
+        self._replicas, self._scope = replicas, scope
 
     def __call__(self, *args: Any) -> TracedProgram:
-        specs = _specs(args)
-        with first_components(), self._around(), graph_scoped_gradients(), xla_cache.numbered(self._traced):
-            concrete = self._function.get_concrete_function(*specs)
+        with first_components(), self._scope():
+            concrete = self.traced(*_specs(args))
         self.last = TracedProgram(concrete, self._replicas)
         return self.last
 
 
 class TracedProgram:
-    """A `ReplicaProgram` for arguments of known shapes; `outputs` are specs of what it returns."""
+    """A `ReplicaProgram` for arguments of known shapes; `outputs` are specs of the results."""
 
-    def __init__(self, concrete: Any, replicas: Replicas):
+    def __init__(self, concrete: ConcreteFunction, replicas: Replicas):
         self.concrete, self._replicas = concrete, replicas
         self.outputs = _specs(concrete.structured_outputs)
         # Copies of variables must exist before the graph that synchronizes them.

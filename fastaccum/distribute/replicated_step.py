@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.attributes import raw, replaced, restored
 from fastaccum.adapters.losses import Losses
@@ -17,31 +18,34 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.adapters.outputs import Outputs
+from fastaccum.data.arrays import ArrayStacks
+from fastaccum.data.datasets import DatasetStacks
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_components
 from fastaccum.distribute.workers import WorkersDifferError
-from fastaccum.step.model_step import Admit, FirstRun, ModelStep
+from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, aside, programs
+from fastaccum.step.program import Program, programs, temporary_retrace
 from fastaccum.step.running_state import Executed
+from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated
 
 SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet
 
 
-class ReplicatedStep:
-    """`ModelStep` on the replicas of a strategy; every stack holds the rows of the local ones, side by side.
+class ReplicatedStep(Step):
+    """Trains and evaluates a model on the replicas of a strategy; a stack holds the local replicas' rows side by side.
 
         for each replica:  sums = accumulate(its rows)          # compiled
         sums = all_reduce(sums)                                 # one flat float32 buffer
         for each replica:  finish(sums)                         # compiled
 
-    The objective and the cycle are those of one device, traced on the first replica's variables and called with each
-    other's. All finish with the same numbers, so their variables stay equal bit for bit, the loss scale's and the
-    metrics' among them. What XLA cannot hold, the collective, stands in between: in a graph that only calls the two
-    programs.
+    The objective and the cycle are those of one device, traced with the first replica's variables and called with every
+    replica's. All replicas finish with the same numbers, so that their variables stay equal bit for bit, also those of
+    the loss scale and the metrics. XLA cannot compile the collective: a graph calls the two programs and reduces
+    between them.
 
-    Moving statistics are averaged over the replicas; random masks differ between them. Several losses, whose
+    Moving statistics are averaged over the replicas; random masks differ between replicas. Several losses, whose
     denominators must be known before the first gradient, take one more all-reduce, of a few scalars.
     """
 
@@ -88,7 +92,7 @@ class ReplicatedStep:
         self._length_known = True
         jit_compile = self.objective.options.jit_compile
         self._accumulate, self._finish, self._sum, self._total, self._count = (
-            ReplicaProgram(function, replicas, jit_compile, around=self._alone)
+            ReplicaProgram(function, replicas, jit_compile, scope=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
         )
         self._counter, self._executor, self._evaluator = programs(
@@ -96,10 +100,14 @@ class ReplicatedStep:
         )
         for program in (self._counter, self._executor, self._evaluator):
             program.anew = self.retrace
+        self._executor.admit = functools.partial(self._admit_graph, [self._accumulate, self._finish], True)
+        self._evaluator.admit = functools.partial(self._admit_graph, [self._sum, self._total], False)
+        # The logical devices of a host share its memory.
+        self.sharing = len(replicas.devices) if "CPU" in replicas.devices[0] else 1
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around the trace of a replica's program: nothing in it may reduce or update on other devices."""
+        """Keeps the optimizers inside the block from reducing, or updating on other devices, in a replica's trace."""
         default = tf.distribute.get_strategy()
         with replaced([(part, "_distribution_strategy", default) for part in self._optimizers]):
             yield
@@ -107,7 +115,7 @@ class ReplicatedStep:
     # On one replica, compiled.
 
     def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is to be added up over the replicas, and what this one keeps for its end of the step."""
+        """Returns the sums that replicas add up, and the state that this replica keeps for the end of the step."""
         objective, count = self.objective, self._replicas.count
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
         with self._metrics_from_zero() as reached, self._own_masks(replica):
@@ -147,12 +155,12 @@ class ReplicatedStep:
         return tf.stack(self.objective.count(*stacks))
 
     def _common(self, reached: list[tf.Tensor]) -> dict[str, Any]:
-        """What both a train step and an evaluation add up: of metrics, and of replicas, those at work and in range."""
+        """Returns what train steps and evaluations add up: metrics, and counts of replicas at work and in range."""
         in_range = self.running.index_checks.in_range()
         return {"metrics": reached, "in_range": tf.cast(in_range, tf.float32), "working": tf.constant(1.0)}
 
     def _take_over(self, shared: dict[str, Any], seen: tf.Tensor) -> tf.Tensor:
-        """Updates metrics and index checks; whether every replica's indices are in range."""
+        """Updates metrics and index checks; returns if every replica's indices are in range."""
         for variable, value in zip(self.running.micro_batch_variables, shared["metrics"], strict=True):
             variable.assign(variable + tf.cast(value, variable.dtype))
         self.running.index_checks.assign(seen)
@@ -160,7 +168,7 @@ class ReplicatedStep:
 
     @contextlib.contextmanager
     def _metrics_from_zero(self) -> Iterator[list[tf.Tensor]]:
-        """Within it the metrics start from zero, and it adds to the list yielded what they have reached at its end."""
+        """Starts the metrics from zero inside the block, and yields a list that gets their values at its end."""
         variables = self.running.micro_batch_variables
         with restored(variables):
             for variable in variables:
@@ -171,7 +179,7 @@ class ReplicatedStep:
 
     @contextlib.contextmanager
     def _own_masks(self, replica: tf.Tensor) -> Iterator[None]:
-        """Within it random seeds are the replica's own; they are shared again outside, so that one can be saved."""
+        """Offsets random seeds by the replica inside the block; outside all share the seeds that are saved."""
         for seed in self._seeds:
             seed.assign_add(_offset(seed, replica))
         yield
@@ -210,7 +218,7 @@ class ReplicatedStep:
         return *total(0, replicas.all_reduce([shared for shared, _ in parts])[0], seen), seen
 
     def _shards(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
-        """Each local replica's rows of the stacks."""
+        """Splits the rows of the stacks by local replica."""
         count = len(self._replicas.devices)
         return [
             [tf.nest.map_structure(lambda t, i=i: tf.split(t, count, 1)[i], s) for s in stacks] for i in range(count)
@@ -220,34 +228,27 @@ class ReplicatedStep:
 
     @property
     def programs(self) -> dict[str, Program]:
-        """As `ModelStep.programs`, each with the pieces that it calls on every local replica."""
         return {"train step": self._executor, "evaluation": self._evaluator}
 
-    def watch(self, admit: Admit) -> None:
-        """As `ModelStep.watch`: the first run of a replica's programs is that of the graph that calls them."""
-
-        def asked(programs: list[ReplicaProgram], training: bool, graph: Any) -> AbstractContextManager[None]:
-            stacks, _ = graph.structured_input_signature
-            captured = [handle for each in programs for own in each.last.captured for handle in own]
-            concrete = [each.last.concrete for each in programs]
-            return admit(FirstRun(concrete, captured, Dispatch(stacks[1:] if training else stacks), training))
-
-        self._executor.admit = functools.partial(asked, [self._accumulate, self._finish], True)
-        self._evaluator.admit = functools.partial(asked, [self._sum, self._total], False)
+    def _admit_graph(
+        self, programs: list[ReplicaProgram], training: bool, graph: ConcreteFunction
+    ) -> AbstractContextManager[None]:
+        """Admits a replica's programs with the first run of the graph that calls them."""
+        stacks, _ = graph.structured_input_signature
+        captured = [handle for each in programs for own in each.last.captured for handle in own]
+        concrete = [each.last.concrete for each in programs]
+        return self._admit(FirstRun(concrete, captured, Dispatch(stacks[1:] if training else stacks), training))
 
     def retrace(self) -> None:
-        """As `ModelStep.retrace`."""
         self._step.retrace()
         on_one = self._accumulate, self._finish, self._sum, self._total, self._count
         for program in (*on_one, self._counter, self._executor, self._evaluator):
             program.retrace()
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """As `ModelStep.aside`."""
-        return aside(self._accumulate, self._finish, self._count)
+    def temporary_retrace(self) -> AbstractContextManager[None]:
+        return temporary_retrace(self._accumulate, self._finish, self._count)
 
-    def dispatch(self, dispatch: Dispatch) -> Executed:
-        """Runs the train steps of a dispatch."""
+    def _dispatch(self, dispatch: Dispatch) -> Executed:
         # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.
         for stacks in self._steps(dispatch):
             several = self.objective.has_several_terms
@@ -257,13 +258,7 @@ class ReplicatedStep:
             self._require_all(working)
         return executed
 
-    @property
-    def sharing(self) -> int:
-        """As `ModelStep.sharing`: all, on the host's logical devices."""
-        return len(self._replicas.devices) if "CPU" in self._replicas.devices[0] else 1
-
-    def traced(self, dispatch: Dispatch) -> list[Any]:
-        """The concrete functions that a replica runs, one after the other, for a dispatch of tensors or specs."""
+    def traced(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         shards, first = len(self._replicas.devices), int(dispatch.is_multi_step)
 
         def shard(t: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
@@ -276,15 +271,13 @@ class ReplicatedStep:
         shared, own = accumulate.outputs
         return [accumulate.concrete, self._finish(shared, own["state"], own["seen"]).concrete]
 
-    def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        """As `ModelStep.evaluate`, over all replicas."""
+    def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
         with self._replicas.in_step("evaluation"):
             sums, in_range, working, seen = self._evaluator(*dispatch.stacks)
         self._require_all(working)
         return sums, lambda: self._require_in_range(seen, in_range)
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
-        """Raises what a dispatch has to say, as `ModelStep.require`; waits for it."""
         with self._replicas.in_step("outcome"):  # on a GPU it is here that it waits
             if executed.fine:
                 return
@@ -319,13 +312,12 @@ class ReplicatedStep:
 
     # One pass over the data.
 
-    def together(self, stacks: Any, dispatches: Iterator[Dispatch], training: bool = True) -> Iterator[Dispatch]:
-        """The dispatches of a pass; WorkersDifferError on every worker if one has more of them than another."""
+    def _lockstep(
+        self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool
+    ) -> Iterator[Dispatch]:
         if self._replicas.workers == 1:
-            return dispatches
-        return self._together(stacks, dispatches, training)
-
-    def _together(self, stacks: Any, dispatches: Iterator[Dispatch], training: bool) -> Iterator[Dispatch]:
+            yield from dispatches
+            return
         known = stacks.steps_per_epoch
         if training:
             rates = [tf.convert_to_tensor(raw(each.learning_rate)).numpy().item() for each in self._optimizers]
@@ -349,7 +341,7 @@ class ReplicatedStep:
             self._length_known = before
 
     def _without_data(self, program: ReplicaProgram) -> int:
-        """Takes part in a round that others may have data for; how many replicas had."""
+        """Takes part in a round without data; returns how many replicas had some."""
         shared, _ = program.last.outputs
         nothing = tf.nest.map_structure(lambda s: None if s is None else tf.zeros(s.shape, s.dtype), shared)
         return int(self._replicas.all_reduce([nothing] * len(self._replicas.devices))[0]["working"])
@@ -367,7 +359,7 @@ class ReplicatedStep:
 
 
 def _widest(seen: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The ranges of indices that hold each of several: int64 [lookups, 2]."""
+    """Returns the ranges of indices that hold all of several ranges: int64 [lookups, 2]."""
     low, high = tf.unstack(tf.stack(seen), axis=-1)
     return tf.stack([tf.reduce_min(low, 0), tf.reduce_max(high, 0)], -1)
 

@@ -1,4 +1,4 @@
-"""What worker processes tell each other beside the collectives; the errors of those that differ, fail or stay away."""
+"""Messages of worker processes beside the collectives, and the errors of workers that differ, fail or stay away."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _steps: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # b
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker died, stopped answering, failed, or did not come: what it was, and what to do."""
+    """Raised where another worker died, failed, stopped answering or did not come."""
 
 
 class WorkersDifferError(ValueError):
-    """Workers were given what must be the same, and is not. Raised on each of them."""
+    """Raised on every worker where the workers were given different arguments, data or programs."""
 
 
-def connected(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorates a Trainer's method: one thread at a time calls it, and no worker waits for one that failed."""
+def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other workers' waits."""
     method = checks.keywords(method)
 
     @functools.wraps(method)
@@ -90,14 +90,14 @@ def _in_one_thread(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 def _cause(error: tf.errors.OpError) -> str:
-    """What a failed collective says of its reason, without the graph's stack trace."""
+    """Returns the reason of a failed collective, without the graph's stack trace."""
     reason = error.message.partition("Collective ops is aborted by: ")[2] or error.message
     lines = reason.partition("The error could be from a previous operation")[0].strip().splitlines()
     return " ".join(line.strip() for line in lines)[:500].rstrip(".") + "."
 
 
 def timeout() -> float:
-    """Seconds for which workers wait for one that does not come, from the environment; ValueError if it is no such."""
+    """Reads from the environment the seconds for which workers wait; raises ValueError for anything else."""
     given = os.environ.get(TIMEOUT, "600")
     with contextlib.suppress(ValueError):
         if 0 < float(given) < threading.TIMEOUT_MAX:
@@ -106,10 +106,10 @@ def timeout() -> float:
 
 
 class Workers:
-    """Processes that train together, this one among them.
+    """Exchanges messages between the processes that train together.
 
-    They talk by the key-value store of TensorFlow's coordination service, which needs no agreement on what is being
-    said: a collective of other shape or order than another worker's would wait for ever.
+    Messages go through the key-value store of TensorFlow's coordination service. A collective would wait for ever for
+    a worker that calls another one.
     """
 
     def __init__(self, worker: int, workers: int):
@@ -118,11 +118,11 @@ class Workers:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes what all share."""
+        """True for the process that writes what all share."""
         return self.worker == 0
 
     def exchange(self, text: str) -> list[str]:
-        """Every worker's text, on every worker; WorkerLostError where one has failed, or does not come in time."""
+        """Returns every worker's text; raises WorkerLostError if a worker has failed, or does not come in time."""
         if self.workers == 1:
             return [text]
         store, this, end = context.context(), next(_rounds), time.monotonic() + timeout()
@@ -159,7 +159,7 @@ class Workers:
         )
 
     def lost(self, what: str) -> WorkerLostError:
-        """The error of workers that did not come, of which the others are told."""
+        """Returns the error of workers that did not come, and reports it to the others."""
         error = WorkerLostError(
             f"After {timeout():g} s {what}. It may be stopped, at work on something else, or in another call. Restart "
             f"all workers, from the last checkpoint; {TIMEOUT}=SECONDS in the environment lets them wait for longer."
@@ -168,21 +168,21 @@ class Workers:
         return error
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every worker's numbers, on every worker. Waits for them all."""
+        """Waits for all workers and returns the numbers of each."""
         return [json.loads(text) for text in self.exchange(json.dumps(list(numbers)))]
 
     def barrier(self) -> None:
-        """Returns once every worker has come here."""
+        """Waits until every worker has come here."""
         self.gather([])
 
     def report(self, error: BaseException) -> None:
-        """Tells the other workers of an error here: what they wait for, or will, raises it."""
+        """Reports an error to the other workers, whose present and later waits raise it."""
         message = f"worker {self.worker} failed with {type(error).__name__}: {error}"
         with contextlib.suppress(tf.errors.OpError):  # none of them is left
             context.context().report_error_to_cluster(tf.errors.ABORTED, message[:1000])
 
     def require_same(self, advice: str, **numbers: float) -> None:
-        """Raises WorkersDifferError, with advice, on every worker where they differ in one of the numbers."""
+        """Raises WorkersDifferError, with advice, on every worker if the workers differ in one of the numbers."""
         for name, column in zip(numbers, zip(*self.gather(list(numbers.values())), strict=True), strict=True):
             if len(set(column)) > 1:
                 raise WorkersDifferError(
@@ -190,7 +190,7 @@ class Workers:
                 )
 
     def require_alike(self, call: str, **description: Any) -> None:
-        """Raises WorkersDifferError on every worker if not all are in this call, with the same description of it."""
+        """Raises WorkersDifferError on every worker unless all are in this call, with one description of it."""
         text = json.dumps([call, state.plain(description)])
         if len(set(self.exchange(hashlib.sha256(text.encode()).hexdigest()))) == 1:
             return
@@ -209,7 +209,7 @@ class Workers:
         )
 
     def missing(self, step: str) -> list[int]:
-        """The workers that have not said that they are in a step."""
+        """Lists the workers that have not said that they are in a step."""
         missing = []
         for other in range(self.workers):
             try:
@@ -220,10 +220,10 @@ class Workers:
 
     @contextlib.contextmanager
     def in_step(self, part: str) -> Iterator[None]:
-        """Around what waits for the other workers in a step: where one of them does not come, it fails in time.
+        """Ends a wait for the other workers inside the block if one of them does not come in time.
 
-        Each worker comes to a `part` in the same order, but one may read a step's logs before the next step, and
-        another after it.
+        All workers come to a `part` in the same order, but one may read a step's logs before the next step, and another
+        after it.
         """
         if self.workers == 1:
             yield
@@ -237,8 +237,9 @@ class Workers:
 
 
 class _Watch(threading.Thread):
-    """Looks whether all workers are in the step that this one is in, whose collective waits without end and does not
-    say for whom. Those that are say so; one that computes for long is not missing.
+    """Watches a step's collective, which waits without end, and reports the workers that have not come to the step.
+
+    A worker that waits for long says that it is in the step, so that a worker that computes for long is not missed.
 
     Attributes:
         at: the workers, and the part and the number of the step in which the process is; None between two steps.

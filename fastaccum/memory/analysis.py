@@ -12,10 +12,10 @@ from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.distribute.step_builder import Step
 from fastaccum.memory.buffers import Buffer, HloProto, Kind, StepMemory, program_buffers
 from fastaccum.memory.device import LIMIT, DeviceMemory
-from fastaccum.step.program import hlo_proto, memory_of
+from fastaccum.step.compiler_ir import hlo_proto, memory_of
+from fastaccum.step.step import Step
 
 IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
 

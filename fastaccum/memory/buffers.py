@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 Kind = Literal["weights", "optimizer slots", "accumulators", "activations", "data", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from fastaccum.data.stacks import Batch
-from fastaccum.distribute.step_builder import Step
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
@@ -17,8 +16,9 @@ from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physic
 from fastaccum.memory.errors import OutOfMemoryError, explained
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.memory.tables import in_units
-from fastaccum.step.model_step import FirstRun
-from fastaccum.step.program import MemoryAnalysis, variables_kept
+from fastaccum.step.compiler_ir import MemoryAnalysis
+from fastaccum.step.preserved_variables import preserve_variables
+from fastaccum.step.step import FirstRun, Step
 
 _TO_COMPILE = 2**30  # bytes without which compiling could end the process
 
@@ -35,10 +35,10 @@ class Guard:
         self._run: FirstRun | None = None
         self._memory: StepMemory | None = None  # of `_run`, once it was compiled to find out
         self._harmless: Exception | None = None  # the error with which no variable was lost
-        step.watch(self._admit)
 
     @contextlib.contextmanager
-    def _admit(self, run: FirstRun) -> Iterator[None]:
+    def admit(self, run: FirstRun) -> Iterator[None]:
+        """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through the first run."""
         self._run, self._memory = run, None
         if not self._step.objective.options.jit_compile:
             yield
@@ -61,7 +61,7 @@ class Guard:
             yield
             return
         try:
-            with variables_kept(run.captured):
+            with preserve_variables(run.captured):
                 yield
         except tf.errors.ResourceExhaustedError as error:
             self._harmless = error
@@ -84,7 +84,7 @@ class Guard:
 
         def peak(size: int) -> float:
             stacks = (_resized(run.dispatch.stacks[0], (*before, rows // size, size)),)
-            with contextlib.suppress(tf.errors.OpError, MemoryError), self._step.aside():
+            with contextlib.suppress(tf.errors.OpError, MemoryError), self._step.temporary_retrace():
                 return analysis.dispatch_memory(self._step, run.dispatch._replace(stacks=stacks)).peak_bytes
             return math.inf
 

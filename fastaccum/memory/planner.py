@@ -12,22 +12,20 @@ from typing import Literal
 import tensorflow as tf
 from rich.console import Console
 
-from fastaccum import checks
 from fastaccum.adapters.attributes import replaced, restored
-from fastaccum.adapters.remat import installed, recomputing
+from fastaccum.adapters.remat import recomputing
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import Replicas
-from fastaccum.distribute.step_builder import Step, StepBuilder
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure, resident, specs
+from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure, resident
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explained
 from fastaccum.memory.plan import Considered, Plan, Policy
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.memory.tables import in_units
-from fastaccum.step.options import Options
+from fastaccum.step.step import Step
 
 # Policies of recomputation, the cheapest first: none; all but products with weights; everything.
 RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], "nothing_saveable")
@@ -49,44 +47,6 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
             f"of {replicas}, such as {down + replicas}."
         )
     return divisors(global_batch_size, replicas, at_most) or divisors(global_batch_size, replicas)[:1]
-
-
-def plan(
-    builder: StepBuilder,
-    options: Options,
-    sample: Batch,
-    *,
-    global_batch_size: int,
-    replicas: Replicas | None = None,
-    at_most: int | None = None,
-    memory_limit: int | str | None = None,
-    recompute: Literal["auto"] | None = None,
-    verbose: Literal["auto", 0, 1, 2] = "auto",
-) -> Plan:
-    """Plans the step that a builder makes for data like `sample`, with at most `at_most` rows in a micro-batch."""
-    if recompute is not None:
-        checks.one_of("recompute", recompute, ("auto",))
-    if not options.jit_compile:
-        raise ValueError(
-            "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
-            "Trainer with jit_compile=True, or pass a batch_size."
-        )
-    global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
-    rows = candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)
-    step = builder.of(specs(sample, rows[-1]), options)
-    exact_rows = builder.training_layout(options).exact_rows
-    planner = Planner(
-        step,
-        sample,
-        global_batch_size,
-        replicas=replicas,
-        dispatched=options.steps_per_execution,
-        timed=has_gpu() and replicas is None and not exact_rows,
-        verbose=verbose,
-    )
-    # A model that computes again already does so as its user chose.
-    policies = RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
-    return planner.plan(rows, memory_limit, policies)
 
 
 class Planner:
@@ -129,7 +89,7 @@ class Planner:
                 with contextlib.ExitStack() as scope:
                     try:
                         scope.enter_context(self._recomputing(policy))
-                        scope.enter_context(self._step.aside())
+                        scope.enter_context(self._step.temporary_retrace())
                         # Where even the smallest may be too large, it comes first: the others are larger still.
                         if number and self._peak(policy, rows[0]) > self._limit:
                             continue
@@ -224,7 +184,8 @@ class Planner:
         dispatch = dispatch_of(self._sample, each.batch_size, each.accumulation_steps)
         stacks = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), dispatch.stacks)
         times = []
-        with restored([*self._step.running.variables, *self._step.objective.model.metric_variables]):
+        variables = [*self._step.running.variables, *self._step.objective.model.metric_variables]
+        with restored(variables), replaced([(self._step, "guard", None)]):  # which would compile it once more
             for _ in range(3):  # of which the first compiles
                 start = time.perf_counter()
                 bool(self._step.dispatch(Dispatch(stacks)).fine)  # waits

@@ -11,11 +11,11 @@ import tensorflow as tf
 from rich.table import Table
 
 from fastaccum.data.stacks import Batch, Layout
-from fastaccum.distribute.step_builder import Step
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.tables import in_units, render
+from fastaccum.step.step import Step
 
 LARGEST = 3  # buffers that the table names
 
@@ -124,7 +124,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
-    with step.aside():
+    with step.temporary_retrace():
         dispatch = analysis.dispatch_of(sample, local, layout.accumulation)
         programs = analysis.compile_programs(step.traced(dispatch))
     total = cost.count(proto for _, proto in programs)

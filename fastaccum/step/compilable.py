@@ -1,19 +1,19 @@
-"""What XLA cannot compile, said by the name of the layer."""
+"""Errors of what XLA cannot compile, which name the layer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from fastaccum.adapters.models import Model
 
 
 def require(model: Model) -> None:
-    """Raises ValueError for a model with layers that say that XLA cannot compile them."""
+    """Raises ValueError for layers that declare that XLA cannot compile them."""
     layers = model.uncompilable_layers()
     if layers:
         raise ValueError(
@@ -23,7 +23,7 @@ def require(model: Model) -> None:
 
 
 def require_recomputable(model: Model) -> None:
-    """Raises ValueError for layers made under a `keras.RematScope` that would not compute the same once more."""
+    """Raises ValueError for layers under a `keras.RematScope` whose recomputation would give other values."""
     layers = [_called(layer) for layer in model.recomputed_layers if model.state_within(layer)]
     if layers:
         raise ValueError(
@@ -34,8 +34,8 @@ def require_recomputable(model: Model) -> None:
 
 
 @contextmanager
-def explained(model: Model) -> Iterator[None]:
-    """Within the scope, XLA's refusal of an operation becomes a ValueError that names the layer."""
+def translate_errors(model: Model) -> Iterator[None]:
+    """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -57,7 +57,7 @@ def explained(model: Model) -> Iterator[None]:
 
 
 def refusal(what: str, error: tf.errors.InvalidArgumentError, layers: list[str]) -> ValueError | None:
-    """What XLA's refusal of an operation comes to; None for an error that is no such one."""
+    """Returns XLA's refusal of an operation as a ValueError; None for another error."""
     signs = {
         "unsupported operations": "it has no such operation",
         "tf2xla conversion failed": "it cannot compile an operation",
@@ -75,11 +75,11 @@ def refusal(what: str, error: tf.errors.InvalidArgumentError, layers: list[str])
 
 
 def _layers_in(message: str, model: Model) -> list[str]:
-    """The innermost layers on the path of the graph node that an error names, as "name (Type)"."""
+    """Lists the innermost layers on the path of the graph node that an error names, as "name (Type)"."""
     path = re.search(r"(?:{{node |node `)([^}`]*)", message)
     parts = path.group(1).split("/") if path else []
 
-    def depth(layer: Any) -> int:
+    def depth(layer: keras.layers.Layer) -> int:
         # Keras numbers the scopes of a layer that is called again.
         scope = re.compile(rf"{re.escape(layer.name)}(_\d+)?")
         return max((i for i, part in enumerate(parts) if scope.fullmatch(part)), default=-1)
@@ -89,5 +89,5 @@ def _layers_in(message: str, model: Model) -> list[str]:
     return [_called(layer) for d, layer in depths if d == innermost >= 0]
 
 
-def _called(layer: Any) -> str:
+def _called(layer: keras.layers.Layer) -> str:
     return f"{layer.name} ({type(layer).__name__})"

@@ -1,10 +1,10 @@
-"""Why a train step is not finite: it is run once more, one micro-batch at a time, when training ends for it."""
+"""Finds out why a train step is not finite: runs the step once more, one micro-batch at a time, when training ends."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -27,7 +27,7 @@ _LORA = {f"lora_{of}_{which}" for of in ("kernel", "embeddings") for which in "a
 
 
 class Seen(NamedTuple):
-    """What one micro-batch gave, and which of it holds NaN or inf."""
+    """The values of one micro-batch, and flags of those that hold NaN or inf."""
 
     loss_sum: tf.Tensor  # float32 scalar
     weight_sum: tf.Tensor  # float32 scalar
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """The step that is looked at, as `error` takes it."""
+    """The step that is looked at: the arguments of `error`."""
 
     cycle: TrainStep
     objective: ModelObjective
@@ -53,12 +53,15 @@ class _Failed(NamedTuple):
 def error(
     cycle: TrainStep, objective: ModelObjective, stacks: Sequence[Batch], patience: int, place: str = ""
 ) -> NonFiniteError:
-    """The error of a train step that was not finite, and that no lower loss scale can help.
+    """Returns the error of a train step that was not finite, and that no lower loss scale can help.
 
-    Weights, slots, statistics and seeds are those that the step began with, since it changed nothing: run again, each
-    micro-batch gives what it gave then. The second program leaves them as they are too.
-    `patience` such steps in a row are the end, and `stacks` those of one; a line that names a micro-batch begins with
-    `place`.
+    Weights, slots, statistics and seeds are those that the step began with, since a skipped step changes nothing: run
+    again, each micro-batch gives what it gave then. The second program changes nothing either.
+
+    Args:
+        stacks: those of the step.
+        patience: how many such steps in a row end training.
+        place: the beginning of a line that names a micro-batch.
     """
     updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
     lines = [
@@ -75,7 +78,7 @@ def error(
 
 
 def require_statistics(cycle: TrainStep, objective: ModelObjective) -> None:
-    """Raises ValueError for statistics of Keras's layers that hold NaN before a step, which no step would mend."""
+    """Raises ValueError for statistics of Keras's layers that hold NaN before a step: no step would mend them."""
     spoilt = [v for v in objective.model.statistics if np.isnan(v.numpy().astype("float64")).any()]
     if spoilt:
         step = _Failed(cycle, objective, (), "")
@@ -96,7 +99,7 @@ def warn_of_zero_lora(layers: Sequence[Any]) -> None:
 
 
 def _findings(step: _Failed) -> list[str]:
-    """What is not finite, where it begins, and what to do about it: one line each."""
+    """Describes what is not finite, where it begins, and what to do about it, in a line for each."""
     spoilt = [v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if _is_bad(v).numpy()]
     if spoilt:
         return [
@@ -116,7 +119,7 @@ def _findings(step: _Failed) -> list[str]:
         return _of_step(step, seen)
 
 
-def _of_micro_batch(step: _Failed, batch: Any, seen: Seen, layers: list[Any]) -> list[str]:
+def _of_micro_batch(step: _Failed, batch: Batch, seen: Seen, layers: list[Any]) -> list[str]:
     inputs = list(_bad_inputs(batch))
     lines = [f"{each}." for each in inputs]
     bad = [layer for layer, flag in zip(layers, seen.outputs, strict=True) if flag]
@@ -160,7 +163,7 @@ def _remedy(step: _Failed, inputs: list[str], layer: str | None, gradients: bool
 
 
 def _of_step(step: _Failed, seen: Seen) -> list[str]:
-    """Where each micro-batch is finite by itself."""
+    """Describes a step whose micro-batches are finite by themselves."""
     with tf.GradientTape() as tape:
         penalty = step.objective.penalty()
     if penalty is not None:
@@ -183,7 +186,7 @@ def _of_step(step: _Failed, seen: Seen) -> list[str]:
 
 
 def _looker(step: _Failed) -> tuple[Callable, list[Any]]:
-    """A function of one micro-batch that gives a `Seen`, as a tuple; and, once traced, the layers of its `outputs`."""
+    """Returns a program from a micro-batch to a `Seen`, as a tuple, and a list that its trace fills with the layers."""
     layers: list[Any] = []
     cycle, objective, jit_compile = step.cycle, step.objective, step.objective.options.jit_compile
     scale = cycle.loss_scale.scale() / objective.typical_weight(step.stacks)
@@ -235,8 +238,8 @@ def _note_outputs(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]
     return [Interceptor(each, "call", functools.partial(note, each), Role.OBSERVE) for each in model.called_layers]
 
 
-def _bad_inputs(batch: Any) -> Iterator[str]:
-    """Which rows of which tensor of a micro-batch hold NaN or inf."""
+def _bad_inputs(batch: Batch) -> Iterator[str]:
+    """Describes the rows of a micro-batch's tensors that hold NaN or inf."""
     for name, nest in (("x", batch.x), ("y", batch.y), ("sample_weight", batch.sample_weight)):
         for path, tensor in zip(optree.tree_paths(nest), optree.tree_leaves(nest), strict=True):
             if not tensor.dtype.is_floating:
@@ -250,7 +253,7 @@ def _bad_inputs(batch: Any) -> Iterator[str]:
                 yield f"{whole} holds {' and '.join(kinds)} in its rows {_some(map(str, rows))}"
 
 
-def _is_bad(tensor: Any) -> tf.Tensor:
+def _is_bad(tensor: tf.Tensor | tf.Variable) -> tf.Tensor:
     return ~tf.reduce_all(tf.math.is_finite(tensor)) if tensor.dtype.is_floating else tf.constant(False)
 
 
@@ -258,14 +261,14 @@ def _floats(variables: Sequence[tf.Variable]) -> list[tf.Variable]:
     return [v for v in variables if v.dtype.is_floating]
 
 
-def _some(names: Any) -> str:
+def _some(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     return ", ".join(names[:NAMES]) + more
 
 
 def _name(step: _Failed, variable: tf.Variable) -> str:
-    """The variable's path in the model, as Keras has it."""
+    """Returns the variable's path in the model, as Keras has it."""
     for each in (*step.objective.model.model.variables, *getattr(step.cycle.optimizer.optimizer, "variables", ())):
         if isinstance(each, keras.Variable) and each.value is variable:
             return each.path

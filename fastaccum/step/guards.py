@@ -1,6 +1,4 @@
-"""What a train step refuses, noted in the program and read late: indices out of range, and steps that no lower loss
-scale can save.
-"""
+"""Checks that run in the program and are read late: indices out of range, and steps that stay non-finite."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ PATIENCE = 10
 
 
 class NonFiniteError(FloatingPointError):
-    """Training cannot go on: gradients, losses or statistics are not finite, and no lower loss scale is left to try.
+    """Raised where gradients, losses or statistics are not finite, and no lower loss scale is left to try.
 
     Weights, optimizer slots and statistics are those of the last good step.
     """
@@ -27,9 +25,9 @@ class NonFiniteError(FloatingPointError):
 class StuckSteps(tf.Module):
     """Counts the train steps that were not finite and left the loss scale where it was.
 
-    That is each such step without loss scaling, under a static scale, and under a dynamic one at its floor. A dynamic
-    scale that backs off is at work, and not stuck. Once `patience` steps in a row were stuck, no step is applied until
-    the count is reset: so reading late loses nothing, and the step that ended it can be run again as it was.
+    Without loss scaling, under a static scale, and under a dynamic scale at its floor, every such step counts; a
+    dynamic scale that backs off is at work. Once `patience` steps in a row were stuck, no step is applied until the
+    count is reset: so reading late loses nothing, and the step that ended training can be run again as it was.
     """
 
     def __init__(self, patience: int):
@@ -39,11 +37,11 @@ class StuckSteps(tf.Module):
         self._in_epoch = tf.Variable(0, trainable=False, dtype=tf.int64, name="stuck_in_epoch")
 
     def running(self) -> tf.Tensor:
-        """Whether steps are still to be applied: bool scalar."""
+        """Returns if steps are still to be applied: bool scalar."""
         return self._in_a_row < self.patience
 
     def count(self, stuck: tf.Tensor, valid: tf.Tensor) -> None:
-        """Counts one train step, in the program; one without anything valid in it tells nothing (bool scalars)."""
+        """Counts one train step, in the program; a step without a `valid` element counts neither way (bool scalars)."""
         running, in_a_row = self.running(), self._in_a_row.read_value()
         self._in_epoch.assign_add(tf.cast(stuck & running, tf.int64))
         # After the end every step counts: it says how far back the end lies.
@@ -51,11 +49,11 @@ class StuckSteps(tf.Module):
         self._in_a_row.assign(tf.where(stuck | ~running, in_a_row + 1, going_on))
 
     def seen(self) -> tf.Tensor:
-        """Stuck steps in a row, and in the epoch: int64 [2]."""
+        """Returns the stuck steps in a row, and in the epoch: int64 [2]."""
         return tf.stack([self._in_a_row.read_value(), self._in_epoch.read_value()])
 
     def since_end(self, seen: tf.Tensor) -> int | None:
-        """How many steps before the last one the end lies, by a value that `self.seen()` had; None if it has not come.
+        """Returns how many steps ago training ended, by a value that `self.seen()` had; None if it has not ended.
 
         Waits for the step that made `seen`.
         """
@@ -88,10 +86,10 @@ _NOTHING_SEEN = (tf.int64.max, -1)
 
 
 class IndexChecks(tf.Module):
-    """The smallest and largest index that each of several lookups has seen.
+    """Tracks the smallest and the largest index of several lookups.
 
-    A step that meets an index out of range is not applied, nor is any after it, until `require` has raised:
-    so reading late loses nothing. `lookups` are (description, size) pairs: indices in [0, size) are in range.
+    A step that meets an index out of range is not applied, nor is any later step until `require` has raised: so reading
+    late loses nothing. `lookups` are (description, size) pairs: indices in [0, size) are in range.
     """
 
     def __init__(self, lookups: Sequence[tuple[str, int]]):
@@ -110,7 +108,7 @@ class IndexChecks(tf.Module):
         self._ranges[lookup].assign(tf.stack([low, high]))
 
     def seen(self) -> tf.Tensor:
-        """The smallest and the largest index of each lookup: int64 [lookups, 2]."""
+        """Returns the smallest and the largest index of each lookup: int64 [lookups, 2]."""
         return tf.reshape(tf.stack([r.read_value() for r in self._ranges] or tf.zeros([0, 2], tf.int64)), [-1, 2])
 
     def assign(self, seen: tf.Tensor) -> None:
@@ -119,13 +117,15 @@ class IndexChecks(tf.Module):
             variable.assign(range_)
 
     def in_range(self) -> tf.Tensor:
-        """Whether every index seen so far exists: bool scalar."""
+        """Returns if every index seen so far exists: bool scalar."""
         seen = self.seen()
         return tf.reduce_all((seen[:, 0] >= 0) & (seen[:, 1] < self._sizes))
 
     def require(self, seen: tf.Tensor, find: Callable[[int, int], str] = lambda lookup, size: "") -> None:
-        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range; `find(i, size)` may
-        say where one of lookup i stands.
+        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range.
+
+        Args:
+            find: `find(i, size)` describes where such an index of lookup i stands, if that is known.
         """
         if not self.lookups:
             return  # and no wait for the step

@@ -18,14 +18,14 @@ class LossScale(tf.Module):
     """The base of the three rules: `scale` multiplies the loss, and `update` moves it once per train step."""
 
     def scale(self) -> tf.Tensor:
-        """The scale that the next step's loss is multiplied by: float32 scalar."""
+        """Returns the factor of the next step's loss: float32 scalar."""
         raise NotImplementedError
 
     def update(self, grads_finite: tf.Tensor) -> None:
-        """Moves the scale after a train step whose final gradient was finite or not (bool scalar)."""
+        """Moves the scale after a train step; `grads_finite` is a bool scalar."""
 
     def get_config(self) -> dict[str, float | int]:
-        """The constructor's arguments, as plain numbers."""
+        """Returns the constructor's arguments, as plain numbers."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
@@ -48,7 +48,7 @@ class NoLossScale(LossScale):
 
 
 class StaticLossScale(LossScale):
-    """The same scale in every step.
+    """Keeps one scale in every step.
 
     Args:
         loss_scale: a positive, finite number; a power of two loses no bits.
@@ -153,7 +153,7 @@ def _scale(name: str, value: float) -> float:
 
 
 def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:
-    """The rule that `loss_scale` names: an instance, "auto", None for no scaling, or a number for a static scale.
+    """Returns the rule that `loss_scale` names: an instance, "auto", None for no scaling, or a number for a static one.
 
     "auto" is `DynamicLossScale()` under float16 compute and `NoLossScale()` otherwise.
     """

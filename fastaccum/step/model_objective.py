@@ -1,4 +1,4 @@
-"""What a Keras model adds to the train step: its losses, metrics, state, penalty and input checks."""
+"""The objective of a Keras model: its losses, metrics, state, penalty and input checks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.lines import warn
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
+from fastaccum.step.objective import Objective
 from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState
-from fastaccum.step.train_step import Objective
 
 
 class ModelObjective(Objective):
-    """What a model adds to the train step; a stack is a `Batch` of [micro-batches, rows, ...] tensors.
+    """Minimises the losses of a Keras model; a stack is a `Batch` of [micro-batches, rows, ...] tensors.
 
     The objective is that of Keras on the full batch:
 
         sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses  +  regularisers
 
-    where a scalar added loss is a mean over the rows of its micro-batch, as activity regularisers are; or the model's
-    own: `compute_loss` where it overrides that, or the loss that a Hugging Face model returns.
+    where a scalar added loss is a mean over the rows of a micro-batch, as activity regularisers are; or it is the
+    model's own: an overridden `compute_loss`, or the loss that a Hugging Face model returns.
     """
 
     def __init__(self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, options: Options):
@@ -80,9 +80,15 @@ class ModelObjective(Objective):
     def terms(
         self, batch: Batch, training: bool, observe: bool = True, prepared: list[tf.Tensor] | None = None
     ) -> tuple[list[Term], Any]:
-        """Every output's loss sum and weight sum, then those of other losses; and what the model returned. With
-        `observe` the ids that embeddings look up are checked. A `compute_loss` of the model's own takes part of a step
-        in training, whose denominators are `prepared`, and else of the micro-batch by itself.
+        """Calls the model with a micro-batch, and computes every output's loss sum and weight sum, then other losses'.
+
+        Args:
+            observe: True to check the ids that embeddings look up.
+            prepared: the denominators of the step, of which a `compute_loss` of the model's own then takes a part; None
+                for those of the micro-batch by itself.
+
+        Returns:
+            The terms, and what the model returned.
         """
         with contextlib.ExitStack() as scopes:
             if observe:
@@ -151,7 +157,7 @@ class ModelObjective(Objective):
         return batch if self.options.jit_compile else self.losses.in_range(batch)
 
     def update_metrics(self, batch: Batch, y_pred: Any, training: bool) -> Mapping[str, Any]:
-        """Updates the metrics with one micro-batch; what a `compute_metrics` of the model's own returns."""
+        """Updates the metrics with one micro-batch; returns what a `compute_metrics` of the model's own returns."""
         if not self.has_own_metrics:
             if self.metrics.compiled.metrics:
                 self.metrics.update(self._in_range(self._matched(batch, y_pred)), batch.mask)
@@ -189,8 +195,10 @@ class ModelObjective(Objective):
         return intercepting([*forms, *fp32])
 
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
-        """Each term's denominator and the number of valid rows, where there are several terms: they share one
-        accumulator only if these are known before the first gradient. XLA drops what the count does not depend on.
+        """Counts the terms' denominators and the valid rows where there are several terms, else returns None.
+
+        The terms share one accumulator only if their denominators are known before the first gradient. XLA drops what
+        the count does not depend on.
         """
         parts = sum(map(trip_count, stacks)) * self.losses.replicas
         while parts > 1 and self._mixing_metrics:  # once, and not for each trace
@@ -212,12 +220,12 @@ class ModelObjective(Objective):
         return [*self._denominators(weight_sums), rows]
 
     def _denominators(self, weight_sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What the first terms' loss sums are divided by."""
+        """Returns the divisors of the first terms' loss sums."""
         sums = zip(self.reductions, weight_sums, strict=False)
         return [tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums]
 
     def count(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Each term's weight sum over the stacks, and the number of valid rows. Leaves all state as it was."""
+        """Counts each term's weight sum over the stacks, and the valid rows; leaves all state as it was."""
 
         def count(batch):
             if not self.losses.outputs and not self._returned:
@@ -229,16 +237,16 @@ class ModelObjective(Objective):
             return _sum_over(stacks, count, len(self.term_weights) + 1)
 
     def rows(self, stacks: Sequence[Batch]) -> tf.Tensor:
-        """The number of valid rows in the stacks."""
+        """Counts the valid rows in the stacks."""
         return tf.add_n([_rows(stack, axes=2) for stack in stacks])
 
     def observe_labels(self, stacks: Sequence[Batch]) -> None:
-        """Checks the class indices among the targets, but for those that are only found in a micro-batch."""
+        """Checks the class indices among the targets, unless targets are only known in a micro-batch."""
         for stack in () if self.model.takes_targets_apart else stacks:
             self._observe(self.outputs.targets(stack.y))
 
     def labels(self, stacks: Sequence[Batch], lookup: int) -> list[np.ndarray]:
-        """The labels of each stack that a lookup of the index checks sees; none where these are not known outside."""
+        """Returns the labels of each stack that a lookup of the index checks sees; none if the program alone knows."""
         if lookup >= self._first_embedding or self.model.takes_targets_apart:
             return []
         return [self.losses.class_indices(self.outputs.targets(stack.y))[lookup].numpy() for stack in stacks]
@@ -271,7 +279,7 @@ class ModelObjective(Objective):
     # An evaluation.
 
     def evaluate(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Sums over the stacks: every term's loss sum, then every term's weight sum. Updates the metrics."""
+        """Sums every term's loss sum, then every term's weight sum, over the stacks; updates the metrics."""
 
         def sums(batch):
             terms, y_pred = self.terms(batch, training=False)
@@ -283,7 +291,7 @@ class ModelObjective(Objective):
             return _sum_over(stacks, sums, 2 * len(self.term_weights))
 
     def evaluated(self, sums: Sequence[float]) -> dict[str, float]:
-        """The logs of an evaluation, from the sums of all its dispatches."""
+        """Returns the logs of an evaluation, from the sums of all its dispatches."""
         half = len(sums) // 2
         loss, logs = 0.0, {}
         names = [*self.running.losses] + [None] * (half - len(self.running.losses))
@@ -298,7 +306,7 @@ class ModelObjective(Objective):
         return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result(training=False).items()}}
 
     def in_order(self, logs: Mapping[str, float]) -> list[str]:
-        """The logs' names in the order in which Keras's `evaluate` lists them."""
+        """Returns the logs' names in the order of Keras's `evaluate`."""
         if self.outputs.legacy:
             return list(logs)
         known = ["loss", *(metric.name for metric in self.metrics.compiled.metrics), *self.losses.log_names]
@@ -306,7 +314,7 @@ class ModelObjective(Objective):
 
 
 def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
-    """How each kind of the model's added losses counts, where its scalars are over rows what `scalars` says."""
+    """Returns how each kind of the model's added losses is reduced over rows, if its scalars are so by `scalars`."""
     if scalars == "mean":
         return model.added_reductions
     if regularised := [each.name for each in model.layers if getattr(each, "activity_regularizer", None) is not None]:
@@ -323,13 +331,13 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
 
 
 def _weighted(weights: Sequence[float], terms: Sequence[Term], denominators: Sequence[tf.Tensor]) -> tf.Tensor:
-    """What terms come to, each over its denominator; there may be more weights and denominators than terms."""
+    """Sums weighted terms over their denominators; there may be more weights and denominators than terms."""
     parts = zip(weights, terms, denominators, strict=False)
     return tf.add_n([weight * tf.math.divide_no_nan(t.loss_sum, denominator) for weight, t, denominator in parts])
 
 
 def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], size: int) -> list[tf.Tensor]:
-    """The sums of `fn(micro_batch)`, a list of `size` float32 scalars, over every micro-batch."""
+    """Sums `fn(micro_batch)`, a list of `size` float32 scalars, over every micro-batch."""
     totals = [tf.constant(0.0)] * size
     for stack in stacks:
 
@@ -342,7 +350,7 @@ def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], s
 
 
 def _targets(batch: Batch) -> Any:
-    """The targets, or None."""
+    """Returns the targets, or None."""
     return batch.y if tf.nest.flatten(batch.y) else None
 
 

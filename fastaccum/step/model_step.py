@@ -1,15 +1,15 @@
-"""The programs that train and evaluate a Keras model on one device, and what is read of them late."""
+"""The programs that train and evaluate a Keras model on one device."""
 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.metrics import Metrics
@@ -21,27 +21,14 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, aside, programs
+from fastaccum.step.program import Program, programs, temporary_retrace
 from fastaccum.step.running_state import Executed
+from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep
 
 
-class FirstRun(NamedTuple):
-    """What is about to run for the first time."""
-
-    programs: list[Any]  # concrete functions of one device, in this order
-    captured: Sequence[tf.Tensor]  # by them, on all of this process's devices
-    dispatch: Dispatch  # of specs
-    training: bool
-
-
-Admit = Callable[[FirstRun], AbstractContextManager[None]]
-
-
-class ModelStep:
-    """The programs that train and evaluate a model on one device: a `TrainStep` of its `ModelObjective`."""
-
-    sharing = 1  # of this process's replicas, how many share a device's memory
+class ModelStep(Step):
+    """Trains and evaluates a model on one device: the programs of a `TrainStep` with a `ModelObjective`."""
 
     def __init__(
         self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, optimizer: Optimizer, options: Options
@@ -59,6 +46,9 @@ class ModelStep:
         self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate = programs(
             (self._execute, self._execute_many, self._evaluate), options.jit_compile
         )
+        self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
+        self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
+        self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
 
     # Compiled.
 
@@ -67,11 +57,11 @@ class ModelStep:
         return self.running.add_step(scale, self.cycle.run(*stacks), rows)
 
     def _execute(self, *stacks: Batch) -> Executed:
-        """One train step on the stacks, one after the other, and the logs so far."""
+        """Runs one train step on the stacks, one after the other, and reports the logs so far."""
         return self.running.report(self._run(*stacks))
 
     def _execute_many(self, stack: Batch) -> Executed:
-        """Train steps over the leading axis of [steps, micro-batches, rows, ...], in one program."""
+        """Runs train steps over the leading axis of [steps, micro-batches, rows, ...], in one program."""
         nothing = StepResult(*(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32)))
 
         def turn(i, last):
@@ -89,55 +79,38 @@ class ModelStep:
 
     @property
     def programs(self) -> dict[str, Program]:
-        """By what a call of it does."""
         of_steps = {"train step": self.compiled_execute, "train steps of a dispatch": self.compiled_execute_many}
         return {**of_steps, "evaluation": self.compiled_evaluate}
 
-    def watch(self, admit: Admit) -> None:
-        """Asks `admit` before the first run of each program."""
-
-        def asked(is_multi_step: bool, training: bool, concrete: Any) -> AbstractContextManager[None]:
-            stacks, _ = concrete.structured_input_signature
-            dispatch = Dispatch(stacks, is_multi_step=is_multi_step)
-            return admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
-
-        self.compiled_execute.admit = functools.partial(asked, False, True)
-        self.compiled_execute_many.admit = functools.partial(asked, True, True)
-        self.compiled_evaluate.admit = functools.partial(asked, False, False)
+    def _admit_program(
+        self, is_multi_step: bool, training: bool, concrete: ConcreteFunction
+    ) -> AbstractContextManager[None]:
+        stacks, _ = concrete.structured_input_signature
+        dispatch = Dispatch(stacks, is_multi_step=is_multi_step)
+        return self._admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
 
     def retrace(self) -> None:
-        """Traces its programs anew when they are called next, for a model that computes otherwise since."""
         for each in self.programs.values():
             each.retrace()
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Around steps of other shapes that are only looked at: of their programs nothing stays."""
-        return aside(self.compiled_execute, self.compiled_execute_many)
+    def temporary_retrace(self) -> AbstractContextManager[None]:
+        return temporary_retrace(self.compiled_execute, self.compiled_execute_many)
 
-    def dispatch(self, dispatch: Dispatch) -> Executed:
-        """Runs the train steps of a dispatch."""
-        return self._called(self._program(dispatch), dispatch)
+    def traced(self, dispatch: Dispatch) -> list[ConcreteFunction]:
+        return [self._program(dispatch).traced(*dispatch.stacks)]
 
     def _program(self, dispatch: Dispatch) -> Program:
         return self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
 
-    def traced(self, dispatch: Dispatch) -> list[Any]:
-        """The concrete functions that a dispatch like this, of tensors or specs, runs one after the other."""
-        return [self._program(dispatch).traced(*dispatch.stacks)]
+    def _dispatch(self, dispatch: Dispatch) -> Executed:
+        return self._program(dispatch)(*dispatch.stacks)
 
-    def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        """What `ModelObjective.evaluate` sums up over a dispatch, and what raises if labels or ids are out of range."""
-        sums, seen = self._called(self.compiled_evaluate, dispatch)
+    def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
+        sums, seen = self.compiled_evaluate(*dispatch.stacks)
         return sums, lambda: self.running.index_checks.require(seen)
 
-    def together(self, stacks: Any, dispatches: Iterator[Dispatch], training: bool = True) -> Iterator[Dispatch]:
-        """The dispatches of a pass, which all workers have as many of: on one, any pass."""
-        return dispatches
-
     def require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
-        """Waits for a dispatch; ValueError if labels or ids are out of range, NonFiniteError if training can only skip
-        its steps, whose error begins with `place`.
-        """
+        """Checks the outcome as `Step.require` does; a NonFiniteError begins with `place`."""
         if executed.fine:
             return
         running = self.running
@@ -154,21 +127,8 @@ class ModelStep:
         finally:
             running.stuck_steps.reset()
 
-    def _called(self, program: Program, dispatch: Dispatch) -> Any:
-        """What a program returns; TensorFlow's error at an id out of range, which XLA has not, is a ValueError."""
-        try:
-            return program(*dispatch.stacks)
-        except tf.errors.InvalidArgumentError as error:
-            self.running.index_checks.reset()
-            if not (found := re.search(r"indices\[.*\] = \S+ is not in \[0, \d+\)", str(error))):
-                raise
-            raise ValueError(
-                f"x holds ids out of range: {found.group()} in an embedding. Nothing was updated with them. Correct "
-                "the data."
-            ) from error
-
     def _label(self, dispatch: Dispatch, place: str, lookup: int, size: int) -> str:
-        """Where the first label out of range stands, as part of a sentence; empty if that is not known."""
+        """Describes where the first label out of range stands, as part of a sentence; empty if that is not known."""
         micro_batches = 0
         for labels in self.objective.labels(dispatch.stacks, lookup):
             bad = np.argwhere((labels < 0) | (labels >= size))
@@ -179,21 +139,6 @@ class ModelStep:
                 return f"; {place[:1].lower()}{place[1:]}the first is in {at}"
             micro_batches += len(labels)
         return ""
-
-
-class Unread:
-    """A dispatch whose outcome has not been read yet: `require` reads it, raises what it has to say, and lets go of its
-    data, which whoever keeps the logs would hold with them.
-    """
-
-    def __init__(self, require: Callable[[Executed, Dispatch], None], executed: Executed, dispatch: Dispatch):
-        self._require: Callable[[], None] | None = functools.partial(require, executed, dispatch)
-
-    def require(self) -> None:
-        """Raises what `ModelStep.require` raises, once."""
-        if self._require is not None:
-            self._require()
-            self._require = None
 
 
 def _at(stack: Any, i: tf.Tensor | int) -> Any:

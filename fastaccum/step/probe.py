@@ -1,11 +1,13 @@
-"""What a model computes itself, and losses of one's own, looked at in a trace before the first step."""
+"""Traces what a model computes itself, and losses of the user's own, before the first step."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters import assigned, coupling
 from fastaccum.data.stacks import Batch
@@ -13,11 +15,16 @@ from fastaccum.step.model_objective import ModelObjective, warn_of_mixing
 
 
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
-    """Traces one micro-batch like `sample`, a nest of specs, where the model computes losses or metrics itself.
+    """Traces one micro-batch like `sample`, a nest of specs, if the model computes losses or metrics itself.
 
-    Notes what its `compute_metrics` returns; warns of losses that are no sum or mean over rows, and names them. Raises
-    ValueError for a `compute_loss` whose weights normalise a sum over the batch, or that assigns what no step could
-    restore.
+    Tells the metrics what `compute_metrics` returns, and warns of losses that are no sum or mean over rows.
+
+    Returns:
+        These losses, by name.
+
+    Raises:
+        ValueError: raised for a `compute_loss` whose weights normalise a sum over the batch, or that assigns what no
+            step could restore.
     """
     for output, operation in objective.losses.mixing.items():
         warn_of_mixing(f"The loss of output {output!r}", operation)
@@ -25,14 +32,14 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return mixing
 
-    def forward(training: bool, batch: Batch) -> Any:
+    def forward(training: bool, batch: Batch) -> tuple[list[tf.Tensor], Mapping[str, Any]]:
         terms, y_pred = objective.terms(batch, training=training, observe=False)
         return [t.loss_sum for t in terms], objective.update_metrics(batch, y_pred, training)
 
-    def traced(training: bool, **rows: Any) -> Any:
+    def traced(training: bool, **rows: None) -> ConcreteFunction:
         return coupling.traced(functools.partial(forward, training), sample, **rows)
 
-    rows: dict[str, Any] = {}
+    rows: dict[str, None] = {}
     try:
         training = traced(True)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
@@ -56,7 +63,7 @@ def _require_restorable(objective: ModelObjective, graph: tf.Graph) -> None:
         )
 
 
-def _require_sums(objective: ModelObjective, traced: Any) -> list[str]:
+def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[str]:
     name = type(objective.model.model).__name__
     normalized = coupling.sum_in_weights(traced.graph)
     of_outputs = len(objective.losses.outputs)

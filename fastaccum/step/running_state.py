@@ -1,4 +1,4 @@
-"""What train steps change beside the model, the optimizer and the loss scale: running logs, and what guards saw."""
+"""Variables that train steps change beside the model, the optimizer and the loss scale: running logs and guards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastaccum.step.train_step import StepResult
 
 
 class Executed(NamedTuple):
-    """What one dispatch of the compiled program returns: all on the device, to be read late."""
+    """The results of one dispatch of the compiled program, on the device: reading one waits for the dispatch."""
 
     result: StepResult  # the last train step's
     logs: dict[str, tf.Tensor]  # running means since the last reset
@@ -24,7 +24,7 @@ class Executed(NamedTuple):
 
 
 class RunningState:
-    """Means of losses, in which a step counts by its rows as in Keras, and metrics; skipped steps, and the guards."""
+    """Holds running means of losses, weighted by rows as in Keras, metrics, the count of skipped steps, and guards."""
 
     def __init__(self, loss_names: Sequence[str], metrics: Metrics, index_checks: IndexChecks, stuck_steps: StuckSteps):
         self.metrics, self.index_checks, self.stuck_steps = metrics, index_checks, stuck_steps
@@ -34,7 +34,7 @@ class RunningState:
 
     @property
     def micro_batch_variables(self) -> list[tf.Variable]:
-        """Those that every micro-batch adds to by itself: sums from zero, but for metrics of the user's own."""
+        """The variables that every micro-batch adds to: sums from zero, but for metrics of the user's own."""
         return [*self.metrics.variables, *(v.value for mean in self.losses.values() for v in mean.variables)]
 
     @property
@@ -53,16 +53,16 @@ class RunningState:
         self.index_checks.reset()  # what a fit that broke off had seen is not this one's
 
     def fine(self) -> tf.Tensor:
-        """Whether steps may be applied: bool scalar."""
+        """Returns if steps may be applied: bool scalar."""
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
-        """Adds a micro-batch's part of each loss to the means: of its `rows` among the `all_rows` of the step."""
+        """Adds to the means a micro-batch's part of each loss; the micro-batch has `rows` of the step's `all_rows`."""
         for mean, part in zip(self.losses.values(), parts, strict=False):
             mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 
     def add_step(self, scale: tf.Tensor, result: StepResult, rows: tf.Tensor) -> StepResult:
-        """Counts a train step of so many rows, which began with the loss scale `scale`; returns its result."""
+        """Counts a train step of `rows` rows that began with the loss scale `scale`; returns the step's result."""
         valid = tf.not_equal(result.weight, 0.0)
         skipped = ~result.grads_finite & valid
         self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)
@@ -71,7 +71,7 @@ class RunningState:
         return result
 
     def report(self, result: StepResult, fine: tf.Tensor | bool = True) -> Executed:
-        """The logs so far, and what the guards saw; `fine` is False where another device has something to say."""
+        """Reports the logs so far and what the guards saw; `fine` is False where another device has an error."""
         logs = {
             "loss": self.loss.result(),
             **{name: mean.result() for name, mean in self.losses.items()},
@@ -83,7 +83,7 @@ class RunningState:
         return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine)
 
     def savable(self) -> bool:
-        """True if training could go on: not while all steps are skipped. Raises ValueError for indices out of range."""
+        """Returns False while all steps are skipped; raises ValueError for indices out of range."""
         if self.stuck_steps.since_end(self.stuck_steps.seen()) is not None:
             return False
         self.index_checks.require(self.index_checks.seen())

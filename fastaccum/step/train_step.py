@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum import checks
 from fastaccum.adapters import optimizers
@@ -22,15 +21,17 @@ from fastaccum.kernels.gradients import (
     SumAccumulator,
     accumulator,
 )
-from fastaccum.kernels.rounded import rounded_once
+from fastaccum.kernels.rounded import hoisted_casts
+from fastaccum.kernels.trace_context import TraceContext
 from fastaccum.kernels.xla_ops import in_xla, loop
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step.program import Program, converted
+from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
+from fastaccum.step.program import Program
 
 
 class StepResult(NamedTuple):
-    """What one train step reports: scalars on the device. Reading one waits for the step.
+    """The results of one train step: scalars on the device. Reading one waits for the step.
 
     Attributes:
         loss: the loss over all micro-batches, float32: the sum of the losses divided by `weight`, or 0 if that is 0.
@@ -59,62 +60,6 @@ class Accumulated(NamedTuple):
     scale: tf.Tensor  # float32 scalar, the same on every device
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
     looked_up: dict[int, tf.Tensor]  # bool [rows of a table], by its variable's place; where the optimizer must know
-
-
-class Objective:
-    """What a train step minimises, and what it asks before it moves a weight.
-
-    Attributes:
-        state: variables that the forward pass assigns, and that a skipped step restores.
-    """
-
-    state: Sequence[tf.Variable] = ()
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Entered around the forward and backward passes of a step."""
-        return contextlib.nullcontext()
-
-    def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
-        """What every micro-batch must know of the step's stacks, before the first gradient; `counts` is what the
-        objective counts in those of all devices, where they are more than one.
-        """
-        return None
-
-    def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """The loss sum and the weight sum of one micro-batch, with what `prepare` returned."""
-        raise NotImplementedError
-
-    def typical_weight(self, stacks: Sequence[Any]) -> float:
-        """About what the weight sum will be, known when the step is traced: the number of examples."""
-        first = (next(t for t in tf.nest.flatten(stack) if t is not None) for stack in stacks)
-        return float(sum(math.prod(size or 1 for size in tensor.shape[:2]) for tensor in first))
-
-    def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
-        """What the loss sum is divided by: the weight sum, unless the loss is a sum; 0 where nothing is valid."""
-        return weight_sum
-
-    def penalty(self) -> tf.Tensor | None:
-        """A loss that is added once per step, whatever the number of micro-batches (weight regularisers)."""
-        return None
-
-    def accepts(self) -> tf.Tensor:
-        """Asked after the loop: a bool scalar; where it is False the step changes nothing."""
-        return tf.constant(True)
-
-
-class LossFunction(Objective):
-    """`loss_fn(micro_batch) -> (loss_sum, weight_sum)` and nothing else."""
-
-    def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[Any] = ()):
-        if not callable(loss_fn) or not _takes_one(loss_fn):
-            raise TypeError(f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch.")
-        self.state = _tf_variables("state", state)
-        # AutoGraph for the one function that is not ours: it makes a trace many times as long.
-        self._loss_fn = converted(loss_fn)
-
-    def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        with checks.naming("loss_fn"):
-            return self._loss_fn(micro_batch)
 
 
 class TrainStep:
@@ -173,17 +118,17 @@ class TrainStep:
         jit_compile: bool = True,
         state: Sequence[Any] = (),
     ):
-        state = _listed("state", state)
+        state = listed("state", state)
         if isinstance(loss_fn, Objective) and state:
             raise ValueError("state belongs to the Objective passed: leave it out here.")
         self.objective = loss_fn if isinstance(loss_fn, Objective) else LossFunction(loss_fn, state)
-        self.trained = _listed("variables", variables)
+        self.trained = listed("variables", variables)
         if not self.trained:
             raise ValueError(
                 "variables is empty: there is nothing to train. A model that was not built has none: call it once, or "
                 "build it, before."
             )
-        self.variables = _tf_variables("variables", self.trained)
+        self.variables = tf_variables("variables", self.trained)
         _require_trainable(self.variables)
         self.optimizer = optimizers.get(optimizer)
         self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
@@ -207,14 +152,14 @@ class TrainStep:
 
     @tf.autograph.experimental.do_not_convert
     def run(self, *stacks: Any) -> StepResult:
-        """The step as graph ops, for use inside a tf.function; several stacks run one after the other.
+        """Computes the step by graph ops, for use inside a tf.function; several stacks run one after the other.
 
         More than one stack is for micro-batches that cannot share a shape: their sums add up.
         """
         return self.finish(self.accumulate(*stacks))
 
     def accumulate(self, *stacks: Any, counts: list[tf.Tensor] | None = None) -> Accumulated:
-        """Sums of gradients, losses and weights over the micro-batches of the stacks; `counts` as in `Objective`."""
+        """Sums gradients, losses and weights over the micro-batches of the stacks; `counts` as in `Objective`."""
         objective = self.objective
         # Around the backward pass too: a layer that recomputes its activations there is called again.
         with objective.scope():
@@ -238,52 +183,38 @@ class TrainStep:
         return sums
 
     def _loop(self, stack: Any, prepared: Any, sums: Accumulated) -> Accumulated:
+        """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         steps = trip_count(stack)
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
-        unmet = [tf.zeros(v.shape[:1], tf.bool) for v in self.variables]
+        met = [sums.looked_up.get(j, tf.zeros(v.shape[:1], tf.bool)) for j, v in enumerate(self.variables)]
         # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay what it was.
         moving = {id(v) for v in self.objective.state}
         pairs = zip(self.trained, self.variables, strict=True)
         weights = [(v, tf_v.read_value()) for v, tf_v in pairs if id(tf_v) not in moving]
-        summed: dict[int, SumAccumulator | FactoredAccumulator] = {}
-
-        def accumulating(j, gradient, wholes, accumulators):
-            if (added := accumulators.with_added(gradient)) is not None:
-                return AddedAccumulator(start[j], *added)
-            if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
-                return LookupAccumulator(start[j], gradient, sums.looked_up.get(j, unmet[j]))
-            return accumulator(start[j], gradient, steps, lambda t: wholes.get(t.ref()))
-
-        # A function of its own: what the loop carries follows from the gradients that come out of it.
-        @tf.function(autograph=False)
-        @rounded_once(weights)
-        def micro_step(i, totals):
-            micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
-            # The gradient is taken inside the loop: a tape around it would keep every micro-batch's
-            # activations in TensorLists.
-            accumulators = Accumulators(self.variables, totals)
-            with accumulators.offered(), tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(self.variables)
-                with tf.name_scope("forward"):
-                    loss_i, weight_i = _scalars(self.objective.sums(micro_batch, prepared))
-                    scaled = loss_i * tf.cast(sums.scale, loss_i.dtype)
-            with tf.name_scope("backward"), gradients.suppress_densify_warning():
-                grads = tape.gradient(scaled, self.variables)
-            slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
-            wholes = {part.ref(): whole for part, whole in slices if part is not None}
-            for j, gradient in enumerate(grads):
-                if gradient is not None:
-                    summed[j] = accumulating(j, gradient, wholes, accumulators)
-            return loss_i, weight_i, {j: each.terms for j, each in summed.items()}
-
         # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
         given = start if in_xla() and steps > 1 else []
         specs = [tf.TensorSpec.from_tensor(total) for total in given]
-        micro_step = micro_step.get_concrete_function(tf.TensorSpec([], tf.int32), specs)
+
+        def micro_step(i, totals):
+            micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
+            offered = Accumulators(self.variables, totals)
+            with TraceContext(offered, hoisted_casts(weights)).entered():
+                loss_i, weight_i, grads = self._gradients(micro_batch, prepared, sums.scale, offered)
+            slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
+            wholes = {part.ref(): whole for part, whole in slices if part is not None}
+            added = {
+                j: self._accumulator(gradient, start[j], met[j], steps, wholes, offered)
+                for j, gradient in enumerate(grads)
+                if gradient is not None
+            }
+            return (loss_i, weight_i, {j: each.terms for j, each in added.items()}), added
+
+        # A function of its own: what the loop carries follows from the gradients that come out of it.
+        micro_step, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), specs)
+        by_kernels = {j for j, each in accumulators.items() if isinstance(each, AddedAccumulator)}
 
         def body(i, loss_sum, weight_sum, carried):
-            by_kernels = {j for j, each in summed.items() if isinstance(each, AddedAccumulator)}
             # Those that no kernel adds to are not read: zeros from outside would be copied into the loop in an order
             # that differs from process to process, and with it the name by which a compiled program is found again.
             totals = [carried[j][0] if j in by_kernels else tf.zeros(s.shape, s.dtype) for j, s in enumerate(specs)]
@@ -291,18 +222,56 @@ class TrainStep:
             with tf.name_scope("accumulate"):
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
                 # weight gradient's matmul.
-                carried = {j: each.add(i, carried[j], terms[j]) for j, each in summed.items()}
+                carried = {j: each.add(i, carried[j], terms[j]) for j, each in accumulators.items()}
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
-        carried = {j: each.start() for j, each in summed.items()}
+        carried = {j: each.start() for j, each in accumulators.items()}
         loss_sum, weight_sum, carried = loop(steps, body, [sums.loss_sum, sums.weight_sum, carried])
         totals, looked_up = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
-            for j, each in summed.items():
+            for j, each in accumulators.items():
                 totals[j] = each.total(carried[j])
                 if isinstance(each, LookupAccumulator):
                     looked_up[j] = each.met(carried[j])
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up)
+
+    def _gradients(
+        self, micro_batch: Any, prepared: Any, scale: tf.Tensor, offered: Accumulators
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor | tf.IndexedSlices | None]]:
+        """Computes the loss sum and the weight sum of a micro-batch, and the gradients of the scaled loss sum."""
+        # The gradient is taken inside the loop: a tape around it would keep every micro-batch's activations in
+        # TensorLists.
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(self.variables)
+            with tf.name_scope("forward"):
+                loss, weight = _scalars(self.objective.sums(micro_batch, prepared))
+                scaled = loss * tf.cast(scale, loss.dtype)
+        offered.close()
+        with tf.name_scope("backward"), gradients.suppress_densify_warning():
+            return loss, weight, tape.gradient(scaled, self.variables)
+
+    def _accumulator(
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        start: tf.Tensor,
+        met: tf.Tensor,
+        steps: int,
+        wholes: Mapping[Any, tf.Tensor],
+        offered: Accumulators,
+    ) -> SumAccumulator | FactoredAccumulator:
+        """Chooses how a variable's gradients are summed.
+
+        Args:
+            start: the sum before the first of these micro-batches.
+            met: the rows of a table that were looked up before.
+            steps: how many micro-batches there are.
+            wholes: the tensor of all micro-batches, by the reference of one micro-batch's part of it.
+        """
+        if (added := offered.with_added(gradient)) is not None:
+            return AddedAccumulator(start, *added)
+        if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
+            return LookupAccumulator(start, gradient, met)
+        return accumulator(start, gradient, steps, lambda t: wholes.get(t.ref()))
 
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
         """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.
@@ -330,8 +299,10 @@ class TrainStep:
         _keep_where(counted, self.loss_scale.variables, before)
         return StepResult(loss, weight_sum, reduced.norm, finite, self.loss_scale.scale())
 
-    def _with_penalty(self, sums, denominator):
-        """The penalty, the accumulators with its gradient added at their own scale, and lookups that it leaves be."""
+    def _with_penalty(
+        self, sums: Accumulated, denominator: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None], list[tf.Tensor | None]]:
+        """Returns the penalty, the accumulators plus the penalty's gradient at their scale, and lookups still exact."""
         grads, looked_up = sums.gradients, [sums.looked_up.get(j) for j in range(len(self.variables))]
         with tf.GradientTape() as tape:
             penalty = self.objective.penalty()
@@ -344,14 +315,29 @@ class TrainStep:
         return tf.cast(penalty, tf.float32), total, looked_up
 
 
+def _trace(function: Callable[..., tuple[Any, Any]], *specs: Any) -> tuple[ConcreteFunction, Any]:
+    """Traces a function that returns its outputs and an object of Python's; returns it without, and the object."""
+    found = []
+
+    @tf.function(autograph=False)
+    @functools.wraps(function)
+    def outputs(*args):
+        returned, beside = function(*args)
+        found.append(beside)
+        return returned
+
+    concrete = outputs.get_concrete_function(*specs)
+    return concrete, found[-1]
+
+
 def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
-    """Variables keep what was assigned to them where `ok`, and return to `before` elsewhere."""
+    """Returns variables to their values `before`, unless `ok`."""
     for variable, value in zip(variables, before, strict=True):
         variable.assign(tf.where(ok, variable.read_value(), value))
 
 
 def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether no element has become NaN or infinite: bool scalar. A running minimum may start at infinity."""
+    """Returns if no element has become NaN or infinite: bool scalar. A running minimum may start at infinity."""
     return tf.reduce_all(
         [
             tf.reduce_all(tf.math.is_finite(variable.read_value()) | ~tf.math.is_finite(value))
@@ -385,39 +371,6 @@ def _scalars(returned):
         if not value.dtype.is_floating and not (name == "weight_sum" and value.dtype.is_integer):
             raise TypeError(f"loss_fn returned a {name} of dtype {value.dtype.name}; it must be floating-point.")
     return loss_sum, weight_sum
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # one of C's, which does not say
-        return True
-    return True
-
-
-def _listed(name: str, values: Any) -> list[Any]:
-    try:
-        if not isinstance(values, (str, bytes, Mapping)):
-            return list(values)
-        cause = None
-    except Exception as error:
-        cause = error
-    raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.") from cause
-
-
-def _tf_variables(name: str, variables: Any) -> list[tf.Variable]:
-    """The tf.Variables behind tf.Variables and Keras variables."""
-    found: dict[int, tf.Variable] = {}
-    for variable in _listed(name, variables):
-        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
-        if not isinstance(value, tf.Variable):
-            raise TypeError(f"{name} holds {checks.shown(variable)}, which is not a tf.Variable or a Keras variable.")
-        if id(value) in found:
-            raise ValueError(f"{name} holds {value.name!r} twice: pass each variable once.")
-        found[id(value)] = value
-    return list(found.values())
 
 
 def _require_trainable(variables: Sequence[tf.Variable]) -> None:

@@ -114,7 +114,7 @@ def test_the_power_of_the_rows_is_found(name):
     loss, power = LOSSES[name]
     trainer = fa.Trainer(model(), optimizer(), loss, jit_compile=False)
     trainer._built(tf.nest.map_structure(lambda a: tf.TensorSpec([4, *a.shape[1:]]), Batch(X, Y)))
-    assert [o.power for o in trainer._losses.outputs] == [power]
+    assert [o.power for o in trainer._recipe.losses.outputs] == [power]
 
 
 twin = pytest.mark.twin

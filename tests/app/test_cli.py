@@ -468,7 +468,7 @@ def test_plan_says_what_train_takes(monkeypatch, capsys, tmp_path):
     assert chosen.startswith("batch_size=2 x 1 micro-batch = 2 rows: ") and "of 1.0 GiB" in chosen
     assert train == "to train  fastaccum train --optimizer sgd --batch-size 2 --accum 1"
     assert drawn.endswith("plan.png") and picture.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(app_plan.trainer, "plan", mock.Mock(side_effect=MemoryError("Not even 1 row fits")))
+    monkeypatch.setattr(app_plan.planning, "plan", mock.Mock(side_effect=MemoryError("Not even 1 row fits")))
     assert cli.main([*arguments, "4 KiB"]) == 1
     assert capsys.readouterr().err == "--preset nano: Not even 1 row fits\n"
     for wrong in (["--preset", "no"], ["--memory-limit", "much"]):

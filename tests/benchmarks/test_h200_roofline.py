@@ -8,7 +8,7 @@ import pytest
 import fastaccum as fa
 from benchmarks.h200 import kernels, roofline, summary
 from benchmarks.h200.programs import Compiled, Gpt
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 # Two computations that others call, then the one under test, the body of a loop of 3 inside a loop of 5.
 MODULE = """\

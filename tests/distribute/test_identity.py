@@ -28,9 +28,9 @@ Y = X.sum(1, keepdims=True)
 
 def description(trainer):
     """What a checkpoint of a trainer holds that is not built yet, and what its worker would say."""
-    sample = trainer._source(X, Y, None, batch_size=4).sample
+    sample = trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=4).sample
     groups = {"model": trainer.model.variables, **{name: [] for name in ("optimizer", "loss_scale", "step")}}
-    return trainer._identity._describe(groups, trainer._present_options, sample, {})
+    return trainer._builder.fingerprint.describe(groups, trainer._present_options, sample, {})
 
 
 # Every argument of every class of Keras's.

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from fastaccum.kernels import cudnn_attention, devices, layer_loop, xla_ops
 from fastaccum.memory import device
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 # stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
 # xla/backends/gpu/target_config/specs/h200.txtpb.

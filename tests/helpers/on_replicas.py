@@ -419,7 +419,7 @@ def check_one_all_reduce_a_step():
         shape = (micro_batches, 2 * COUNT)
         stack = np.zeros((*shape, 6), "float32"), np.zeros((*shape, 3), "float32")
         trainer.train_step(stack)
-        _, batch = trainer._by_hand.prepare(stack)
+        _, batch = trainer._step_inputs.prepare(stack)
         graph = trainer._step._executor.function.get_concrete_function([None] * COUNT, batch).graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
         counts[micro_batches] = sum("Reduce" in n.op and ("Collective" in n.op or "Nccl" in n.op) for n in nodes)
@@ -437,7 +437,7 @@ def check_one_all_reduce_a_step():
 def check_sums_of_several_dtypes_lose_no_digit():
     """In one collective: those of float64 numbers beside float32's."""
     parts = [tf.constant(0.5), tf.constant(1 / 3, tf.float64), None, tf.constant([2**24 + 1.0], tf.float64)]
-    for single, third, nothing, whole in replicas.of(Model(replicated(dense))).all_reduce([parts] * COUNT):
+    for single, third, nothing, whole in replicas.replicas_for(Model(replicated(dense))).all_reduce([parts] * COUNT):
         assert (single.dtype, third.dtype, nothing) == (tf.float32, tf.float64, None)
         assert (float(single), float(third)) == (0.5 * COUNT, COUNT / 3) and float(whole[0]) == (2**24 + 1) * COUNT
 

@@ -57,7 +57,7 @@ def bits(trainer):
 def scramble(trainer):
     """Puts nonsense in every variable, those of the running means too: what is not restored will show."""
     running = trainer._step.running
-    means = [running.loss, *running.losses.values(), *trainer._metrics.compiled.metrics]
+    means = [running.loss, *running.losses.values(), *trainer._recipe.metrics.compiled.metrics]
     for variable in [*state(trainer), *(v for mean in means for v in mean.variables), running.skipped]:
         value = np.asarray(variable)
         variable.assign(np.full_like(value, 3))

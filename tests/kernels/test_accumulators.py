@@ -8,8 +8,9 @@ from keras import layers
 
 import fastaccum as fa
 from fastaccum.kernels import gradients
-from fastaccum.kernels.accumulators import Accumulators, accumulator_of
+from fastaccum.kernels.accumulators import Accumulators
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.kernels.trace_context import TraceContext, accumulator_of
 
 K, B, D, DEPTH = 3, 2, 4, 2
 
@@ -104,7 +105,7 @@ def test_of_several_terms_all_but_the_one_that_a_kernel_adds_are_left_to_add(add
         terms, total = [tf.fill([2], float(i)) for i in range(3)], tf.zeros([2])
         variable = tf.Variable(total)
         accumulators = Accumulators([variable], [total])
-        with accumulators.offered():
+        with TraceContext(accumulators).entered():
             with_it = total + terms[added]
             accumulator_of(variable).note(terms[added], with_it)
         found, left = accumulators.with_added(tf.add_n(terms))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fastaccum.kernels import attention, attention_implementation, cudnn_attention
 from fastaccum.kernels.strip_attention import strip_attention, strip_rows
-from fastaccum.step import program as compiled
+from fastaccum.step import compiler_ir as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastaccum.kernels import cross_entropy, logit_chunks, xla_ops
 from fastaccum.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
-from fastaccum.step import program as compiled
+from fastaccum.step import compiler_ir as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 TOKENS, VOCABULARY, WIDTH = 123, 507, 35

@@ -11,7 +11,7 @@ from tensorflow.python.framework import indexed_slices
 
 import fastaccum as fa
 from fastaccum.kernels import gradients
-from fastaccum.step import program as compiled
+from fastaccum.step import compiler_ir as compiled
 
 N, ROWS, WIDTH = 5, 3, 256
 RATE = 0.5

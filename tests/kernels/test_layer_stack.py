@@ -18,7 +18,7 @@ from fastaccum.adapters import coupling
 from fastaccum.kernels import checkpoint_name, layer_loop
 from fastaccum.kernels.layer_graph import LayerGraph
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.step import program as compiled
+from fastaccum.step import compiler_ir as compiled
 from fastaccum.transformer import TransformerBlock
 
 B, T, D, DEPTH = 2, 5, 12, 3

@@ -11,6 +11,7 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.kernels import rounded
 from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
+from fastaccum.kernels.trace_context import NO_CASTS, TraceContext
 
 X = tf.random.stateless_normal([4, 6, 8], (0, 1))
 ROWS = np.random.default_rng(0).normal(size=(3, 4, 8)).astype("float32")
@@ -35,7 +36,7 @@ def trained(once):
     stack = fa.kernels.LayerStack(lambda: keras.layers.Dense(8, "tanh"), 2)
     model = keras.Sequential([keras.Input((8,)), stack, keras.layers.Dense(1)])
     trainer = fa.Trainer(model, "sgd", "mse", clip_norm=1.0)
-    never = mock.patch("fastaccum.step.train_step.rounded_once", lambda values: lambda function: function)
+    never = mock.patch("fastaccum.step.train_step.hoisted_casts", lambda values: NO_CASTS)
     with counting() as asked, contextlib.nullcontext() if once else never:
         losses = [trainer.train_step((ROWS, ROWS[..., :1])).loss.numpy() for _ in range(2)]
     assert asked and all(found == once for found in asked)
@@ -115,7 +116,7 @@ def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
         values = [(weight, weight.read_value())]
 
         def turn(i):
-            with rounded.rounded_once(values):
+            with TraceContext(casts=rounded.hoisted_casts(values)).entered():
                 look("loop")
                 tables["unknown"] = rounded.table(tf.range, i, dtype=tf.float16)
                 with keras.StatelessScope():  # in which a variable may have another value

@@ -12,7 +12,7 @@ import pytest
 
 import fastaccum as fa
 from fastaccum.memory import analysis, buffers, device, errors, guard
-from fastaccum.step.program import MemoryAnalysis
+from fastaccum.step.compiler_ir import MemoryAnalysis
 
 ROWS, LIMIT = 512, 2**20
 
@@ -104,7 +104,7 @@ def test_where_copies_of_the_variables_do_not_fit_the_first_run_is_rehearsed(mon
     trainer, x, y = fa.Trainer(model, "sgd", "mse"), np.ones([8, 16], "float32"), np.ones([8, 64], "float32")
     peak, rehearsed = trainer.summary(x, y, batch_size=8, verbose=False).memory.peak_bytes, []
     monkeypatch.setenv(device.LIMIT, str(peak))
-    monkeypatch.setattr(guard, "variables_kept", lambda captured: pytest.fail("more than there is"))
+    monkeypatch.setattr(guard, "preserve_variables", lambda captured: pytest.fail("more than there is"))
     monkeypatch.setattr(guard, "_rehearse", rehearsed.append)
     trainer.train_step((x[None], y[None]))
     assert [memory.peak_bytes for memory in rehearsed] == [pytest.approx(peak, rel=0.01)]

@@ -13,7 +13,7 @@ from fastaccum.adapters.remat import installed
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Dispatch
 from fastaccum.memory import planner
-from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, stacked
+from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, specs, stacked
 from fastaccum.memory.buffers import Buffer, StepMemory
 
 ROWS = 40
@@ -36,9 +36,9 @@ def state(trainer):
 
 
 def memory(trainer, rows, global_batch):
-    sample = planner.specs(trainer._source(*SAMPLE, None, batch_size=None).sample, rows)
+    sample = specs(trainer._recipe.make_source(*SAMPLE, None, trainer._present_options, batch_size=None).sample, rows)
     sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))
-    with trainer._step.aside():
+    with trainer._step.temporary_retrace():
         return dispatch_memory(trainer._step, Dispatch((stacked(sample, global_batch // rows),)))
 
 
@@ -133,7 +133,7 @@ def test_timing_moves_nothing(planned, monkeypatch):
         assert measure(self, each) > 0
         return seconds.setdefault(each.batch_size, 1.0 if each.batch_size == 4 else 0.5)
 
-    monkeypatch.setattr(planner, "has_gpu", lambda: True)
+    monkeypatch.setattr("fastaccum.training.planning.has_gpu", lambda: True)
     monkeypatch.setattr(planner, "candidates", lambda *_: [1, 2, 4])
     monkeypatch.setattr(planner.Planner, "_seconds", timed)
     plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.memory import cost
-from fastaccum.step.program import hlo_proto
+from fastaccum.step.compiler_ir import hlo_proto
 
 K, ROWS = 3, 4
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.step import program as compiled
+from fastaccum.step import compiler_ir as compiled
 
 K, B = 4, 8
 
@@ -146,7 +146,7 @@ def test_memory_adds_up(trainer):
 def test_several_steps_in_one_program():
     """`steps_per_execution` is one loop around the loop, both with known trip counts."""
     trainer = make_trainer("float32", steps_per_execution=3)
-    step, stack = trainer._by_hand.prepare(make_stack())
+    step, stack = trainer._step_inputs.prepare(make_stack())
     stacks = tf.nest.map_structure(lambda t: tf.stack([t] * 3), stack)
     hlo = compiled.compiler_ir(step.compiled_execute_many, stacks)
     counts = [int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"\}', hlo)]

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from fastaccum.step import compile_cache, xla_cache
-from fastaccum.step.program import Program, Retraces, announced, programs
+from fastaccum.step.compile_messages import Retraces, announced
+from fastaccum.step.program import Program, programs
 
 Pair = collections.namedtuple("Pair", "first second")
 

@@ -1,0 +1,97 @@
+"""The IR of compiled programs, and the memory that XLA planned for them; nothing is run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
+from tensorflow.python.eager import context
+from tensorflow.types.experimental import ConcreteFunction
+
+from fastaccum.checks import one_of
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+
+Stage = Literal[
+    "hlo",
+    "hlo_no_metadata",
+    "hlo_serialized",
+    "optimized_hlo",
+    "optimized_hlo_dot",
+    "optimized_hlo_proto_serialized",
+    "optimized_hlo_serialized",
+    "stablehlo",
+    "stablehlo_serialized",
+]
+
+
+class MemoryAnalysis(NamedTuple):
+    """Bytes of a compiled program, from XLA's buffer assignment; the names are those of JAX.
+
+    Attributes:
+        argument_bytes: inputs: the stack, the variables and the optimizer's slots.
+        output_bytes: outputs, updated variables included.
+        alias_bytes: the part of the outputs that lives in the inputs' own buffers.
+        temp_bytes: everything in between: activations, accumulators, workspaces.
+        peak_bytes: argument + output - alias + temp.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+
+def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> str | bytes:
+    """Returns what `function(*args)`, a `tf.function` or a `Program`, compiles to at a stage of XLA; runs nothing.
+
+    Raises:
+        ValueError: raised if the function is not compiled with XLA.
+    """
+    one_of("stage", stage, get_args(Stage))
+    function = getattr(function, "function", function)
+    if not function._jit_compile:
+        raise ValueError("jit_compile=False: there is no XLA program whose IR could be read. Pass jit_compile=True.")
+    with graph_scoped_gradients():
+        return function.experimental_get_compiler_ir(*args)(stage=stage)
+
+
+def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
+    """Returns what a concrete function compiles to, with XLA's plan of its memory; takes no data, runs nothing."""
+    captured = concrete.captured_inputs
+    given = concrete.inputs[: len(concrete.inputs) - len(captured)]
+    compiled = context.context().get_compiler_ir(
+        device_name=tf.zeros([]).device,
+        platform_name=None,
+        function_name=concrete.name,
+        flat_args=[tf.TensorSpec(t.shape, t.dtype) for t in given],
+        captured_inputs=captured,
+        stage="optimized_hlo_proto_serialized",
+    )
+    return hlo_pb2.HloProto.FromString(compiled)
+
+
+def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
+    """Returns XLA's memory plan for `function(*args)`; compiles, runs nothing."""
+    compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
+    return memory_of(hlo_pb2.HloProto.FromString(compiled))
+
+
+def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:
+    """Returns XLA's memory plan of a compiled program."""
+    argument = output = alias = temp = 0
+    for allocation in proto.buffer_assignment.buffer_allocations:
+        size = allocation.size
+        if allocation.is_entry_computation_parameter:
+            argument += size
+            if allocation.maybe_live_out:
+                output, alias = output + size, alias + size
+        elif allocation.maybe_live_out:
+            output += size
+        elif not (allocation.is_constant or allocation.is_thread_local):
+            temp += size
+    return MemoryAnalysis(argument, output, alias, temp)

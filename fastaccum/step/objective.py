@@ -1,0 +1,106 @@
+"""Objectives of a train step; a function of one micro-batch is the simplest."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum import checks
+from fastaccum.step.tracing import converted
+
+
+class Objective:
+    """Defines what a train step minimises, and may keep the step from moving a weight.
+
+    Attributes:
+        state: variables that the forward pass assigns, and that a skipped step restores.
+    """
+
+    state: Sequence[tf.Variable] = ()
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope of the forward and backward passes of a step."""
+        return contextlib.nullcontext()
+
+    def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
+        """Computes what every micro-batch must know of the step's stacks, before the first gradient.
+
+        Args:
+            counts: what the objective counted in the stacks of all devices, if there are several.
+        """
+        return None
+
+    def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Computes the loss sum and the weight sum of one micro-batch, with what `prepare` returned."""
+        raise NotImplementedError
+
+    def typical_weight(self, stacks: Sequence[Any]) -> float:
+        """Estimates the weight sum while the step is traced: the number of examples."""
+        first = (next(t for t in tf.nest.flatten(stack) if t is not None) for stack in stacks)
+        return float(sum(math.prod(size or 1 for size in tensor.shape[:2]) for tensor in first))
+
+    def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
+        """Returns the divisor of the loss sum: the weight sum, unless the loss is a sum; 0 where nothing is valid."""
+        return weight_sum
+
+    def penalty(self) -> tf.Tensor | None:
+        """Computes a loss that is added once per step, whatever the number of micro-batches (weight regularisers)."""
+        return None
+
+    def accepts(self) -> tf.Tensor:
+        """Returns a bool scalar, computed after the loop; the step changes nothing where it is False."""
+        return tf.constant(True)
+
+
+class LossFunction(Objective):
+    """Minimises `loss_fn(micro_batch) -> (loss_sum, weight_sum)` and nothing else."""
+
+    def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[Any] = ()):
+        if not callable(loss_fn) or not _takes_one(loss_fn):
+            raise TypeError(f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch.")
+        self.state = tf_variables("state", state)
+        # AutoGraph for the one function that is not ours: it makes a trace many times as long.
+        self._loss_fn = converted(loss_fn)
+
+    def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        with checks.naming("loss_fn"):
+            return self._loss_fn(micro_batch)
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # one of C's, which does not say
+        return True
+    return True
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    """Returns the values as a list; raises TypeError for what is no list."""
+    try:
+        if not isinstance(values, (str, bytes, Mapping)):
+            return list(values)
+        cause = None
+    except Exception as error:
+        cause = error
+    raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.") from cause
+
+
+def tf_variables(name: str, variables: Any) -> list[tf.Variable]:
+    """Returns the tf.Variables behind tf.Variables and Keras variables; raises TypeError or ValueError for others."""
+    found: dict[int, tf.Variable] = {}
+    for variable in listed(name, variables):
+        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+        if not isinstance(value, tf.Variable):
+            raise TypeError(f"{name} holds {checks.shown(variable)}, which is not a tf.Variable or a Keras variable.")
+        if id(value) in found:
+            raise ValueError(f"{name} holds {value.name!r} twice: pass each variable once.")
+        found[id(value)] = value
+    return list(found.values())

@@ -1,0 +1,171 @@
+"""The interface of a model's step: its programs on one device, or on the replicas of a strategy."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, NoReturn, Protocol
+
+import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
+
+from fastaccum.data.arrays import ArrayStacks
+from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.stacks import Dispatch
+from fastaccum.step import compilable
+from fastaccum.step.model_objective import ModelObjective
+from fastaccum.step.program import Program
+from fastaccum.step.running_state import Executed, RunningState
+from fastaccum.step.train_step import TrainStep
+
+
+class FirstRun(NamedTuple):
+    """A program that is about to run for the first time."""
+
+    programs: list[ConcreteFunction]  # of one device, in this order
+    captured: Sequence[tf.Tensor]  # handles and constants of `programs`, on all of this process's devices
+    dispatch: Dispatch  # of specs
+    training: bool
+
+
+class MemoryGuard(Protocol):
+    """Checks that programs fit the device's memory."""
+
+    def admit(self, run: FirstRun) -> AbstractContextManager[None]:
+        """Encloses a first run; an error of the scope keeps the program from running."""
+
+    def translate_oom_errors(self) -> AbstractContextManager[None]:
+        """Raises the out-of-memory errors inside the block as `OutOfMemoryError`."""
+
+
+class Step(abc.ABC):
+    """Trains and evaluates a model by compiled programs, on one device or on the replicas of a strategy.
+
+    Attributes:
+        objective: the model's losses, metrics and state.
+        cycle: the gradient-accumulation cycle.
+        running: logs and counts that go on from step to step.
+        sharing: how many of this process's replicas share the memory of one device.
+        guard: checks the memory of each program before its first run; None for no checks.
+    """
+
+    objective: ModelObjective
+    cycle: TrainStep
+    running: RunningState
+    sharing: int = 1
+    guard: MemoryGuard | None = None
+
+    @property
+    @abc.abstractmethod
+    def programs(self) -> dict[str, Program]:
+        """The programs that the host calls, by what a call does."""
+
+    @abc.abstractmethod
+    def retrace(self) -> None:
+        """Retraces all programs at their next call, since the model computes otherwise now."""
+
+    @abc.abstractmethod
+    def temporary_retrace(self) -> AbstractContextManager[None]:
+        """Retraces the training programs inside the block and restores their earlier traces on exit."""
+
+    @abc.abstractmethod
+    def traced(self, dispatch: Dispatch) -> list[ConcreteFunction]:
+        """Returns the concrete functions that one device runs, in order, for a dispatch of tensors or specs."""
+
+    @abc.abstractmethod
+    def require(self, executed: Executed, dispatch: Dispatch) -> None:
+        """Waits for a dispatch and checks its outcome.
+
+        Raises:
+            ValueError: raised if labels or ids are out of range.
+            NonFiniteError: raised if training can only skip its steps.
+        """
+
+    def dispatch(self, dispatch: Dispatch) -> Executed:
+        """Runs the train steps of a dispatch, without waiting for the results on a GPU.
+
+        Raises:
+            ValueError: raised if XLA cannot compile the model, or an id is out of range and no XLA is used.
+            OutOfMemoryError: raised if the program does not fit, or memory ran out.
+        """
+        try:
+            return self._dispatch(dispatch)
+        except Exception as error:
+            self._reraise(error)
+
+    def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
+        """Sums up `ModelObjective.evaluate` over a dispatch; raises as `dispatch` does.
+
+        Returns:
+            The sums, and a function that raises ValueError if labels or ids were out of range.
+        """
+        try:
+            return self._evaluate_dispatch(dispatch)
+        except Exception as error:
+            self._reraise(error)
+
+    def lockstep(
+        self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool = True
+    ) -> Iterator[Dispatch]:
+        """Yields the dispatches of a pass; all workers must have equally many.
+
+        Raises:
+            WorkersDifferError: raised on every worker if the workers' data differ in length.
+            OutOfMemoryError: raised if memory ran out for the data.
+        """
+        with self._translate_oom_errors():
+            yield from self._lockstep(stacks, dispatches, training)
+
+    def translate_errors(self) -> AbstractContextManager[None]:
+        """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
+        return compilable.translate_errors(self.objective.model)
+
+    @abc.abstractmethod
+    def _dispatch(self, dispatch: Dispatch) -> Executed: ...
+
+    @abc.abstractmethod
+    def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]: ...
+
+    def _lockstep(
+        self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool
+    ) -> Iterator[Dispatch]:
+        return dispatches
+
+    def _admit(self, run: FirstRun) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.guard is None else self.guard.admit(run)
+
+    def _translate_oom_errors(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.guard is None else self.guard.translate_oom_errors()
+
+    def _reraise(self, error: Exception) -> NoReturn:
+        """Raises a program's error in the caller's terms."""
+        if isinstance(error, tf.errors.InvalidArgumentError):
+            self.running.index_checks.reset()
+            # Without XLA TensorFlow checks ids by itself.
+            if found := re.search(r"indices\[.*\] = \S+ is not in \[0, \d+\)", str(error)):
+                raise ValueError(
+                    f"x holds ids out of range: {found.group()} in an embedding. Nothing was updated with them. "
+                    "Correct the data."
+                ) from error
+        with self._translate_oom_errors(), self.translate_errors():
+            raise error
+
+
+class PendingStep:
+    """A dispatch whose outcome has not been read yet.
+
+    `require` lets go of the dispatch's data, which whoever keeps the logs would hold otherwise.
+    """
+
+    def __init__(self, step: Step, executed: Executed, dispatch: Dispatch):
+        self._require: Callable[[], None] | None = functools.partial(step.require, executed, dispatch)
+
+    def require(self) -> None:
+        """Waits for the dispatch and raises what `Step.require` raises, once."""
+        if self._require is not None:
+            self._require()
+            self._require = None

@@ -1,0 +1,111 @@
+"""How functions are traced: by XLA's rules for random keys, in graphs that can be freed, and open to Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.types.experimental import ConcreteFunction
+
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+from fastaccum.kernels.random_keys import hoist_prng_key
+from fastaccum.step import xla_cache
+
+
+class TracedFunction:
+    """A `tf.function` that can be retraced; the base of programs.
+
+    Attributes:
+        function: the `tf.function`; another one after `retrace`.
+    """
+
+    def __init__(self, function: Callable[..., Any], jit_compile: bool):
+        self._numbered = functools.partial(xla_cache.numbered, function)
+        drawing = hoist_prng_key()(function)
+        self._make = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
+        self.jit_compile = jit_compile
+        self.function = self._make()
+
+    def traced(self, *args: Any) -> ConcreteFunction:
+        """Returns the concrete function for nests of tensors or specs; traces it if need be."""
+        with _interruptible(), _as_graphs(), graph_scoped_gradients(), without_collection(), self._numbered():
+            return self.function.get_concrete_function(*args)
+
+    def retrace(self) -> None:
+        """Lets go of what was traced: each kind of call traces and compiles the function anew."""
+        self.function = self._make()
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Turns the garbage collector off inside the block.
+
+    A trace makes many objects that stay; to find that they do took a fifth of its time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end a trace inside the block as it ends other Python.
+
+    TensorFlow's C++ drops a KeyboardInterrupt, or makes an error of another kind of it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    interrupts = []
+
+    def note(*args: Any) -> None:
+        try:
+            before(*args)
+        except KeyboardInterrupt as interrupt:
+            interrupts.append(interrupt)
+            raise
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if interrupts:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _as_graphs() -> Iterator[None]:
+    """Overrides `tf.config.run_functions_eagerly` inside the block: a trace calls nothing eagerly."""
+    if not tf.config.functions_run_eagerly():
+        yield
+        return
+    tf.config.run_functions_eagerly(False)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(True)
+
+
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Converts a function by AutoGraph, inline, where a nested tf.function would hide the function's operations."""
+    enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+    return autograph.convert(recursive=True, conversion_ctx=enabled)(function)

@@ -1,0 +1,88 @@
+"""Passes over data that move no weight: `evaluate`, and the validation of `fit`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.data.arrays import ArraySource
+from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.stacks import Batch, Position
+from fastaccum.step.options import Options, capped
+from fastaccum.training.step_builder import StepBuilder
+
+
+class Evaluation:
+    """Computes loss and metrics over a data set; the loss is that of all rows as one batch.
+
+    Args:
+        builder: the step's, which builds it from the source's first rows.
+        source: the data.
+        options: as the Trainer's attributes are now.
+        steps: how many batches a pass takes; None for all, several of which may then share a program's call.
+        passes: how often the data is read.
+    """
+
+    def __init__(
+        self,
+        builder: StepBuilder,
+        source: ArraySource | DatasetSource,
+        options: Options,
+        steps: int | None,
+        passes: int = 1,
+    ):
+        steps = capped("steps", steps)
+        self._step = builder.get_or_build(source.sample, options)
+        # One micro-batch per dispatch where the caller counts them.
+        micro_batches = options.gradient_accumulation_steps * options.steps_per_execution if steps is None else 1
+        self._stacks = source.stacks(builder.evaluation_layout(micro_batches), steps, passes)
+        self._sample, self._model = source.sample, self._step.objective.model.model
+        dispatches, self._size = self._stacks.steps_per_epoch, self._stacks.layout.accumulation
+        self.batches = None if dispatches is None else dispatches * self._size
+
+    def __call__(self, hooks: Callbacks) -> dict[str, float]:
+        """Runs a pass and returns its logs."""
+        step, stacks = self._step, self._stacks
+        step.running.metrics.reset()
+        self._model.stop_evaluating = False
+        hooks.list.on_test_begin()
+        begin, end = hooks.hooks("test")
+        totals = None
+        dispatches = step.lockstep(stacks, next(stacks.epochs(Position(0, 0))), training=False)
+        for batch, dispatch in zip(itertools.count(step=self._size), dispatches, strict=False):
+            begin(batch)
+            sums, check = step.evaluate(dispatch)
+            totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
+            read = functools.partial(self._logs, totals, check)
+            end(batch + self._size - 1, read)
+            if self._model.stop_evaluating:
+                break
+        logs = read()
+        hooks.list.on_test_end(logs)
+        return logs
+
+    def _logs(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
+        check()
+        return self._step.objective.evaluated([t.numpy().item() for t in totals])
+
+    def in_order(self, logs: Mapping[str, float]) -> float | list[float]:
+        """Returns the logs' values as Keras's `evaluate` does: a list in its order, or the only value."""
+        values = [logs[name] for name in self._step.objective.in_order(logs)]
+        return values[0] if len(values) == 1 else values
+
+    def require_traceable(self, like: Batch) -> None:
+        """Traces the evaluation unless its rows have the shapes of `like`, so that errors come before training."""
+        if _row_shapes(self._sample) == _row_shapes(like):
+            return
+        one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), self._sample)
+        with self._step.translate_errors():
+            tf.function(self._step.objective.evaluate, autograph=False).get_concrete_function(one)
+
+
+def _row_shapes(sample: Batch) -> Any:
+    return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))

@@ -1,0 +1,243 @@
+"""`Trainer.fit`: its data, then the loop over epochs and train steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from fastaccum import checks
+from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
+from fastaccum.checkpoint import state
+from fastaccum.checkpoint.saver import Saver
+from fastaccum.checkpoint.state import Training
+from fastaccum.data import arrays
+from fastaccum.data.arrays import ArrayStacks
+from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.stacks import Dispatch, Position
+from fastaccum.distribute import replicas
+from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+from fastaccum.memory.plan import Plan
+from fastaccum.step import compile_messages, diagnosis
+from fastaccum.step.options import Options, Schedule
+from fastaccum.step.step import PendingStep, Step
+from fastaccum.training.evaluation import Evaluation
+from fastaccum.training.planning import make_plan
+from fastaccum.training.step_builder import StepBuilder
+
+Verbose = Literal["auto", 0, 1, 2]
+
+
+class Fit:
+    """Runs one call of `Trainer.fit`: `prepare` makes its data, `run` trains with them."""
+
+    def __init__(self, builder: StepBuilder, schedule: Schedule, saver: Saver, verbose: Verbose):
+        self._recipe, self._builder, self._schedule = builder.recipe, builder, schedule
+        self._saver, self._verbose = saver, verbose
+
+    def prepare(
+        self,
+        options: Options,
+        given: tuple[Any, Any, Any],
+        *,
+        batch_size: int | Literal["auto"] | None,
+        global_batch_size: int | None,
+        validation_split: float,
+        validation_data: Any,
+        shuffle: bool,
+        class_weight: Mapping[int, float] | None,
+        **arguments: Any,
+    ) -> Plan | None:
+        """Makes the source of the data, after all workers agree on the call.
+
+        Args:
+            given: x, y and sample_weight.
+            arguments: other arguments of the call, which the workers must have in common.
+
+        Returns:
+            With `batch_size="auto"`, the plan of the micro-batch, by whose accumulation steps the options must be
+            changed for `run`; else None.
+        """
+        self._class_weight = checks.class_weight(class_weight)
+        if checks.fraction("validation_split", validation_split) and validation_data is None:
+            text = self._recipe.takes_text(options) or self._recipe.model.preprocess is not None
+            given, validation_data = arrays.split(given, validation_split, text=text)
+        self._validation_data = validation_data
+        called = {**dataclasses.asdict(self._schedule), "class_weight": self._class_weight, **arguments}
+        self._builder.fingerprint.require_alike("fit", **called, validation_data=validation_data is not None)
+        auto = isinstance(batch_size, str) and batch_size == "auto"
+        make_source = functools.partial(
+            self._recipe.make_source,
+            *given,
+            options,
+            shuffle=shuffle,
+            seed=self._agreed_seed(checks.true_or_false("shuffle", shuffle)),
+            class_weight=self._class_weight,
+        )
+        if auto and global_batch_size is None:
+            raise ValueError('batch_size="auto" needs global_batch_size=N, the rows of an update.')
+        if not auto and global_batch_size is not None:
+            raise ValueError(
+                f'global_batch_size={checks.shown(global_batch_size)} needs batch_size="auto", which divides it into '
+                f"micro-batches that fit, and not batch_size={checks.shown(batch_size)}."
+            )
+        self._batch_size: Any = batch_size
+        if global_batch_size is None:
+            self._source = make_source(batch_size=batch_size)
+            return None
+        self._source = make_source(batch_size=None)
+        at_most = self._source.most_rows(1 if self._recipe.replicas is None else self._recipe.replicas.workers)
+        plan = make_plan(
+            self._builder,
+            options,
+            self._source.sample,
+            global_batch_size=global_batch_size,
+            at_most=at_most,
+            verbose=self._verbose,
+        )
+        if self._verbose:
+            print(plan.summary)
+        self._source.cut_anew(plan.batch_size)
+        self._batch_size = plan.batch_size
+        return plan
+
+    def _agreed_seed(self, shuffle: bool) -> int | None:
+        """Draws the seed of the shuffling, the same for every worker."""
+        seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
+        if self._recipe.replicas is not None:
+            seed = int(self._recipe.replicas.gather([seed])[0][0])  # the chief's
+        return seed if shuffle else None
+
+    def run(self, options: Options, callbacks: Any) -> keras.callbacks.History:
+        """Trains for the epochs of the schedule; continues from a checkpoint where there is one."""
+        recipe, builder, schedule, saver = self._recipe, self._builder, self._schedule, self._saver
+        model = recipe.model.model
+        step = builder.get_or_build(self._source.sample, options)
+        recipe.losses.require_classes(self._class_weight)
+        epochs_left = schedule.epochs - schedule.initial_epoch
+        stacks = self._source.stacks(builder.training_layout(options), schedule.steps_per_epoch, epochs_left)
+        validate = self._make_validation(options)
+        hooks = Callbacks(
+            callbacks,
+            model,
+            verbose=self._verbose,
+            epochs=schedule.epochs,
+            steps=stacks.steps_per_epoch,
+            history=True,
+        )
+        training = functools.partial(self._training, options, step, stacks, hooks)
+        if recipe.replicas is not None and recipe.replicas.workers > 1:
+            fit = training()
+            checksums = state.checksums(fit.variables)
+            builder.fingerprint.require_alike("fit, built", **fit.description, cut=fit.cut, checksums=checksums)
+        model.stop_training = False
+        step.running.stuck_steps.reset()
+        logs: dict[str, Any] = {}
+        with saver, builder.fitting():
+            position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
+            with replicas.first_of(recipe.replicas):
+                diagnosis.require_statistics(step.cycle, step.objective)
+                diagnosis.warn_of_zero_lora(recipe.model.layers)
+            hooks.list.on_train_begin()
+            saver.begin()
+            if epoch := backed_up_epoch(model, stacks.steps_per_epoch):
+                position = Position(epoch, epoch)
+            last = position.epoch if saver.stopped else schedule.epochs
+            for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
+                step.running.reset()
+                hooks.list.on_epoch_begin(epoch)
+                builder.require_same()
+                done = saver.begin_epoch(epoch)
+                logs = _train_epoch(step, saver.watched(step.lockstep(stacks, dispatches)), hooks, done)
+                if validate is not None and schedule.validates(epoch):
+                    logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
+                hooks.list.on_epoch_end(epoch, logs)
+                saver.end_epoch(last=model.stop_training or epoch == last - 1)
+                if model.stop_training:
+                    break
+            recipe.optimizer.finalize(recipe.model.trainable_variables)
+            hooks.list.on_train_end(logs)
+        return model.history
+
+    @graph_scoped_gradients()
+    def _make_validation(self, options: Options) -> Callable[[Callbacks], dict[str, float]] | None:
+        if self._validation_data is None:
+            return None
+        schedule = self._schedule
+        with checks.naming("validation_data"):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._validation_data)
+        # One source for all epochs: it is validated before training starts.
+        names = {"what": "validation_data", "steps": "validation_steps"}
+        batch_size = schedule.validation_batch_size or self._batch_size
+        source = self._recipe.make_source(x, y, sample_weight, options, batch_size=batch_size, **names)
+        passes = sum(map(schedule.validates, range(schedule.initial_epoch, schedule.epochs)))
+        evaluation = Evaluation(self._builder, source, options, schedule.validation_steps, passes)
+        evaluation.require_traceable(like=self._source.sample)
+        return lambda hooks: evaluation(
+            Callbacks(hooks.list, self._recipe.model.model, verbose=0, epochs=1, steps=None, history=False)
+        )
+
+    def _training(
+        self, options: Options, step: Step, stacks: ArrayStacks | DatasetStacks, hooks: Callbacks
+    ) -> Training:
+        """Returns what a checkpoint holds of this fit."""
+        recipe, model = self._recipe, self._recipe.model
+        variables: dict[str, Sequence[Any]] = {
+            "model": [*model.variables, *model.state],
+            "optimizer": recipe.optimizer.variables,
+            "loss_scale": step.cycle.loss_scale.variables,
+            "step": step.running.variables,
+        }
+        plan = {**stacks.plan, "class_weight": self._class_weight}
+        cut: dict[str, Any] = {
+            **stacks.cut,
+            "gradient_accumulation_steps": options.gradient_accumulation_steps,
+            "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
+        }
+        return Training(
+            model.model,
+            variables,
+            self._builder.fingerprint.describe(variables, options, self._source.sample, plan),
+            cut,
+            [*model.split_sensitive_layers, *self._builder.split_sensitive],
+            model.unsaved_draws,
+            stacks,
+            hooks,
+            step.running.savable,
+            recipe.replicas,
+        )
+
+
+def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, Any]:
+    """Trains with the dispatches of an epoch, of which `first` steps are done, and returns the last step's logs."""
+    begin, end = hooks.hooks("train")
+    pending: PendingStep | None = None
+    for dispatch in dispatches:
+        begin(first)
+        try:
+            with compile_messages.announced(hooks.say) if pending is None else nullcontext():
+                executed = step.dispatch(dispatch)
+        except (tf.errors.OpError, MemoryError):
+            if pending is not None:
+                pending.require()  # another worker may have failed for what is known here better
+            raise
+        if pending is not None:
+            # Read only now that the next step is on its way: the device never runs dry.
+            pending.require()
+        pending = PendingStep(step, executed, dispatch)
+        late = LateLogs(executed.logs, pending.require)
+        end(first + dispatch.size - 1, functools.partial(lambda logs: logs, late))
+        first += dispatch.steps
+        if step.objective.model.model.stop_training:
+            break
+    if pending is None:
+        raise ValueError("The data ended before the place to go on from: pass what the checkpoint was made with.")
+    logs = dict(late)
+    step.running.stuck_steps.warn(executed.stuck)
+    return logs

@@ -1,0 +1,70 @@
+"""The context of a trace: objects for kernels that Keras's layers, which stand in between, could not hand on."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from fastaccum.kernels.accumulators import Accumulator, Accumulators
+
+# Finds the cast of a variable, or of a function with its arguments, to a dtype.
+Find = Callable[[Any, tf.DType], "tf.Tensor | None"]
+Names = dict[int, tuple[tf.Tensor, str]]  # by the tensor's id
+
+
+class Casts(NamedTuple):
+    """Finds casts that were made outside of what is traced."""
+
+    find: Find = lambda asked, dtype: None
+    scope: Any = None  # the `keras.StatelessScope`, or None, in which variables have the values that were cast
+
+
+NO_CASTS = Casts()
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceContext:
+    """Holds what kernels find while a micro-batch's forward and backward pass are traced.
+
+    Attributes:
+        accumulators: those that a kernel may add to in its backward pass.
+        casts: half-precision casts of weights, made before the loop over micro-batches.
+        names: collects the values that `checkpoint_name` names; None where nobody asks for them.
+    """
+
+    accumulators: Accumulators | None = None
+    casts: Casts = NO_CASTS
+    names: Names | None = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Makes this the context of the trace inside the block."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def extended(self, **changes: Any) -> contextlib.AbstractContextManager[None]:
+        """Enters this context with other values of some attributes."""
+        return dataclasses.replace(self, **changes).entered()
+
+
+_EMPTY = TraceContext()
+_current = contextvars.ContextVar("trace context", default=_EMPTY)
+
+
+def current() -> TraceContext:
+    """Returns the context of the trace; an empty one outside of a train step."""
+    return _current.get()
+
+
+def accumulator_of(variable: Any) -> Accumulator | None:
+    """Returns the accumulator of a variable that a kernel's forward pass reads; None where the step offers none."""
+    offered = current().accumulators
+    return None if offered is None else offered.find(variable)
