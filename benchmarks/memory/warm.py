@@ -86,7 +86,7 @@ def _first_step(sizes: dict[str, Any], folder: str) -> dict[str, Any]:
     start, used = time.perf_counter(), time.process_time()
     loss = fa.LinearCrossEntropy()
     trainer = fa.Trainer(model, "adamw", loss, gradient_accumulation_steps=2, compile_cache=folder or None)
-    with compile_messages.announced(said.append):
+    with compile_messages.announce(said.append):
         float(trainer.train_step((ids, ids)).loss)
     first, used = time.perf_counter() - start, time.process_time() - used
     for _ in range(3):

@@ -119,7 +119,7 @@ class Recorder(keras.callbacks.Callback):
     def _evaluate(self) -> float:
         x, y = self.run.held_out
         self.display.status("evaluating")
-        with compile_messages.announced(lambda _: self.display.status("compiling the evaluation")):
+        with compile_messages.announce(lambda _: self.display.status("compiling the evaluation")):
             logs = self.run.trainer.evaluate(x, y, batch_size=self.run.options.batch_size, return_dict=True, verbose=0)
         return _bits(logs)
 

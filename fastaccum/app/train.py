@@ -90,7 +90,7 @@ def _train(run: Run, folder: RunFolder) -> int:
         display = Display(run.options.steps)
         recorder = Recorder(run, folder, interrupt, display)
         try:
-            with display, compile_messages.announced(display.hear):
+            with display, compile_messages.announce(display.hear):
                 run.trainer.fit(
                     run.windows,
                     epochs=recorder.rows,

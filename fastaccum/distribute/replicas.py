@@ -81,7 +81,7 @@ def _number_collectives(strategy: tf.distribute.Strategy) -> None:
         extended._collective_ops = of_its_own
 
 
-def first_of(replicas: Replicas | None) -> contextlib.AbstractContextManager[None]:
+def on_first_replica(replicas: Replicas | None) -> contextlib.AbstractContextManager[None]:
     """Enters `first_components` if there are replicas."""
     return contextlib.nullcontext() if replicas is None else first_components()
 
@@ -265,7 +265,7 @@ class ReplicaProgram(TracedFunction):
 
     def __call__(self, *args: Any) -> TracedProgram:
         with first_components(), self._scope():
-            concrete = self.traced(*_specs(args))
+            concrete = self.trace(*_specs(args))
         self.last = TracedProgram(concrete, self._replicas)
         return self.last
 

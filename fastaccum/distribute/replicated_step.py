@@ -25,7 +25,7 @@ from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_compon
 from fastaccum.distribute.workers import WorkersDifferError
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, programs, temporary_retrace
+from fastaccum.step.program import Program, make_programs, temporary_retrace
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated
@@ -95,7 +95,7 @@ class ReplicatedStep(Step):
             ReplicaProgram(function, replicas, jit_compile, scope=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
         )
-        self._counter, self._executor, self._evaluator = programs(
+        self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
         for program in (self._counter, self._executor, self._evaluator):
@@ -258,7 +258,7 @@ class ReplicatedStep(Step):
             self._require_all(working)
         return executed
 
-    def traced(self, dispatch: Dispatch) -> list[ConcreteFunction]:
+    def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         shards, first = len(self._replicas.devices), int(dispatch.is_multi_step)
 
         def shard(t: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:

@@ -22,7 +22,7 @@ IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one wait
 
 def dispatch_memory(step: Step, dispatch: Dispatch) -> StepMemory:
     """Compiles a step for a dispatch of specs, and returns the memory that it takes of each replica's device."""
-    return measure(step, compile_programs(step.traced(dispatch)))
+    return measure(step, compile_programs(step.trace(dispatch)))
 
 
 def compile_programs(functions: Iterable[ConcreteFunction]) -> list[tuple[ConcreteFunction, HloProto]]:

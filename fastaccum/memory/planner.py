@@ -155,7 +155,7 @@ class Planner:
         """Compiles the step for micro-batches of so many rows, and returns the peak."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
         self._say(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
-        programs = compile_programs(self._step.traced(dispatch_of(self._sample, rows, steps)))
+        programs = compile_programs(self._step.trace(dispatch_of(self._sample, rows, steps)))
         memory, flops = measure(self._step, programs), cost.count(proto for _, proto in programs).flops
         # A dispatch of several train steps holds the data of all of them.
         more = (self._dispatched - 1) * memory.by_kind["data"]

@@ -126,7 +126,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
     local = rows * len(range(layout.replicas)[layout.shards])
     with step.temporary_retrace():
         dispatch = analysis.dispatch_of(sample, local, layout.accumulation)
-        programs = analysis.compile_programs(step.traced(dispatch))
+        programs = analysis.compile_programs(step.trace(dispatch))
     total = cost.count(proto for _, proto in programs)
     model, trained = step.objective.model.model, step.cycle.trained
     training = {id(v) for v in trained}

@@ -42,7 +42,7 @@ _announcer = contextvars.ContextVar[Callable[[str], Any]]("announcer", default=s
 
 
 @contextlib.contextmanager
-def announced(say: Callable[[str], Any] | None) -> Iterator[None]:
+def announce(say: Callable[[str], Any] | None) -> Iterator[None]:
     """Passes parts of a line to `say` while programs are traced and compiled inside the block; None for silence."""
     if say is None:
         yield
@@ -64,5 +64,5 @@ def announced(say: Callable[[str], Any] | None) -> Iterator[None]:
 
 
 def announcer() -> Callable[[str], Any]:
-    """Returns the function that is told of compilation; `say_nothing` outside of `announced`."""
+    """Returns the function that is told of compilation; `say_nothing` outside of `announce`."""
     return _announcer.get()

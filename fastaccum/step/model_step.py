@@ -21,7 +21,7 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, programs, temporary_retrace
+from fastaccum.step.program import Program, make_programs, temporary_retrace
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep
@@ -43,7 +43,7 @@ class ModelStep(Step):
             clip_norm=options.clip_norm,
             jit_compile=options.jit_compile,
         )
-        self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate = programs(
+        self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate = make_programs(
             (self._execute, self._execute_many, self._evaluate), options.jit_compile
         )
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
@@ -96,8 +96,8 @@ class ModelStep(Step):
     def temporary_retrace(self) -> AbstractContextManager[None]:
         return temporary_retrace(self.compiled_execute, self.compiled_execute_many)
 
-    def traced(self, dispatch: Dispatch) -> list[ConcreteFunction]:
-        return [self._program(dispatch).traced(*dispatch.stacks)]
+    def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
+        return [self._program(dispatch).trace(*dispatch.stacks)]
 
     def _program(self, dispatch: Dispatch) -> Program:
         return self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute

@@ -48,7 +48,7 @@ class Program(TracedFunction):
         self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
 
     def __call__(self, *args: Any) -> Any:
-        leaves, signature = flat(args)
+        leaves, signature = flatten(args)
         call = self._calls.get(signature)
         return self._first_call(args, leaves, signature) if call is None else call(leaves)
 
@@ -62,12 +62,12 @@ class Program(TracedFunction):
         start = time.perf_counter()
         say = compile_messages.announcer() if self.jit_compile else compile_messages.say_nothing
         say("Tracing the train step: ")
-        concrete = self.traced(*args)
+        concrete = self.trace(*args)
         call = self._calls[signature] = _call_of(concrete, args)
 
         def again() -> Any:
             self.anew()
-            self._calls[signature] = _call_of(self.traced(*args), args)
+            self._calls[signature] = _call_of(self.trace(*args), args)
             return self._calls[signature](leaves)
 
         traced, name = time.perf_counter(), tf.compat.as_str(concrete.name)
@@ -116,13 +116,13 @@ def temporary_retrace(*owners: Any) -> Iterator[None]:
             vars(each).update(had)
 
 
-def programs(functions: Iterable[Callable[..., Any]], jit_compile: bool) -> list[Program]:
+def make_programs(functions: Iterable[Callable[..., Any]], jit_compile: bool) -> list[Program]:
     """Makes the programs of one training, which warn once of too many shapes."""
     retraces = Retraces()
     return [Program(function, jit_compile, retraces) for function in functions]
 
 
-def flat(nest: Any) -> tuple[list[Any], tuple]:
+def flatten(nest: Any) -> tuple[list[Any], tuple]:
     """Flattens a nest to its arrays or tensors, and the signature that nests of one program have in common."""
     leaves, structure = optree.tree_flatten(nest)
     return leaves, (structure, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in leaves])

@@ -73,7 +73,7 @@ class Step(abc.ABC):
         """Retraces the training programs inside the block and restores their earlier traces on exit."""
 
     @abc.abstractmethod
-    def traced(self, dispatch: Dispatch) -> list[ConcreteFunction]:
+    def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         """Returns the concrete functions that one device runs, in order, for a dispatch of tensors or specs."""
 
     @abc.abstractmethod

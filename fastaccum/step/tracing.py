@@ -34,7 +34,7 @@ class TracedFunction:
         self.jit_compile = jit_compile
         self.function = self._make()
 
-    def traced(self, *args: Any) -> ConcreteFunction:
+    def trace(self, *args: Any) -> ConcreteFunction:
         """Returns the concrete function for nests of tensors or specs; traces it if need be."""
         with _interruptible(), _as_graphs(), graph_scoped_gradients(), without_collection(), self._numbered():
             return self.function.get_concrete_function(*args)

@@ -141,7 +141,7 @@ class Fit:
         logs: dict[str, Any] = {}
         with saver, builder.fitting():
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
-            with replicas.first_of(recipe.replicas):
+            with replicas.on_first_replica(recipe.replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
                 diagnosis.warn_of_zero_lora(recipe.model.layers)
             hooks.list.on_train_begin()
@@ -221,7 +221,7 @@ def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, f
     for dispatch in dispatches:
         begin(first)
         try:
-            with compile_messages.announced(hooks.say) if pending is None else nullcontext():
+            with compile_messages.announce(hooks.say) if pending is None else nullcontext():
                 executed = step.dispatch(dispatch)
         except (tf.errors.OpError, MemoryError):
             if pending is not None:

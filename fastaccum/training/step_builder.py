@@ -64,7 +64,7 @@ class StepBuilder:
             if not hasattr(self._model.model, _FITTING):
                 self._compile()
             self._moving = self._model.moving_layers
-            with replicas.first_of(self.recipe.replicas):
+            with replicas.on_first_replica(self.recipe.replicas):
                 self.split_sensitive = probe(self.step.objective, sample)
             self._recomputed = remat.installed(self._model.model)
         if self._recomputed != (now := remat.installed(self._model.model)):

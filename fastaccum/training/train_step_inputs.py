@@ -12,7 +12,7 @@ from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, flat
+from fastaccum.step.program import Program, flatten
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.step_builder import StepBuilder
@@ -49,7 +49,7 @@ class TrainStepInputs:
         return self._step, batch
 
     def _signature(self, batch: Batch) -> tuple:
-        return flat(batch)[1], remat.changes(), *[layer.trainable for layer in self._layers]
+        return flatten(batch)[1], remat.changes(), *[layer.trainable for layer in self._layers]
 
     def run(self, stack: Any) -> StepResult:
         """Runs one train step and raises what its outcome says; on a GPU, without a wait, at the next call."""

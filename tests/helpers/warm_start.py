@@ -22,7 +22,7 @@ def main(folder, *changes):
         for change in changes:
             exec(change, {})
         x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")
-        with compile_messages.announced(said.append):
+        with compile_messages.announce(said.append):
             for _ in range(3):
                 trainer.train_step((x, x[..., :1]))
     weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()

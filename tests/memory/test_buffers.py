@@ -40,7 +40,7 @@ def test_temporary_buffers_are_those_of_the_plan(memory):
 
 def test_what_is_known_without_compiling_bounds_the_peak(memory):
     trainer, found = memory
-    programs = trainer._step.traced(Dispatch((stacked(BATCH, 4),)))
+    programs = trainer._step.trace(Dispatch((stacked(BATCH, 4),)))
     assert found.peak_bytes <= bytes_at_most(trainer._step, programs) < 20 * found.peak_bytes
 
 

@@ -173,7 +173,7 @@ def test_the_loop_of_a_step_takes_no_constants_from_outside():
     program, batch = Trainer(model, "adamw", "mse", gradient_accumulation_steps=2)._one_program(
         2 * (np.ones((2, 3, 2)),)
     )
-    graph = program.traced(batch).graph
+    graph = program.trace(batch).graph
     loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
     assert loops
     for loop in loops:

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from fastaccum.step import compile_cache, xla_cache
-from fastaccum.step.compile_messages import Retraces, announced
-from fastaccum.step.program import Program, programs
+from fastaccum.step.compile_messages import Retraces, announce
+from fastaccum.step.program import Program, make_programs
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -153,7 +153,7 @@ def test_no_log_lines_of_tensorflow_in_a_line_that_says_what_is_compiled(monkeyp
 
     monkeypatch.setattr(compile_cache, "called", seen)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    with announced(say):
+    with announce(say):
         Program(half_and_sum)({"z": tf.constant(1.0)})
     assert within == [3 if quiet else before] and log_level() == before
 
@@ -164,7 +164,7 @@ def lengths(*numbers):
 
 def test_one_warning_for_a_hundred_shapes():
     """For all programs of a training together; it says what varies."""
-    first, second = programs([half_and_y, half_and_y], jit_compile=False)
+    first, second = make_programs([half_and_y, half_and_y], jit_compile=False)
     with pytest.warns(RuntimeWarning, match=r"33 shapes, .*: \(2, 4, 1\), \(2, 4, 2\).* \(2, 4, 33\)\. Pad") as warned:
         for stack in lengths(*range(1, 101)):
             first(stack)
@@ -177,7 +177,7 @@ def half_and_y(stack):
 
 
 def test_a_few_lengths_are_no_fault():
-    (program,) = programs([half_and_y], jit_compile=False)
+    (program,) = make_programs([half_and_y], jit_compile=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

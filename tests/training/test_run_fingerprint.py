@@ -603,13 +603,13 @@ PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import keras
-import test_identity
+import test_run_fingerprint as tests
 from fastaccum.adapters.fingerprint import describe
 
-made = {what: test_identity.description(make(1.0)) for what, make in test_identity.MADE.items()}
-for kind in test_identity.KINDS:
-    for each in test_identity.classes(kind):
-        made[each.__name__] = [describe(was) for name, was, _ in test_identity.changes(each, kind) if name is None]
+made = {what: tests.description(make(1.0)) for what, make in tests.MADE.items()}
+for kind in tests.KINDS:
+    for each in tests.classes(kind):
+        made[each.__name__] = [describe(was) for name, was, _ in tests.changes(each, kind) if name is None]
 json.dump(made, open(sys.argv[1], "w"))
 """
 
