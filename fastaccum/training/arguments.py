@@ -25,3 +25,5 @@ if TYPE_CHECKING:
         | keras.callbacks.CallbackList
         | None
     )
+else:  # tf_keras is imported by those who use it
+    KerasModel = KerasOptimizer = LossArgument = MetricsArgument = WeightsArgument = CallbacksArgument = Any

@@ -88,6 +88,15 @@ def test_other_programs(trainer, monkeypatch, run):
             trainer.train_step((X[None, :ROWS], Y[None, :ROWS]))
 
 
+def test_what_runs_out_in_a_callback_is_not_told_as_a_train_steps(trainer):
+    def run_out(epoch, logs):
+        raise MemoryError("of a callback")
+
+    with pytest.raises(MemoryError, match="of a callback") as error:
+        fit(trainer, 64, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=run_out)])
+    assert not isinstance(error.value, fa.OutOfMemoryError)
+
+
 def test_later_runs_write_over_the_variables(trainer):
     def places():
         return [np.asarray(memoryview(v.value.read_value())).ctypes.data for v in trainer.model.trainable_variables]
