@@ -170,7 +170,7 @@ def _is(output, given):
 def test_the_loop_of_a_step_takes_no_constants_from_outside():
     """TensorFlow copies them into the loop in an order, and by names, that differ from process to process."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(2)])
-    program, batch = Trainer(model, "adamw", "mse", gradient_accumulation_steps=2)._one_program(
+    program, batch = Trainer(model, "adamw", "mse", gradient_accumulation_steps=2)._step_inputs.program(
         2 * (np.ones((2, 3, 2)),)
     )
     graph = program.trace(batch).graph
