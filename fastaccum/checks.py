@@ -1,4 +1,4 @@
-"""Argument checks whose errors name the argument, its value and what it must be."""
+"""Argument checks, whose errors name the argument, its value and the rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import tensorflow as tf
 
@@ -29,12 +29,12 @@ from fastaccum.kernels.checks import (  # noqa: F401
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Other packages' names, too far for `difflib`.
+# Other packages' names, which `difflib` would not match.
 _MEANT = {"accumulate_grad_batches": "gradient_accumulation_steps", "max_grad_norm": "clip_norm"}
 
 
 def keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function so that a keyword which it does not take is refused with the one that was probably meant."""
+    """Decorates a function to refuse an unknown keyword with the one that was probably meant."""
     taken = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -48,13 +48,13 @@ def keywords(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def positive_or_none(name: str, value: Any) -> float | None:
-    """`value` as a positive, finite float, or None."""
+def positive_or_none(name: str, value: object) -> float | None:
+    """Returns `value` as a positive, finite float, or None."""
     return None if value is None else positive(name, value, ", or None")
 
 
-def path(name: str, value: Any) -> Path:
-    """`value`, a str or a path, as a path that a file system can have."""
+def path(name: str, value: object) -> Path:
+    """Returns `value`, a str or a path, as a path that a file system can have."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise TypeError(f"{name}={shown(value)} must be a path.")
@@ -63,7 +63,7 @@ def path(name: str, value: Any) -> Path:
     return Path(text)
 
 
-def require_nest(name: str, nest: Any) -> None:
+def require_nest(name: str, nest: object) -> None:
     """Raises TypeError for a container that cannot be taken apart and put together again."""
     try:
         tf.nest.map_structure(lambda leaf: leaf, nest)
@@ -74,8 +74,8 @@ def require_nest(name: str, nest: Any) -> None:
         ) from error
 
 
-def class_weight(value: Any) -> dict[int, float] | None:
-    """A factor for each class index, or None."""
+def class_weight(value: object) -> dict[int, float] | None:
+    """Returns `value` as a factor for each class index, or None."""
     if value is None:
         return None
     rule = "must map class indices from 0 to factors of at least 0, finite in float32 and none 0 there that is not 0"

@@ -35,12 +35,12 @@ def _main(argv: Sequence[str]) -> int:
         # Its options are known in a clone only, and the suites' processes import TensorFlow themselves.
         return _bench(argv[1:])
     parsed = options.parse(argv)
-    told = sys.stdout if parsed.command in ("train", "plan") else sys.stderr
-    if told is sys.stdout or told.isatty():
-        print("loading   TensorFlow", file=told, flush=True)  # which takes some seconds
+    stream = sys.stdout if parsed.command in ("train", "plan") else sys.stderr
+    if stream is sys.stdout or stream.isatty():
+        print("loading   TensorFlow", file=stream, flush=True)  # which takes some seconds
     _import_tensorflow(parsed.tensorflow_log)
     if parsed.command == "devices":
-        for kind, name in options.device_names():
+        for kind, name in options.list_devices():
             print(f"{kind:5}{name}")
         return 0
     module = importlib.import_module(f"fastaccum.app.{parsed.command}")  # "train", "generate" or "plan"
@@ -48,7 +48,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    """`python -m benchmarks` of the clone that this package is part of."""
+    """Runs `python -m benchmarks` of the clone that this package is part of."""
     clone = pathlib.Path(__file__).resolve().parent.parent
     if not (clone / "benchmarks" / "__main__.py").exists():
         raise options.BadArgument(
@@ -65,8 +65,8 @@ def _bench(argv: Sequence[str]) -> int:
 def _import_tensorflow(log: bool = False) -> None:
     """Imports TensorFlow without its log lines, or with all of them if `log`.
 
-    The first of them are written to the file descriptor before TensorFlow reads any level, so the descriptor is
-    redirected during the import and the search for devices. If they fail, everything is printed.
+    TensorFlow writes its first lines to the file descriptor before it reads any level, so the descriptor is redirected
+    during the import and the search for devices. If these fail, everything is printed.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever Keras's other programs are to use
     if "tensorflow" in sys.modules:
@@ -78,16 +78,16 @@ def _import_tensorflow(log: bool = False) -> None:
         os.environ.pop(name, None)
     sys.stderr.flush()
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as lines:
-        os.dup2(lines.fileno(), 2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
         try:
             import tensorflow as tf
 
             tf.get_logger().setLevel("ERROR")
             tf.config.list_physical_devices()
         except BaseException:
-            lines.seek(0)
-            os.write(stderr, lines.read())
+            written.seek(0)
+            os.write(stderr, written.read())
             raise
         finally:
             os.dup2(stderr, 2)

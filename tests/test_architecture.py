@@ -16,19 +16,19 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
     "adapters": 4_410,
-    "app": 1_508,
+    "app": 1_505,
     "checkpoint": 1_649,
     "data": 1_526,
     "distribute": 942,
     "kernels": 4_459,
-    "memory": 1_493,
+    "memory": 1_492,
     "step": 3_060,
     "training": 888,
     "": 1_282,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
-MAY_OPEN_OTHERWISE = {"adapters", "app", "checkpoint", "data", "kernels", "step", ""}
+MAY_OPEN_OTHERWISE = {"adapters", "checkpoint", "data", "kernels", "step", ""}
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 

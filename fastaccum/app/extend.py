@@ -1,4 +1,4 @@
-"""A run of `fastaccum train` that is extended: its last checkpoint becomes one of the longer run."""
+"""Extends a run of `fastaccum train`: rewrites its last checkpoint as one of the longer run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fastaccum.checkpoint import store
 
 
 def adopt_last(run: Run, checkpoints: Path) -> None:
-    """Writes the last checkpoint anew if it is of a shorter run, at the end of that one or with its learning rate and
-    its rows, which `fit` would refuse. All else that a checkpoint says must be as it was, and `fit` sees to it.
+    """Rewrites the last checkpoint where it is of a shorter run, whose end, learning rate and rows `fit` would refuse.
+
+    All else in the checkpoint stays, and `fit` checks it.
     """
     found = store.latest(checkpoints)
     if found is None or (found.manifest["progress"]["stopped"] and found.step >= run.options.steps):
@@ -22,7 +23,7 @@ def adopt_last(run: Run, checkpoints: Path) -> None:
     progress, description, history = (found.manifest[name] for name in ("progress", "description", "history"))
     optimizer = optimizers.get(run.trainer.optimizer).description
     schedule = {name: optimizer[name] for name in ("learning_rate",) if name in optimizer}  # which COCOB has not
-    # An epoch of `fit` is a row of metrics.csv, and longer rows are fewer: nobody reads the logs of those that go.
+    # An epoch of `fit` is a row of metrics.csv. Longer rows are fewer, and nobody reads the logs of the dropped ones.
     epoch, step = divmod(found.step, run.steps_per_row)
     manifest = {
         **found.manifest,

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -21,14 +20,14 @@ PROG = "fastaccum generate"
 def generate(options: argparse.Namespace) -> int:
     """Prints the prompt and its continuation as the parsed `options` say, and returns the exit code."""
     prompt = os.fsencode(options.prompt)
-    decoder = text.utf8_decoder()
+    decoder = text.make_utf8_decoder()
     try:
         if not prompt:
             raise ValueError("--prompt '' is empty: give at least one character, or leave it out")
-        model, context = _loaded(Path(options.run))
+        model, context = _load(Path(options.run))
     except (ValueError, OSError) as error:
         raise BadArgument(str(error), PROG) from error
-    drawn = text.drawn(model, prompt, context, temperature=options.temperature, seed=options.seed)
+    drawn = text.draw(model, prompt, context, temperature=options.temperature, seed=options.seed)
     try:
         for byte in itertools.chain(prompt, itertools.islice(drawn, options.length)):
             print(text.printable(bytes([byte]), decoder), end="", flush=True)
@@ -41,8 +40,8 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded(run: Path) -> tuple[Any, int]:
-    """The model in a run folder, and its context; ValueError if there is none."""
+def _load(run: Path) -> tuple[keras.Model, int]:
+    """Loads the model in a run folder, and its context; raises ValueError if there is none."""
     file = run / "model.keras"
     run_folder.require_own_files(run)
     if not os.path.lexists(file):

@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, float)
 
 
 class BadArgument(Exception):
-    """What the user asked for cannot be done: one line that names the value and the remedy."""
+    """An argument that cannot be used: one line that names the value and the remedy."""
 
     def __init__(self, message: str, prog: str = "fastaccum train"):
         super().__init__(message)
@@ -51,9 +51,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the versions, which are looked up only then."""
+    """Looks up the versions and prints them."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
         found = metadata.packages_distributions()  # TensorFlow's may be tensorflow-cpu, or tf-nightly
@@ -64,7 +64,7 @@ class _Version(argparse.Action):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, parsed: `command` and `parser` are the subcommand's, `given` the options that it names.
+    """Parses the command line; `command` and `parser` are the subcommand's, `given` the options that it names.
 
     Raises:
         BadArgument: raised for what is not an option, with the one that was probably meant, and for a missing file.
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.error("name a COMMAND: train, generate, plan, bench or devices; `fastaccum --help` says what each does")
     parsed, unknown = parser.parse_known_args(argv)
-    # None is abbreviated, and one that equals its default is given, too.
+    # Options cannot be abbreviated, and one that equals its default is given, too.
     parsed.given = [each.partition("=")[0] for each in itertools.takewhile("--".__ne__, argv)]
     if unknown:
         from difflib import get_close_matches
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Makes the parser of the command line."""
     parser = Parser(
         prog="fastaccum",
         description="Trains a small language model on text, with gradient accumulation in one XLA program.",
@@ -98,8 +98,8 @@ def make_parser() -> Parser:
     version = "print the versions of fastaccum, TensorFlow, Keras and Python"
     parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train(commands)
-    _add_generate(commands)
+    _add_train(commands.add_parser)
+    _add_generate(commands.add_parser)
     plan = commands.add_parser(
         "plan",
         help="find the micro-batch that fits the device",
@@ -123,15 +123,15 @@ def make_parser() -> Parser:
 
 
 def _finish(parser: Parser, command: str) -> None:
-    """What every subcommand has."""
+    """Adds the options that every subcommand has."""
     log = "print TensorFlow's own log lines, too"
     parser.add_argument("--tensorflow-log", action="store_true", help=log)
     parser.add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.set_defaults(command=command, parser=parser, given=())
 
 
-def _add_train(commands: Any) -> None:
-    train = commands.add_parser(
+def _add_train(add_parser: Callable[..., Parser]) -> None:
+    train = add_parser(
         "train",
         help="train a small language model on text",
         description="Trains a small language model (a transformer) on text, byte by byte. A part of the text is\n"
@@ -148,7 +148,8 @@ def _add_train(commands: Any) -> None:
     add("--accum", type=_whole(1, MOST), default=4, metavar="N", help=accum)
     _add_model(add)
     rate = "highest learning rate: it rises to this first, then falls to a 50th along a cosine (%(default)s)"
-    add("--lr", type=_float32(2.0**-126, "positive number, such as 0.004"), default=0.004, metavar="RATE", help=rate)
+    positive = _number(float, 2.0**-126, LARGEST, "positive number, such as 0.004")
+    add("--lr", type=positive, default=0.004, metavar="RATE", help=rate)
     seed = "random seed of weights and data (%(default)s)"
     add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed)
     out = "folder to write the run to, new or empty (by default runs/PRESET-OPTIMIZER-seedN, a new one)"
@@ -162,8 +163,8 @@ def _add_train(commands: Any) -> None:
     _finish(train, "train")
 
 
-def _add_generate(commands: Any) -> None:
-    generate = commands.add_parser(
+def _add_generate(add_parser: Callable[..., Parser]) -> None:
+    generate = add_parser(
         "generate",
         help="continue a text with the model of a run",
         description="Prints a text and how the model that `fastaccum train` saved in a run folder continues it.",
@@ -176,14 +177,14 @@ def _add_generate(commands: Any) -> None:
     add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")
     add("--length", type=_whole(1, MOST), default=400, metavar="N", help="bytes to generate (%(default)s)")
     freely = "how freely to choose: 0 for always the likeliest byte, 1 for as likely as the model says (%(default)s)"
-    number = _float32(0.0, "number from 0, such as 0.8")
+    number = _number(float, 0.0, LARGEST, "number from 0, such as 0.8")
     add("--temperature", type=number, default=0.8, metavar="T", help=freely)
     add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="random seed of the choices (%(default)s)")
     _finish(generate, "generate")
 
 
-def _add_model(add: Callable[..., Any]) -> None:
-    """The options of a model, and of what trains it."""
+def _add_model(add: Callable[..., argparse.Action]) -> None:
+    """Adds the options of a model and its optimizer."""
     precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
     precision = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
     add("--precision", choices=precisions, default="auto", help=precision)
@@ -200,10 +201,6 @@ def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     return _number(int, minimum, maximum, f"whole number from {minimum} to {maximum}")
 
 
-def _float32(least: float, what: str) -> Callable[[str], float]:
-    return _number(float, least, LARGEST, what)
-
-
 def _number(kind: Callable[[str], Number], least: Number, most: Number, what: str) -> Callable[[str], Number]:
     def parse(value: str) -> Number:
         with contextlib.suppress(ValueError):
@@ -215,19 +212,14 @@ def _number(kind: Callable[[str], Number], least: Number, most: Number, what: st
 
 
 def _path(value: str) -> str:
-    if not value or "\0" in value:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a path")
-    try:
-        os.fsencode(value)
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(
-            f"{value!r} is not a path: its characters cannot be in a file's name"
-        ) from None
-    return value
+    with contextlib.suppress(UnicodeEncodeError):
+        if value and b"\0" not in os.fsencode(value):
+            return value
+    raise argparse.ArgumentTypeError(f"{value!r} is not a path: no file can have such a name")
 
 
-def device_names() -> list[tuple[str, str]]:
-    """`(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2 cores")`."""
+def list_devices() -> list[tuple[str, str]]:
+    """Lists `(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2 cores")`."""
     import tensorflow as tf
 
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
@@ -235,7 +227,7 @@ def device_names() -> list[tuple[str, str]]:
     return [("GPU", gpu.get("device_name", "unnamed")) for gpu in gpus] + [("CPU", f"{cores} cores")]
 
 
-def as_options(message: str) -> str:
-    """What an error says of a Trainer's arguments, said of the options that stand for them."""
+def name_options(message: str) -> str:
+    """Replaces a Trainer's arguments in an error's message by the options that stand for them."""
     message = re.sub(r"batch_size=(\d+) with gradient_accumulation_steps=(\d+)", r"--batch-size \1 --accum \2", message)
     return message.replace("recompute='auto'", "--recompute auto")

@@ -1,4 +1,4 @@
-"""What the command prints: it need not be read to the end, and cannot move a terminal's cursor."""
+"""Prints to streams that may end at any time, and nothing that moves a terminal's cursor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from fastaccum import lines
 
@@ -36,19 +36,19 @@ def tolerate_closed_stdout() -> Iterator[None]:
 
 
 def has_ended() -> bool:
-    """Whether what is printed to stdout is dropped."""
+    """Returns whether output to stdout is dropped."""
     return getattr(sys.stdout, "ended", False)
 
 
-def _formatted(message: Warning | str, *_: Any) -> str:
-    """Without the line of fastaccum's source that Python shows."""
+def _formatted(message: Warning | str, *_: object) -> str:
+    """Formats a warning without the line of fastaccum's source that Python shows."""
     return f"warning: {lines.one_line(str(message))}\n"
 
 
 class _Stream:
-    """A stream that leads nowhere, after one line on stderr, once writing to it has failed."""
+    """A stream that drops its output, after one line on stderr, once a write has failed."""
 
-    def __init__(self, name: str, stream: Any):
+    def __init__(self, name: str, stream: TextIO):
         self._name, self._stream, self.ended = name, stream, False
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`fastaccum plan`: the micro-batch with which `fastaccum train` fits a device."""
+"""`fastaccum plan`: finds the micro-batch with which `fastaccum train` fits a device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import numpy as np
 
 from fastaccum import planning
-from fastaccum.app.options import BadArgument, as_options
-from fastaccum.app.run import chosen_precision, learning_rate, make_optimizer, make_trainer, say
+from fastaccum.app.options import BadArgument, name_options
+from fastaccum.app.run import make_optimizer, make_schedule, make_trainer, resolve_precision, say
 from fastaccum.memory import device
 from fastaccum.memory.plan import Plan
 from fastaccum.transformer import PRESETS
@@ -22,7 +22,7 @@ def plan(options: argparse.Namespace) -> int:
     try:
         found = _found(options)
     except MemoryError as error:
-        print(f"--preset {options.preset}: {as_options(str(error)) or 'out of memory'}", file=sys.stderr)
+        print(f"--preset {options.preset}: {name_options(str(error)) or 'out of memory'}", file=sys.stderr)
         return 1
     except (ValueError, TypeError, ImportError) as error:
         raise BadArgument(str(error), PROG) from error
@@ -44,9 +44,9 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _found(options: argparse.Namespace) -> Plan:
-    limit = None if options.memory_limit is None else device.size(options.memory_limit, "--memory-limit")
-    optimizer = make_optimizer(options.optimizer, learning_rate(1.0, 1))
-    made = make_trainer(options.preset, chosen_precision(options.precision), optimizer)
+    limit = None if options.memory_limit is None else device.parse_size(options.memory_limit, "--memory-limit")
+    optimizer = make_optimizer(options.optimizer, make_schedule(1.0, 1))
+    made = make_trainer(options.preset, resolve_precision(options.precision), optimizer)
     window = np.zeros((1, PRESETS[options.preset]["context"]), np.int32)
     return planning.plan(
         made,

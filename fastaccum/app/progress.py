@@ -1,20 +1,20 @@
-"""How training is going, on a terminal or in a log."""
+"""Shows the progress of a training, on a terminal or in a log."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
 
 class Display:
-    """Lines of a table, above a bar on a terminal; in a file or a pipe where they are rare, one twice a minute."""
+    """A table of progress: lines above a bar on a terminal; in a file or a pipe at least two lines a minute."""
 
     def __init__(self, total: int, stream: TextIO | None = None):
         self.total = total
@@ -36,12 +36,12 @@ class Display:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._has_bar:
             self._bar.stop()
 
     def hear(self, part: str) -> None:
-        """Part of a line that says what is traced and compiled, shown as it comes."""
+        """Shows a part of a line about tracing and compiling, as soon as it comes."""
         if self._has_bar:
             self._heard += part
             self.status(self._heard.rpartition(". ")[2].rstrip(": "))
@@ -52,11 +52,11 @@ class Display:
             self._console.file.flush()
 
     def status(self, text: str, step: int | None = None) -> None:
-        """What is being done, beside the bar, and how many steps are done if that is new."""
+        """Shows beside the bar what is being done, and moves the bar to `step`."""
         self._bar.update(self._task, completed=step, status=text)
 
     def update(self, step: int, bits: float, rate: float, scale: float = 1, skipped: int = 0) -> None:
-        """`step` steps are done, with so many bits per byte, and tokens a second or NaN. A loss scale of 1 is none."""
+        """Shows bits per byte and tokens a second (or NaN) after `step` steps. A loss scale of 1 is not shown."""
         speed = "" if math.isnan(rate) else f"  {rate:,.0f} tokens/s"
         more = f"  loss scale {scale:,.0f}" * (scale != 1) + f"  {skipped} skipped" * bool(skipped)
         self._bar.update(self._task, completed=step, status=f"{bits:.3f} bits/byte{speed}{more}")
@@ -64,7 +64,7 @@ class Display:
             self.row(step, bits, math.nan, rate, scale, skipped)
 
     def row(self, step: int, bits: float, held_out: float, rate: float, scale: float = 1, skipped: int = 0) -> None:
-        """A line of the table: `update`, and the bits per byte of the text held out, or NaN."""
+        """Prints a line of the table: the figures of `update`, and the bits per byte of held-out text, or NaN."""
         width = max(4, len(f"{self.total:,}"))
         if not self._headed:
             self._scaled, self._headed = scale != 1, True
@@ -80,7 +80,7 @@ class Display:
 
 
 class _Status(ProgressColumn):
-    """The one column that gives way where a terminal is narrow."""
+    """The one column that shrinks on a narrow terminal."""
 
-    def render(self, task: Any) -> Text:
+    def render(self, task: Task) -> Text:
         return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")

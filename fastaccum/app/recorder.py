@@ -1,4 +1,4 @@
-"""What is seen and kept of a run while it trains."""
+"""Records a run while it trains: metrics.csv, the display, and the place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import keras
 
@@ -16,6 +16,7 @@ from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.step import compile_messages
 
+Logs = Mapping[str, Any]  # of numbers and tensors
 EVALUATIONS = 10
 SHOW_SECONDS = 0.25
 
@@ -40,28 +41,28 @@ class Recorder(keras.callbacks.Callback):
         self.row_began = 0  # after so many steps
         self.steps_at_row: int | None = None  # None until a step has run
         self.rate = math.nan
-        self.logs: Mapping[str, Any] = {}
+        self.logs: Logs = {}
 
     def get_state(self) -> dict[str, Any]:
-        """Where in the run and its rows a checkpoint stands, and whose; all else that is needed is in metrics.csv."""
+        """Returns the place of a checkpoint in the run and its rows, and the run's identity, beside metrics.csv."""
         rows = [str(sorted(row.items())) for row in self.folder.rows if row["step"] <= self.row_began]
         return {"steps": self.steps, "row_began": self.row_began, "run": self.run.identity, "rows": rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Puts that back; ValueError if it is nothing that `get_state` returns."""
+        """Restores what `get_state` returned; raises ValueError for anything else."""
         steps, row_began = state.get("steps"), state.get("row_began")
         if not (type(steps) is type(row_began) is int and 0 <= row_began <= steps <= self.total):
             raise ValueError(f"no run of {self.total} steps is at {state}: another version of fastaccum wrote it")
         self.steps, self.row_began = steps, row_began
         self.display.status("", steps)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs) -> None:
         if self.run.rows is not None and self.steps_at_row is None:
             # Without what was written after the checkpoint from which the run goes on, if only in part.
             self.folder.keep_rows(self.row_began)
             self.skipped = int(self.folder.rows[-1]["skipped_steps"]) if self.folder.rows else 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self.logs = logs
         self.steps += 1
         if self.steps_at_row is None:
@@ -79,7 +80,7 @@ class Recorder(keras.callbacks.Callback):
             self.display.update(self.steps, _bits(logs), self.rate, _scale(logs), skipped)
             self.shown = time.monotonic()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         self.logs = logs
         self._end_row()
         self.row_began = self.steps
@@ -121,13 +122,13 @@ class Recorder(keras.callbacks.Callback):
         self.display.status("evaluating")
         with compile_messages.announce(lambda _: self.display.status("compiling the evaluation")):
             logs = self.run.trainer.evaluate(x, y, batch_size=self.run.options.batch_size, return_dict=True, verbose=0)
-        return _bits(logs)
+        return _bits(cast(Logs, logs))
 
 
-def _scale(logs: Any) -> float:
-    """Of the loss: 1 without loss scaling."""
+def _scale(logs: Logs) -> float:
+    """Reads the loss scale, which is 1 without loss scaling."""
     return float(logs.get("loss_scale", 1))
 
 
-def _bits(logs: Any) -> float:
+def _bits(logs: Logs) -> float:
     return float(logs["loss"]) / math.log(2)

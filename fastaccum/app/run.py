@@ -1,4 +1,4 @@
-"""What a run of `fastaccum train` needs, from its options or from the folder in which it began."""
+"""Makes a run of `fastaccum train` from its options, or from the folder in which it began."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,7 +22,7 @@ from fastaccum import lines
 from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import run_folder, text
-from fastaccum.app.options import MOST, MOST_STEPS, STEPS, BadArgument, device_names
+from fastaccum.app.options import MOST, MOST_STEPS, STEPS, BadArgument, list_devices
 from fastaccum.checkpoint import store
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
@@ -41,9 +40,9 @@ MOST_FILES = 10_000  # that config.json lists
 
 
 class Run:
-    """All that a run needs, made from the options and checked: text, model, trainer.
+    """The text, model and trainer of a run, made from the options.
 
-    A run that is resumed has in `rows` what metrics.csv holds so far. Checkpoints carry its `identity`.
+    A resumed run has in `rows` the rows of metrics.csv so far. Checkpoints carry the run's `identity`.
     """
 
     def __init__(self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None):
@@ -53,9 +52,8 @@ class Run:
         self.steps_per_row = math.ceil(options.steps / ROWS)
         keras.utils.set_random_seed(options.seed)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
-        self.device = " ".join(device_names()[0])
-        self.precision = chosen_precision(options.precision)
-        # What the preset says about the model, but for the vocabulary, which is that of bytes.
+        self.device = " ".join(list_devices()[0])
+        self.precision = resolve_precision(options.precision)
         self.sizes = {**PRESETS[options.preset], "vocabulary_size": BYTES}
         self.context: int = self.sizes["context"]
         self.tokens_per_step: int = options.batch_size * options.accum * self.context
@@ -72,17 +70,17 @@ class Run:
                 compile_cache.use(cache)
             except ValueError as error:
                 say("note", str(error))
-        optimizer = make_optimizer(options.optimizer, learning_rate(options.lr, options.steps))
+        optimizer = make_optimizer(options.optimizer, make_schedule(options.lr, options.steps))
         self.trainer = make_trainer(options.preset, self.precision, optimizer, options.accum)
         self.model = self.trainer.model
 
     @property
-    def config(self) -> dict[str, Any]:
-        """What config.json holds."""
+    def config(self) -> run_folder.Config:
+        """The contents of config.json."""
         return self.config_of(self.options.steps)
 
-    def config_of(self, steps: int) -> dict[str, Any]:
-        """What it would hold if the run had so many steps."""
+    def config_of(self, steps: int) -> run_folder.Config:
+        """Returns the contents of config.json for a run of so many steps."""
         options = {name: getattr(self.options, name) for name in OPTIONS}
         options |= {"precision": self.precision, "steps": steps}
         return {
@@ -120,8 +118,8 @@ class Run:
         say("training", f"{options.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
 
 
-def folder_to_resume(options: argparse.Namespace) -> Path:
-    """The folder `options.resume`; raises ValueError if it is no run's, or if there are options it cannot change."""
+def require_resumable(options: argparse.Namespace) -> Path:
+    """Returns the folder `options.resume`; raises ValueError if no run wrote it, or for options that cannot change."""
     kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)} - {"--steps"}
     named = sorted(kept & {*options.given})
     if extra := named + ["FILE or FOLDER"] * bool(options.paths):
@@ -135,9 +133,11 @@ def folder_to_resume(options: argparse.Namespace) -> Path:
     return path
 
 
-def resumed(options: argparse.Namespace) -> Run:
-    """The `Run` that continues in the folder `options.resume`, to `options.steps` if that is given; raises ValueError
-    if it cannot as it began.
+def resume(options: argparse.Namespace) -> Run:
+    """Makes the `Run` that continues in the folder `options.resume`, to `options.steps` if given.
+
+    Raises:
+        ValueError: raised if the run cannot continue as it began.
     """
     path, asked = Path(options.resume), options.steps
     file = repr(str(path / "config.json"))
@@ -192,27 +192,27 @@ def resumed(options: argparse.Namespace) -> Run:
     return run
 
 
-def learning_rate(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:
-    """A twentieth of the steps up from 0 to `highest`, then down along a cosine to a 50th of it."""
+def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:
+    """Makes a schedule: a twentieth of the steps up from 0 to `highest`, then down along a cosine to a 50th of it."""
     warmup = max(1, steps // 20)
     return keras.optimizers.schedules.CosineDecay(
         0.0, max(1, steps - warmup), alpha=0.02, warmup_target=highest, warmup_steps=warmup
     )
 
 
-def chosen_precision(name: str) -> str:
-    """The policy of a precision, of which "auto" is the device's."""
-    return name if name != "auto" else "mixed_float16" if device_names()[0][0] == "GPU" else "float32"
+def resolve_precision(name: str) -> str:
+    """Returns the dtype policy of a precision; "auto" is mixed_float16 on a GPU and float32 on a CPU."""
+    return name if name != "auto" else "mixed_float16" if list_devices()[0][0] == "GPU" else "float32"
 
 
-def make_trainer(preset: str, precision: str, optimizer: Any, accumulation: int = 1) -> Trainer:
-    """What trains a new model of a preset, on bytes."""
+def make_trainer(preset: str, precision: str, optimizer: keras.optimizers.Optimizer, accumulation: int = 1) -> Trainer:
+    """Makes the Trainer of a new model of a preset, on bytes."""
     model = gpt(BYTES, preset=preset, dtype=precision)
     return Trainer(model, optimizer, LinearCrossEntropy(), gradient_accumulation_steps=accumulation, clip_norm=1.0)
 
 
-def make_optimizer(name: str, rate: Any) -> Any:
-    """The Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`, with that rate."""
+def make_optimizer(name: str, rate: keras.optimizers.schedules.LearningRateSchedule) -> keras.optimizers.Optimizer:
+    """Makes the Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`, with this rate."""
     prefix, _, addon = name.partition(":")
     if prefix.lower() == "tfa" and addon:
         from fastaccum import addons

@@ -1,7 +1,7 @@
 """The folder that a run leaves behind: config.json, metrics.csv, curve.png, model.keras and checkpoints.
 
-It may come from others. A file of it is read only if it is plain, of a size that a run writes, and holds what a run
-writes; and nothing in it is written or read through a link.
+The folder may come from others. Its files are read only if they are regular, no larger than a run writes, and hold what
+a run writes. Nothing is read or written through a link.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
+
 from fastaccum.checkpoint import files, lock
 
 Row = dict[str, float]  # of metrics.csv: values by column
+Config = dict[str, Any]  # of config.json
 
 FILES = ("config.json", "metrics.csv", "curve.png", "model.keras")
 CHECKPOINTS = "checkpoints"
@@ -47,19 +50,19 @@ _PARTIAL = ".partial-"
 class RunFolder:
     """Writes a run's files into `path`, which is new or empty, or the folder of a run that is resumed.
 
-    It belongs to one process at a time, until `held` is released. Every file is there as a whole or not at all. Where
-    the folder is removed while the run goes on, it is made anew.
+    The folder belongs to one process at a time, until `held` is released. A file is written whole or not at all. A
+    folder that is removed while the run goes on is made again.
 
     Args:
-        config: what config.json holds, or is to hold.
-        rows: what metrics.csv holds so far.
+        config: the contents of config.json.
+        rows: the rows of metrics.csv so far.
         held: the lock of this folder, if it is held already.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        config: dict[str, Any],
+        config: Config,
         rows: Iterable[Row] = (),
         held: lock.FolderLock | None = None,
     ):
@@ -73,29 +76,29 @@ class RunFolder:
                 leftover.unlink()
         self._write_config()
 
-    def change_config(self, values: dict[str, Any]) -> None:
+    def change_config(self, values: Config) -> None:
         """Writes config.json with other values."""
         self.config = {**self.config, **values}
         with self._replacing("config.json") as path:
             path.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
     def keep_rows(self, last_step: int) -> None:
-        """Takes the rows beyond `last_step`, which a resumed run will write again, off metrics.csv."""
+        """Removes from metrics.csv the rows after `last_step`, which a resumed run writes again."""
         self.rows = [row for row in self.rows if row["step"] <= last_step]
         self._write_rows()
 
     def add_row(self, row: Row) -> None:
-        """Adds to metrics.csv a dict with keys of `COLUMNS`; what is missing stays blank."""
+        """Adds a dict with keys of `COLUMNS` to metrics.csv; missing values stay blank."""
         self.rows.append(row)
         self._write_rows()
 
-    def save_model(self, model: Any) -> None:
+    def save_model(self, model: keras.Model) -> None:
         """Writes model.keras; `import fastaccum`, then `keras.saving.load_model` reads it."""
         with self._replacing("model.keras") as path:
             model.save(path)
 
     def remove_model(self) -> None:
-        """Removes model.keras, which is not that of a run that goes on."""
+        """Removes the model.keras of the shorter training from which a run goes on."""
         (self.path / "model.keras").unlink(missing_ok=True)
 
     def draw_curve(self) -> bool:
@@ -127,7 +130,7 @@ class RunFolder:
             writer.writerows(self.rows)
 
     def _write_config(self) -> None:
-        """Writes config.json where there is none: the folder is new, or was removed."""
+        """Writes config.json where there is none, in a folder that is new or was removed."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.held.acquire()
         if not os.path.lexists(self.path / "config.json"):
@@ -137,7 +140,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
-        """The path to write a file to, in a folder that nobody else knows; at the end it takes its place at once."""
+        """Yields a path in a new folder; after the block, the file there atomically replaces the one called `name`."""
         try:
             with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=self.path) as folder:
                 path = Path(folder, name)
@@ -149,8 +152,8 @@ class RunFolder:
             raise OSError(error.errno, error.strerror or str(error), str(self.path / name)) from error
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """What config.json of the run folder `path` holds: numbers, texts, and lists and dicts of these."""
+def read_config(path: Path) -> Config:
+    """Reads config.json of the run folder `path`: numbers, texts, and lists and dicts of these."""
     file = path / "config.json"
     try:
         config = json.loads(
@@ -168,10 +171,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, steps: int) -> list[Row]:
-    """The rows of metrics.csv in the run folder `path`, with numbers as values; the last one left out if cut short.
+    """Reads the rows of metrics.csv in the run folder `path`, without a last one that was cut short.
 
     Args:
-        steps: those of the run, which no row is beyond.
+        steps: of the whole run.
     """
     file = path / "metrics.csv"
     if not os.path.lexists(file):

@@ -10,7 +10,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -31,24 +31,24 @@ class Text(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Of the text to train on, followed by the one held out."""
+        """The SHA-256 of the text to train on, followed by the one held out."""
         digest = hashlib.sha256(self.train.data)
         digest.update(self.held_out.data)
         return digest.hexdigest()
 
 
 def standard_library() -> list[Path]:
-    """The running Python's own source code: real text that every machine has. Sorted paths, no tests."""
+    """Lists the source files of the running Python, without tests: real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     return sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
 
 
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
-    """Reads files, and folders to their bottom, as bytes, and holds a part out as `split` does.
+    """Reads files and folders, with all folders in them, as bytes, and holds a part out as `split` does.
 
-    From a folder comes every file, in sorted order, but hidden ones, those of runs and those that are not text; a file
-    that is itself in `paths` is read whatever it holds. With no path: `standard_library()`.
+    Files of a folder are read in sorted order, without hidden ones, files of runs and files that are not text. A file
+    that is itself in `paths` is read in any case. Without paths, `standard_library()` is read.
     """
     files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
     for path in map(Path, paths):
@@ -110,20 +110,20 @@ class RandomWindows(keras.utils.PyDataset):
 
 
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`."""
+    """Takes up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`."""
     _check_length(ids, context, "held-out text")
     windows = min(most, (len(ids) - 1) // context)
     starts = np.linspace(0, len(ids) - 1 - context, windows).astype(int)
     return _windows_at(ids, starts, context)
 
 
-def generate(model: Any, prompt: bytes, length: int, context: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """The first `length` bytes of `drawn`."""
-    return bytes(itertools.islice(drawn(model, prompt, context, temperature=temperature, seed=seed), length))
+def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, seed: int = 0) -> bytes:
+    """Draws the first `length` bytes after `prompt`."""
+    return bytes(itertools.islice(draw(model, prompt, context, seed=seed), length))
 
 
-def drawn(model: Any, prompt: bytes, context: int, *, temperature: float = 0.8, seed: int = 0) -> Iterator[int]:
-    """The bytes after `prompt`, without end, each drawn from `softmax(logits / temperature)`: at 0 the likeliest.
+def draw(model: keras.Model, prompt: bytes, context: int, *, temperature: float = 0.8, seed: int = 0) -> Iterator[int]:
+    """Yields bytes after `prompt`, without end, drawn from `softmax(logits / temperature)`: at 0 the likeliest.
 
     Args:
         model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
@@ -154,16 +154,16 @@ def drawn(model: Any, prompt: bytes, context: int, *, temperature: float = 0.8, 
 
 
 def printable(data: bytes, decoder: codecs.IncrementalDecoder | None = None) -> str:
-    """Bytes as text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
+    """Decodes bytes to text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
 
     A character may begin in the bytes of one call and end in those of the next with the same `decoder`.
     """
-    text = (decoder or utf8_decoder()).decode(data)  # a cut inside the last character is no error
+    text = (decoder or make_utf8_decoder()).decode(data)  # a cut inside the last character is no error
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def utf8_decoder() -> codecs.IncrementalDecoder:
-    """One that replaces what is not UTF-8."""
+def make_utf8_decoder() -> codecs.IncrementalDecoder:
+    """Makes a decoder that replaces what is not UTF-8."""
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 

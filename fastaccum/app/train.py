@@ -17,10 +17,10 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.app import text
 from fastaccum.app.extend import adopt_last
-from fastaccum.app.options import BadArgument, as_options
+from fastaccum.app.options import BadArgument, name_options
 from fastaccum.app.progress import Display
 from fastaccum.app.recorder import Recorder
-from fastaccum.app.run import CHANGED, Run, folder_to_resume, resumed, say
+from fastaccum.app.run import CHANGED, Run, require_resumable, resume, say
 from fastaccum.app.run_folder import CHECKPOINTS, KEEP, RunFolder, new_path, read_config, require_free
 from fastaccum.checkpoint import files
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
@@ -52,20 +52,20 @@ def train(options: argparse.Namespace) -> int:
         except (NonFiniteError, CheckpointWriteError, FolderInUseError, OSError) as error:
             message = f"{error}\nto resume: fastaccum train --resume {shlex.quote(str(folder.path))}"
         except (MemoryError, tf.errors.ResourceExhaustedError) as error:
-            message = as_options(str(error)) if isinstance(error, OutOfMemoryError) else _out_of_memory(options)
+            message = name_options(str(error)) if isinstance(error, OutOfMemoryError) else _out_of_memory(options)
         print(message, file=sys.stderr)
         return 1
 
 
 def _begin(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Run, RunFolder]:
-    """The run and its folder, which belongs to this process until `held` is left."""
+    """Makes the run and its folder, which belongs to this process until `held` is closed."""
     place = options.resume or options.out or "runs"
     with checks.naming(f"no run can be in {os.path.abspath(place)!r}"):
         files.absolute(place)
     if options.resume is not None:
-        path = folder_to_resume(options)
+        path = require_resumable(options)
         lock = held.enter_context(FolderLock(path))
-        run = resumed(options)
+        run = resume(options)
         run.announce()
         folder = RunFolder(path, read_config(path), run.rows or (), lock)
         folder.change_config({name: run.config[name] for name in CHANGED})
@@ -118,7 +118,7 @@ def _out_of_memory(options: argparse.Namespace) -> str:
 
 
 def _finish(run: Run, folder: RunFolder, recorder: Recorder, sample: bool) -> None:
-    """Saves the model, draws the curve, says what came out, and prints a sample."""
+    """Saves the model, draws the curve, and prints the result and a sample."""
     recorder.finish()
     folder.save_model(run.model)
     has_curve = folder.draw_curve()

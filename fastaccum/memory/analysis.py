@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -47,7 +48,7 @@ def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | No
 
     Returns None where a graph does not say how large a result is.
     """
-    total = sum(buffer.bytes for buffer in resident(step))
+    total = resident_bytes(step)
     for concrete in functions:
         if (computed := _computed(concrete)) is None:
             return None
@@ -66,7 +67,6 @@ def _computed(concrete: ConcreteFunction) -> int | None:
     """
     graph = concrete.graph.as_graph_def(add_shapes=True)
     functions = {function.signature.name: function.node_def for function in graph.library.function}
-    sizes: dict[str, float] = {}
 
     def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> float:
         constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
@@ -82,10 +82,9 @@ def _computed(concrete: ConcreteFunction) -> int | None:
             total += math.inf if unknown else math.prod(dim.size for dim in shape.dim)
         return total
 
+    @functools.cache
     def of_function(name: str) -> float:
-        if name not in sizes:
-            sizes[name] = of_nodes(functions[name])
-        return sizes[name]
+        return of_nodes(functions[name])
 
     wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)
     total = of_nodes(graph.node) * (8 if wide else 4)
@@ -107,7 +106,7 @@ def limit_of(step: Step, memory: DeviceMemory) -> int:
     """Returns the bytes that `peak_bytes` of a built step may reach: free memory, and the variables' share of it."""
     if memory.source == LIMIT:
         return memory.total
-    return memory.free // step.sharing + sum(buffer.bytes for buffer in resident(step))
+    return memory.free // step.sharing + resident_bytes(step)
 
 
 def specs(sample: Batch, rows: int) -> Batch:
@@ -150,6 +149,11 @@ def resident(step: Step) -> list[Buffer]:
     add("optimizer slots", cycle.optimizer.variables)
     add("other", [*step.running.variables, *objective.state])
     return list(found.values())
+
+
+def resident_bytes(step: Step) -> int:
+    """Sums the bytes of the variables that stay in memory."""
+    return sum(buffer.bytes for buffer in resident(step))
 
 
 def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:

@@ -54,7 +54,7 @@ def available(device: str | None = None) -> DeviceMemory:
     True
     """
     if text := os.environ.get(LIMIT):
-        total = size(text, LIMIT)
+        total = parse_size(text, LIMIT)
         return DeviceMemory(total, 0, total, LIMIT)
     return physical(device)
 
@@ -71,10 +71,10 @@ def host() -> DeviceMemory:
     return min(_host(), key=lambda each: each.free)
 
 
-def size(text: str | int, name: str = "memory_limit") -> int:
+def parse_size(text: str | int, name: str = "memory_limit") -> int:
     """Parses a number of bytes, or a text like "16GiB" or "500 MB"; raises ValueError for anything else.
 
-    >>> size("16GiB"), size("1.5 GB"), size(4096)
+    >>> parse_size("16GiB"), parse_size("1.5 GB"), parse_size(4096)
     (17179869184, 1500000000, 4096)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", str(text), re.IGNORECASE)

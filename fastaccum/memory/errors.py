@@ -40,7 +40,7 @@ class OutOfMemoryError(MemoryError):
         return {} if self.memory is None else self.memory.by_kind
 
 
-def explained(
+def explain(
     message: str,
     memory: StepMemory,
     limit: int,

@@ -13,7 +13,7 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physical
-from fastaccum.memory.errors import OutOfMemoryError, explained
+from fastaccum.memory.errors import OutOfMemoryError, explain
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.memory.tables import in_units
 from fastaccum.step.compiler_ir import MemoryAnalysis
@@ -45,7 +45,7 @@ class Guard:
             return
         device = available()
         limit = analysis.limit_of(self._step, device)
-        copies = sum(buffer.bytes for buffer in analysis.resident(self._step))
+        copies = analysis.resident_bytes(self._step)
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
             with contextlib.suppress(ValueError):  # XLA cannot compile it: the run's own error says more
@@ -75,7 +75,7 @@ class Guard:
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        return explained(message, memory, limit, self._outputs, fits, note=note, training=run.training)
+        return explain(message, memory, limit, self._outputs, fits, note=note, training=run.training)
 
     def _fitting(self, run: FirstRun, limit: int) -> tuple[int, int] | None:
         """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold the same rows."""
@@ -114,9 +114,9 @@ class Guard:
         memory, limit = self._known(), analysis.limit_of(self._step, physical())
         if self._run is None or memory is None:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
-            return explained(message, held, limit, (), more=["Take a smaller batch_size."])
+            return explain(message, held, limit, (), more=["Take a smaller batch_size."])
         fits = self._fitting(self._run, limit) if self._run.training and memory.peak_bytes > limit else None
-        return explained(message, memory, limit, self._outputs, fits, training=self._run.training)
+        return explain(message, memory, limit, self._outputs, fits, training=self._run.training)
 
     def _known(self) -> StepMemory | None:
         """Measures the program that ran last; returns None where the host has too little memory to compile it."""

@@ -19,9 +19,9 @@ from fastaccum.distribute.replicas import Replicas
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure, resident
+from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure, resident_bytes
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.errors import OutOfMemoryError, explained
+from fastaccum.memory.errors import OutOfMemoryError, explain
 from fastaccum.memory.plan import Considered, Plan, Policy
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.memory.tables import in_units
@@ -118,16 +118,11 @@ class Planner:
 
     def _limit_of(self, given: int | str | None) -> int:
         if given is not None:
-            return device.size(given)
+            return device.parse_size(given)
         devices = [None] if self._replicas is None else self._replicas.devices
         found = [device.available(each and each.rpartition("device:")[2]) for each in devices]
         limit = min(limit_of(self._step, memory) for memory in found)
         return limit if found[0].source == device.LIMIT else int(SHARE * limit)
-
-    @property
-    def _held(self) -> int:
-        """Bytes of the variables."""
-        return sum(buffer.bytes for buffer in resident(self._step))
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
         """Returns the least or the most that any worker says."""
@@ -144,7 +139,7 @@ class Planner:
         Compiles it only if a line through the two largest known peaks, less the accumulators, stays below the limit.
         """
         points = sorted((c.batch_size, c.peak_bytes) for c in self._considered if c.recompute == policy)
-        (before, below), (last, top) = points[-2:] if len(points) > 1 else [(0, self._held), *points]
+        (before, below), (last, top) = points[-2:] if len(points) > 1 else [(0, resident_bytes(self._step)), *points]
         if last == rows:
             return top <= self._limit
         accumulators = self._memory[repr(policy), last].by_kind["accumulators"]
@@ -210,7 +205,7 @@ class Planner:
         saves = has_gpu() or any(isinstance(layer, LayerStack) for layer in objective.model.layers)  # as XLA compiles
         if saves and not (more or tried) and memory.by_kind["activations"]:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
-        return explained(message, memory, self._limit, objective.losses.outputs, more=more)
+        return explain(message, memory, self._limit, objective.losses.outputs, more=more)
 
 
 def _reason(error: ValueError) -> str:

@@ -1,8 +1,8 @@
-"""Compiled programs kept in a folder, where the next process finds them: XLA's persistent cache, with seals.
+"""Keeps compiled programs in a folder for the next process: XLA's persistent cache, with seals.
 
-XLA reads and writes a folder of this process alone. What it is to find there is linked in from the store when its
-checksum was verified; what it writes is moved to the store when it is whole, and sealed there: the name of the program,
-how long it took to compile, and the checksum, in a file of its own that is written last.
+XLA reads and writes a staging folder of this process alone. An entry is linked into it from the store once its checksum
+is verified. Whole files that XLA wrote there are moved to the store and sealed: the seal is a file with the program's
+name, the seconds of its compilation and the checksum, and is written last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -33,7 +33,7 @@ from fastaccum.step import xla_cache
 
 T = TypeVar("T")
 LIMIT = 2 * 2**30  # bytes, over all versions and devices; the entries used longest ago are removed
-# Errors of a program's call that no entry is to blame for: of memory, and of other workers.
+# Errors that no entry causes: of memory, and of other workers.
 _OF_NO_ENTRY = (
     tf.errors.ResourceExhaustedError,
     tf.errors.UnavailableError,
@@ -42,41 +42,50 @@ _OF_NO_ENTRY = (
     tf.errors.DeadlineExceededError,
 )
 _SEAL, _DAMAGED = ".seal", ".damaged"
-# What decides on the code that XLA makes of a program, beside the program.
+# Environment variables that change the code that XLA generates.
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
 
 
-class CompileCache:
-    """The entries of one folder that are of these versions, this device and these flags.
+class Seal(NamedTuple):
+    """The seal of an entry: when it was sealed, the seconds of its compilation, and its checksum."""
 
-    ValueError is raised if the folder belongs to someone else or others may write to it, OSError if it cannot be
-    written to.
+    sealed: float
+    seconds: float
+    sha256: str
+
+
+class CompileCache:
+    """The entries of one folder for these versions, this device and these flags.
+
+    Raises:
+        ValueError: raised if the folder belongs to another user, or if others may write to it.
+        OSError: raised if the folder cannot be written to.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = _own(Path(folder).expanduser().absolute())
+        self.folder = _make_private(Path(folder).expanduser().absolute())
         self.key = hashlib.sha256(json.dumps(_origin()).encode()).hexdigest()[:16]
         device = "gpu" if has_gpu() else "cpu"
-        self.store = _own(self.folder / f"tensorflow-{tf.__version__}-{device}-{self.key}")
+        self.store = _make_private(self.folder / f"tensorflow-{tf.__version__}-{device}-{self.key}")
 
-    def seals(self, function: str) -> dict[str, dict[str, Any]]:
-        """The seals of a program's entries by the entries' names, and of what is for any program."""
+    def seals(self, function: str) -> dict[str, Seal]:
+        """Reads the seals of a program's entries, and of entries for any program, by the entries' names."""
         found = {}
         for path in self.store.glob(f"*{_SEAL}"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 seal = json.loads(_read(path))
                 if seal["key"] == self.key and seal["function"] in (function, ""):
-                    kept = {"sha256": str(seal["sha256"]), "s": float(seal["seconds"]), "at": path.stat().st_mtime}
-                    found[path.name.removesuffix(_SEAL)] = kept
+                    name, sealed = path.name.removesuffix(_SEAL), path.stat().st_mtime
+                    found[name] = Seal(sealed, float(seal["seconds"]), str(seal["sha256"]))
         return found
 
     def offer(self, function: str, staging: Path) -> list[str]:
-        """Links a program's verified entries into `staging`; returns their names. Others are moved aside."""
+        """Links a program's verified entries into `staging`, and returns their names; moves damaged entries aside."""
         offered = []
         for name, seal in self.seals(function).items():
             entry = self.store / name
             try:
-                whole = hashlib.sha256(_read(entry)).hexdigest() == seal["sha256"]
+                whole = hashlib.sha256(_read(entry)).hexdigest() == seal.sha256
             except FileNotFoundError:  # removed by another process since
                 continue
             except OSError:
@@ -91,7 +100,7 @@ class CompileCache:
         return offered
 
     def reject(self, name: str) -> None:
-        """Moves an entry aside and says so."""
+        """Moves an entry aside, with a warning."""
         warn(f"{self.store / name} is damaged or was changed: moved aside, to {name}{_DAMAGED}, and compiled anew.")
         (self.store / f"{name}{_SEAL}").unlink(missing_ok=True)
         os.replace(self.store / name, self.store / f"{name}{_DAMAGED}")
@@ -102,8 +111,7 @@ class CompileCache:
             of = function if path.suffix == ".pb" else ""  # how fast kernels ran, which any program may ask for
             seal = {"key": self.key, "function": of, "seconds": seconds}
             seal["sha256"] = hashlib.sha256(_read(path)).hexdigest()
-            half = path.with_suffix(".half")
-            half.write_text(json.dumps(seal))
+            (half := path.with_suffix(".half")).write_text(json.dumps(seal))
             os.replace(path, self.store / path.name)
             os.replace(half, self.store / f"{path.name}{_SEAL}")
         if written:
@@ -127,9 +135,7 @@ class CompileCache:
 
 
 class _Process:
-    """What XLA of this process was told, once: the folder that it reads and writes. `cache` is where that comes from
-    and goes to, None where none is in use.
-    """
+    """The staging folder of this process's XLA, which is set once, and the cache in use, if any."""
 
     def __init__(self) -> None:
         self.cache: CompileCache | None = None
@@ -152,44 +158,42 @@ class _Process:
             self._give_up(error)
 
     def call(self, function: str, call: Callable[[], T], again: Callable[[], T]) -> tuple[T, bool]:
-        """What a program's first call returns, which compiles it, or what it calls on replicas, and whether that was
-        loaded instead. `again` calls it traced anew: TensorFlow tries no program twice whose entry could not be loaded.
+        """Makes a program's first call, which compiles or loads it; returns its result and whether it was loaded.
+
+        `again` retraces and calls the program: TensorFlow does not retry a program whose entry could not be loaded.
         """
-        if self.staging is None:
+        if (staging := self.staging) is None:
             return call(), False
         with self._lock:
-            return self._called(function, call, again, self.staging)
-
-    def _called(self, function: str, call: Callable[[], T], again: Callable[[], T], staging: Path) -> tuple[T, bool]:
-        self._clear()
-        cache, start = self.cache, time.perf_counter()
-        offered = cache.offer(function, staging) if cache is not None else []
-        try:
-            with xla_cache.quietly() if offered else contextlib.nullcontext():
-                outputs = call()
-        except tf.errors.OpError as error:
-            if not self._can_do_without(error, offered):
-                raise
-            offered, start = [], time.perf_counter()
-            outputs = again()
-        seconds, cache = time.perf_counter() - start, self.cache
-        written = [p for p in staging.iterdir() if p.name not in offered and p.is_file() and not p.is_symlink()]
-        if cache is not None:
+            self._clear()
+            start = time.perf_counter()
+            offered = self.cache.offer(function, staging) if self.cache is not None else []
             try:
-                cache.keep(function, seconds, written)
-            except OSError as error:
-                self._give_up(error)
-        self._clear()
+                with xla_cache.silence_tensorflow() if offered else contextlib.nullcontext():
+                    outputs = call()
+            except tf.errors.OpError as error:
+                if not self._can_do_without(error, offered):
+                    raise
+                offered, start = [], time.perf_counter()
+                outputs = again()
+            seconds = time.perf_counter() - start
+            written = [p for p in staging.iterdir() if p.name not in offered and p.is_file() and not p.is_symlink()]
+            if self.cache is not None:
+                try:
+                    self.cache.keep(function, seconds, written)
+                except OSError as error:
+                    self._give_up(error)
+            self._clear()
         loaded = any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
         return outputs, loaded
 
     def last(self, function: str) -> float | None:
-        """Seconds that the program of this name that was compiled last took, where that is known."""
+        """Returns the seconds of the latest compilation of a program of this name, or None."""
         seals = self.cache.seals(function).values() if self.cache is not None else ()
-        return max(((seal["at"], seal["s"]) for seal in seals), default=(0, None))[1]
+        return max(seals).seconds if seals else None
 
     def _can_do_without(self, error: tf.errors.OpError, offered: list[str]) -> bool:
-        """Whether a program may compile after all: its entry could not be loaded, or none could be written."""
+        """Prepares another try after an error of an entry, and returns whether there may be one."""
         if str(self.staging) in str(error) and not any(name in str(error) for name in offered):
             self._give_up(error)
             return self._elsewhere()
@@ -202,7 +206,7 @@ class _Process:
         return True
 
     def _elsewhere(self) -> bool:
-        """Lets XLA, which stops where it cannot write, write to memory or another disk: what is removed again."""
+        """Points the staging folder to memory or another disk, since XLA stops where it cannot write."""
         assert self.staging is not None
         with contextlib.suppress(OSError):
             place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -216,8 +220,7 @@ class _Process:
 
     def _give_up(self, error: Exception) -> None:
         self.cache = None
-        reason = getattr(error, "message", error)  # without TensorFlow's name of the program
-        warn(f"compile_cache is not used from here on: {reason}")
+        warn(f"compile_cache is not used from here on: {getattr(error, 'message', error)}")
 
     def _clear(self) -> None:
         assert self.staging is not None
@@ -236,9 +239,7 @@ use, called, seconds_last_time = _process.use, _process.call, _process.last
 
 
 def user_folder() -> Path | None:
-    """What `fastaccum train` uses: $FASTACCUM_COMPILE_CACHE, none if that is empty, or else fastaccum in
-    $XDG_CACHE_HOME or ~/.cache.
-    """
+    """Returns $FASTACCUM_COMPILE_CACHE, or fastaccum in $XDG_CACHE_HOME or ~/.cache; None if the variable is empty."""
     if (named := os.environ.get("FASTACCUM_COMPILE_CACHE")) is not None:
         return Path(named) if named else None
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -246,7 +247,7 @@ def user_folder() -> Path | None:
 
 
 def _origin() -> dict[str, Any]:
-    """What decides, beside the program, on the code that XLA makes of it, and who can run that."""
+    """Describes all but the program that decides on the code that XLA generates, and on who can run the code."""
     cpu = {}
     with contextlib.suppress(OSError):
         lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
@@ -256,7 +257,7 @@ def _origin() -> dict[str, Any]:
     return {
         "versions": [
             importlib.metadata.version("fastaccum"),
-            tf.version.VERSION,
+            tf.__version__,
             tf.version.GIT_VERSION,
             keras.__version__,
         ],
@@ -268,7 +269,7 @@ def _origin() -> dict[str, Any]:
     }
 
 
-def _own(folder: Path) -> Path:
+def _make_private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid():
@@ -282,7 +283,7 @@ def _own(folder: Path) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """What a file of ours holds; OSError if it is a link or of someone else."""
+    """Reads a file of this user; raises OSError if it is a link or belongs to another user."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
@@ -291,11 +292,11 @@ def _read(path: Path) -> bytes:
 
 
 def _remove_left(store: Path) -> None:
-    """Removes what processes of this machine left that were killed."""
-    for path in store.glob(f"staging-{socket.gethostname()}-*"):
-        process = path.name.removeprefix(f"staging-{socket.gethostname()}-").partition("-")[0]
+    """Removes the staging folders of this machine's killed processes."""
+    prefix = f"staging-{socket.gethostname()}-"
+    for path in store.glob(f"{prefix}*"):
         try:
-            os.kill(int(process), 0)
+            os.kill(int(path.name.removeprefix(prefix).partition("-")[0]), 0)
         except ProcessLookupError:
             shutil.rmtree(path, ignore_errors=True)
         except (ValueError, OSError):

@@ -73,7 +73,7 @@ class Program(TracedFunction):
         traced, name = time.perf_counter(), tf.compat.as_str(concrete.name)
         # TensorFlow's log lines would come in the middle of ours; level 0 asks for them (Keras sets 1).
         asked = say is compile_messages.say_nothing or os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
-        with self._first(concrete, signature), contextlib.nullcontext() if asked else xla_cache.quietly():
+        with self._first(concrete, signature), contextlib.nullcontext() if asked else xla_cache.silence_tensorflow():
             last = compile_cache.seconds_last_time(name)
             say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
             outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)

@@ -28,7 +28,7 @@ class TracedFunction:
     """
 
     def __init__(self, function: Callable[..., Any], jit_compile: bool):
-        self._numbered = functools.partial(xla_cache.numbered, function)
+        self._numbered = functools.partial(xla_cache.number_by_function, function)
         drawing = hoist_prng_key()(function)
         self._make = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
         self.jit_compile = jit_compile

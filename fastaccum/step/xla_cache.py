@@ -1,4 +1,4 @@
-"""What TensorFlow is told of the folder in which XLA keeps compiled programs, and what it is kept from logging."""
+"""Settings of TensorFlow's XLA that have no public switch: its persistent cache, its log, its numbering of names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -20,23 +19,24 @@ from tensorflow.python.framework import ops
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.lines import warn
 
-# Makes TensorFlow read its flags again, which it reads before the first variable is made.
+# Makes TensorFlow parse its flags again, which it parses before the first variable is made.
 _FORGET_FLAGS = (
     "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
 )
 _LOG_LEVEL = "_ZN4absl12lts_2025081411MinLogLevelEv", "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
 _FATAL = 3  # of absl's severities
-_levels: list[int] = []  # found by each scope that is open: the first is TensorFlow's own
+_levels: list[int] = []  # log levels before each open block: the first is TensorFlow's default
 _levels_lock = threading.Lock()
 _numbers = threading.local()
-_armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once it is told
+_armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once the cache is enabled
 _traces: collections.Counter[str] = collections.Counter()
 
 
 @contextlib.contextmanager
-def numbered(function: Callable[..., Any]) -> Iterator[None]:
-    """Within the scope of a trace, names that TensorFlow ends in a number, by which a compiled program is found again,
-    do not depend on all that was traced before, which a run that is resumed has more of.
+def number_by_function(function: Callable[..., object]) -> Iterator[None]:
+    """Numbers the names in a trace of `function` by the function, not by all that was traced before.
+
+    XLA finds a compiled program by these names, and a resumed run traces more before it than the first run did.
     """
     name = getattr(function, "__qualname__", "")
     if not _armed or _traces[name] == 2**12:
@@ -89,16 +89,15 @@ def enable_persistent_cache(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Within the scope, in any thread, TensorFlow logs nothing but what ends the process.
+def silence_tensorflow() -> Iterator[None]:
+    """Silences TensorFlow's log inside the block, in all threads, but for lines that end the process.
 
-    It would log harmless lines in the middle of ours where a program is compiled. Where one is loaded, it takes each
-    entry for text first, and XLA misses among the processor's features those that only say what LLVM prefers: both call
-    that an error.
+    Compilation logs harmless lines in the middle of fastaccum's. Loading an entry logs two lines as errors: TensorFlow
+    parses the entry as text first, and XLA misses processor features that are only preferences of LLVM.
     """
     try:
         level, set_level = (_library()[name] for name in _LOG_LEVEL)
-    except (OSError, AttributeError):  # of another build: the two are heard
+    except (OSError, AttributeError):  # another build, whose lines appear
         yield
         return
     with _levels_lock:
@@ -119,12 +118,11 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _environment(flags: dict[str, str]) -> Iterator[None]:
-    """Within the scope the variables have these flags too: a process started later is not to inherit them."""
-    before = {name: os.environ[name] for name in flags if name in os.environ}
+    """Adds flags to environment variables inside the block; a process that is started later does not inherit them."""
+    before = {name: os.environ.get(name) for name in flags}
+    os.environ.update({name: f"{before[name] or ''} {flag}".strip() for name, flag in flags.items()})
     try:
-        os.environ.update({name: f"{before.get(name, '')} {flag}".strip() for name, flag in flags.items()})
         yield
     finally:
-        for name in flags:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

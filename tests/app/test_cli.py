@@ -340,7 +340,7 @@ def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(PRESETS, "nano", {"width": 16, "layers": 1, "heads": 2, "context": 8})
     cosine = keras.optimizers.schedules.CosineDecay
-    monkeypatch.setattr(app_run, "learning_rate", lambda highest, steps: cosine(highest, 10**9 + steps))
+    monkeypatch.setattr(app_run, "make_schedule", lambda highest, steps: cosine(highest, 10**9 + steps))
     monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
     monkeypatch.setattr(app_run, "ROWS", 20)
     train_here(str(source), "--steps", "20", "--out", "whole", "--preset", "Nano")
@@ -419,8 +419,8 @@ def test_a_model_that_cannot_continue_a_text(run, capsys, monkeypatch):
     assert "is saved when training ends: `fastaccum train --resume 'a run'` trains" in said("a run")
     # Nor one that has diverged, or that is not waited for.
     failing = mock.Mock(side_effect=[ValueError("not finite"), KeyboardInterrupt])
-    monkeypatch.setattr(generate.text, "drawn", lambda *_, **__: iter(failing, None))
-    monkeypatch.setattr(generate, "_loaded", lambda _: (None, 8))
+    monkeypatch.setattr(generate.text, "draw", lambda *_, **__: iter(failing, None))
+    monkeypatch.setattr(generate, "_load", lambda _: (None, 8))
     for code, message in ((1, "not finite"), (130, "interrupted")):
         assert cli.main(["generate", "a run"]) == code
         assert capsys.readouterr().err == f"\n{message}\n"
@@ -429,8 +429,8 @@ def test_a_model_that_cannot_continue_a_text(run, capsys, monkeypatch):
 def test_generating_ends_with_its_reader(monkeypatch, capsys):
     """As after `| head`."""
     drawn = itertools.count(65)
-    monkeypatch.setattr(generate, "_loaded", lambda _: (None, None))
-    monkeypatch.setattr(generate.text, "drawn", lambda *_, **__: drawn)
+    monkeypatch.setattr(generate, "_load", lambda _: (None, None))
+    monkeypatch.setattr(generate.text, "draw", lambda *_, **__: drawn)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stdout:
@@ -495,14 +495,14 @@ def test_devices_lists_the_cpu(capsys):
 
 @pytest.mark.parametrize(("kind", "precision"), [("GPU", "mixed_float16"), ("CPU", "float32")])
 def test_auto_precision_follows_the_device(source, monkeypatch, kind, precision):
-    monkeypatch.setattr(app_run, "device_names", lambda: [(kind, "some model")])
+    monkeypatch.setattr(app_run, "list_devices", lambda: [(kind, "some model")])
     run = app_run.Run(options.make_parser().parse_args(["train", str(source)]))
     assert run.config["precision"] == precision
     assert run.model.get_layer("block_0").dtype_policy.name == precision
 
 
 def test_learning_rate_rises_then_falls():
-    rate = app_run.learning_rate(0.01, 200)
+    rate = app_run.make_schedule(0.01, 200)
     values = [float(rate(step)) for step in (0, 5, 10, 105, 200, 300)]
     assert values == pytest.approx([0.0, 0.005, 0.01, 0.0051, 0.0002, 0.0002], rel=1e-3)
 

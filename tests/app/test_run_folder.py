@@ -14,7 +14,7 @@ import pytest
 
 from fastaccum import cli, lines
 from fastaccum.app import options, output, run_folder, train
-from fastaccum.app.run import Run, resumed
+from fastaccum.app.run import Run, resume
 from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import NAME, FolderLock
@@ -255,7 +255,7 @@ def test_rows_of_another_run(run, began, capsys, monkeypatch):
                 folder.add_row(row)
         parsed = options.make_parser().parse_args(["train", "--resume", "run"])
         if is_own:
-            assert resumed(parsed).rows == rows
+            assert resume(parsed).rows == rows
         else:
             errors = refusal(capsys, "train", "--resume", "run")
             assert "run/metrics.csv': this run wrote no row {'step': 1, 'seconds': 2.0, " in errors

@@ -130,11 +130,11 @@ def test_advice(monkeypatch):
     small = [found[0], *found[2:], buffers.Buffer(1000, "activations", "", "", (8,))]  # data alone is beyond the limit
     of_small = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(small))
     assert "Fewer rows an update" in errors.advice(of_small, None, limit=40)[0]
-    told = str(errors.explained("", of_small, 40, (), training=False)).partition("What to change:\n")[2]
+    told = str(errors.explain("", of_small, 40, (), training=False)).partition("What to change:\n")[2]
     assert told == "  - Evaluate with a smaller batch_size."
     assert not errors.advice(of_small, None, limit=10**5)
-    assert errors._ELSE in str(errors.explained("", of_small, 10**5, (), note="More."))
-    assert errors._ELSE not in str(errors.explained("", of_small, 10**5, (), more=["recompute"]))
+    assert errors._ELSE in str(errors.explain("", of_small, 10**5, (), note="More."))
+    assert errors._ELSE not in str(errors.explain("", of_small, 10**5, (), more=["recompute"]))
 
 
 RUNS_OUT = """

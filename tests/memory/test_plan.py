@@ -170,7 +170,7 @@ def test_one_micro_batch_of_all_rows_may_fit_where_smaller_ones_do_not(
         return memory.peak_bytes
 
     monkeypatch.setattr(planner.Planner, "_peak", peak)
-    monkeypatch.setattr(planner.Planner, "_held", 60)
+    monkeypatch.setattr(planner, "resident_bytes", lambda step: 60)
     found._limit = 95
     assert found._largest(None, [1, 2, 4, 8]) == chosen
     assert {each.batch_size for each in found._considered} == compiled

@@ -48,7 +48,7 @@ def test_a_sealed_entry_is_offered_to_its_program_alone(cache, tmp_path):
     assert cache.folder.stat().st_mode & 0o777 == cache.store.stat().st_mode & 0o777 == 0o700
     assert offered(cache, tmp_path) == [ENTRY]
     assert offered(cache, tmp_path, "__inference_other") == []
-    assert cache.seals("__inference_step")[ENTRY]["s"] == 41.0
+    assert cache.seals("__inference_step")[ENTRY].seconds == 41.0
 
 
 def flip(entry):
@@ -186,7 +186,7 @@ def test_the_loop_of_a_step_takes_no_constants_from_outside():
 def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
     level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
     before = level()
-    with xla_cache.quietly():
+    with xla_cache.silence_tensorflow():
         assert level() == 3  # FATAL, which absl never leaves out
         os.write(2, b"CHECK failed")
         assert capfd.readouterr().err == "CHECK failed"  # by no thread, which would end first
@@ -195,7 +195,7 @@ def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
 
 def test_the_last_of_several_threads_has_tensorflow_log_again():
     level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
-    before, first, second = level(), xla_cache.quietly(), xla_cache.quietly()
+    before, first, second = level(), xla_cache.silence_tensorflow(), xla_cache.silence_tensorflow()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
