@@ -17,7 +17,7 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 BUDGETS = {
     "adapters": 4_410,
     "app": 1_505,
-    "checkpoint": 1_649,
+    "checkpoint": 1_357,
     "data": 1_526,
     "distribute": 942,
     "kernels": 4_459,

@@ -16,25 +16,13 @@ from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.checkpoint.state import plain
 from fastaccum.lines import warn
 
-# What Keras's own callbacks count with, and the kind of value that it is, which `manifest` checks. Others of its
-# callbacks hold nothing that outlives a step.
+# The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
 COUNTERS = {
-    "EarlyStopping": {
-        "wait": "count",
-        "best": "number or none",
-        "best_epoch": "count or none",
-        "stopped_epoch": "count",
-        "best_weights": "arrays or none",
-    },
-    "ModelCheckpoint": {
-        "best": "number or none",
-        "_batches_seen_since_last_saving": "count",
-        "_last_batch_seen": "count or none",
-        "_current_epoch": "count or none",
-    },
-    "ReduceLROnPlateau": {"wait": "count", "best": "number or none", "cooldown_counter": "count"},
-    "SwapEMAWeights": {"_ema_weights_in_model": "flag"},
-    "TensorBoard": {"_global_train_batch": "count", "_global_test_batch": "count or none"},
+    "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
 }
 
 

@@ -60,7 +60,6 @@ class Saver:
         self._cut_short = False  # of the epoch
         self._process = os.getpid()
         self._last: Path | None = None  # the newest in the folder
-        self._is_resumed = False
         self._is_chief = True
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
         self._write: concurrent.futures.Future | None = None
@@ -128,7 +127,6 @@ class Saver:
             return self._position
         _require_same_training(found, fit)
         manifests.warn_of_other_versions(found.path, found.manifest)
-        manifests.warn_of_gaps(found.path, found.manifest["history"]["epoch"], found.history)
         progress, data = found.manifest["progress"], found.manifest["data"]
         self._position = Position(progress["first_epoch"], progress["epoch"], progress["step_in_epoch"])
         self.stopped = progress["stopped"]
@@ -142,7 +140,7 @@ class Saver:
             _warn_of_other_numbers(self._pieces, fit.split_sensitive_layers)
         self._resumed = found
         self._done = self._saved = found.step
-        self._last, self._is_resumed = found.path, True
+        self._last = found.path
         callback_state.prepare(fit.callbacks)
         if not self._complete(epochs):
             determinism.warn_on_gpu(fit.description["batch plan"]["jit_compile"])
@@ -191,10 +189,9 @@ class Saver:
         callback_state.restore(self._training.callbacks, manifest["callbacks"], self._of("callbacks"))
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
-        # A metric may have a value for each class.
-        history.history = self._resumed.history | {
-            name: [np.array(v, np.float32) if isinstance(v, list) else v for v in values]
-            for name, values in manifest["history"]["history"].items()
+        history.history = {
+            name: list(map(_as_logged, values)) if isinstance(values, list) else values
+            for name, values in self._resumed.history.items()
         }
         for group, named in self._variables.items():
             for name, variable in named.items():
@@ -227,9 +224,6 @@ class Saver:
         self._position = Position(self._position.first, self._position.epoch + 1)
         if self.directory is None:
             return
-        if last and self._is_resumed:
-            history = self._training.model.history
-            manifests.warn_of_gaps(self.directory, history.epoch, plain(history.history))
         if (self.every is None or last or self._due()) and self._done > self._saved:
             saved = self._state(stopped=bool(self._training.model.stop_training))
             if saved is not None:
@@ -258,7 +252,7 @@ class Saver:
         manifest = {
             "progress": progress,
             "data": data,
-            "history": manifests.of_history(plain(history.epoch), plain(history.history)),
+            "history": {"epoch": plain(history.epoch), "history": plain(history.history)},
             "callbacks": callbacks,
             "description": self._training.description,
             "cut": dict(self._training.cut),
@@ -324,6 +318,15 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
             f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "
             f"another checkpoint_dir: {'; '.join(different)}"
         )
+
+
+def _as_logged(value: Any) -> Any:
+    """Returns a value of the History as Keras logs it: as an array where a metric has a value for each class."""
+    try:
+        array = np.array(value)
+    except ValueError:  # of a callback's
+        return value
+    return array.astype(np.float32) if isinstance(value, list) and array.dtype.kind in "fi" else value
 
 
 def _warn_of_other_numbers(pieces: str, layers: Sequence[str]) -> None:

@@ -643,7 +643,6 @@ class Notes(Stateless):
         logs.update(text="warm", none=None, flag=True, big=10**30, named={"a": 1}, double=np.float64(epoch))
 
 
-@pytest.mark.filterwarnings("ignore:.*history.*values for")
 def test_a_history_of_whatever_callbacks_add_is_saved_and_goes_on(tmp_path):
     trainer = make(jit_compile=False)
     fit(trainer, tmp_path, callbacks=[Notes()], epochs=1)

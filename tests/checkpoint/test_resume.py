@@ -358,7 +358,7 @@ def test_whatever_keras_callbacks_count_with_is_saved(make, changes, tmp_path):
             seen.setdefault(name, set()).add(repr(value))
         model.set_weights([weight + 1.0 for weight in model.get_weights()])
     counted = {name for name, values in seen.items() if len(values) > 1}
-    assert counted <= COUNTERS[type(callback).__name__].keys() and len(counted) == changes
+    assert counted <= {*COUNTERS[type(callback).__name__]} and len(counted) == changes
 
 
 def test_a_callback_of_ones_own(tmp_path):
