@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_410,
+    "adapters": 4_458,
     "app": 1_505,
-    "checkpoint": 1_357,
+    "checkpoint": 1_400,
     "data": 1_526,
     "distribute": 942,
     "kernels": 4_459,
     "memory": 1_492,
     "step": 3_060,
-    "training": 888,
+    "training": 892,
     "": 1_282,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
@@ -12,8 +13,8 @@ import platform
 import sys
 import types
 import zlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -26,6 +27,16 @@ _VERSIONED = ("keras", "tf_keras", "tensorflow", "fastaccum", "numpy", "builtins
 _INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
 _RUN = ("call", "__call__", "update_state", "update_step")  # in training: what they set follows from it
 _LEFT_OUT = ("name", "dtype", "build_config")  # numbered anew in each process, told as the policy, or as variables
+_BATCH = "batch"  # in place of a shape's first size
+
+
+class _Scope(NamedTuple):
+    """The place of a value: what was met on the way to it."""
+
+    names: frozenset[str]  # attributes that the user's code reads
+    met: dict[int, Any]  # objects that were described, by id
+    shapes: Sequence[list] = ()  # of the inputs that the layer around it was built for
+    concealed: bool = False  # texts may be secrets
 
 
 def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
@@ -33,17 +44,34 @@ def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
 
     An object is told by its class and its `get_config()`; where the class is the user's or `get_config` fails, also by
     the attributes that its code reads, and a checksum of this code. A function is told by its code and what it reads.
+    Texts that only code reads are told by their checksums, and shapes without their batch axis.
     """
-    return _describe(thing, frozenset(), {id(each): each for each in known if each is not thing})
+    return _describe(thing, _Scope(frozenset(), {id(each): each for each in known if each is not thing}))
 
 
-def _describe(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
+def agree(saved: Any, now: Any) -> bool:
+    """Tells if two descriptions are equal, of which earlier versions kept texts and the batch axis as they were."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return saved.keys() == now.keys() and all(agree(saved[name], now[name]) for name in now)
+    if isinstance(saved, list) and isinstance(now, list):
+        if now[:1] == [_BATCH] and saved and (saved[0] is None or isinstance(saved[0], int)):
+            saved = [_BATCH, *saved[1:]]
+        return len(saved) == len(now) and all(map(agree, saved, now))
+    return saved == now or (isinstance(saved, str) and _conceal(saved) == now)
+
+
+def _conceal(text: str) -> str:
+    return f"text of checksum {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _describe(value: Any, scope: _Scope) -> Any:
     if isinstance(value, str):  # a path's may be no UTF-8
-        return _shorten(value.encode(errors="backslashreplace").decode(), len(value))
+        text = _shorten(value.encode(errors="backslashreplace").decode(), len(value))
+        return _conceal(text) if scope.concealed else text
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, (dict, set, frozenset, list, tuple)):
-        return _describe_nest(value, names, met)
+        return _describe_nest(value, scope)
     value = _get(value, "python_function", value)  # of a tf.function
     if isinstance(value, (keras.Variable, tf.Variable)) or (
         isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
@@ -52,38 +80,45 @@ def _describe(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
     if isinstance(value, (np.generic, np.ndarray, tf.Tensor)):
         array = np.asarray(value)
         large = array.size > 64 and array.dtype != object  # told by its checksum
-        value = f"{array.dtype}{array.shape} of checksum {zlib.crc32(array.tobytes())}" if large else array.tolist()
-        return _describe(value, names, met)
-    if isinstance(value, (float, bytes, complex, range, slice)):
+        told = f"{array.dtype}{array.shape} of checksum {zlib.crc32(array.tobytes())}"
+        return told if large else _describe(array.tolist(), scope)
+    if isinstance(value, bytes):
+        return _describe(repr(value), scope)
+    if isinstance(value, (float, complex, range, slice)):
         return repr(value)
     if isinstance(value, types.ModuleType) and _is_installed(value.__name__):
         return value.__name__
     found = {"class": _get(value, "__qualname__") or type(value).__qualname__}
     # The state of a seed generator is a variable, and its seed may be a random number.
-    if id(value) in met or isinstance(value, keras.random.SeedGenerator):
+    if id(value) in scope.met or isinstance(value, keras.random.SeedGenerator):
         return found
-    met[id(value)] = value
+    scope.met[id(value)] = value
     if isinstance(value, (types.MethodType, types.FunctionType, types.BuiltinFunctionType)):
         function, owner = _function(value), getattr(value, "__self__", None)
-        of = {} if owner is None or not function else {"of": _describe(owner, names, met)}
-        return found | of | _coded([function], met) if function else found["class"]
+        of = {} if owner is None or not function else {"of": _describe(owner, scope)}
+        return found | of | _coded([function], scope.met) if function else found["class"]
     if isinstance(value, functools.partial):
-        return found | {"of": _describe([value.func, value.args, value.keywords], names, met)}
-    return found | (_coded(_methods(value), met) if isinstance(value, type) else _parts(value, names, met))
+        parts = [value.func, value.args, value.keywords]
+        return found | {"of": _describe(parts, scope._replace(concealed=True))}
+    return found | (_coded(_methods(value), scope.met) if isinstance(value, type) else _parts(value, scope))
 
 
-def _describe_nest(value: Any, names: frozenset[str], met: dict[int, Any]) -> Any:
+def _describe_nest(value: Any, scope: _Scope) -> Any:
     """Describes a collection by its parts; by their checksum where they are many, as every checkpoint holds them."""
-    if id(value) in met:  # it contains itself
+    if id(value) in scope.met:  # it contains itself
         return type(value).__name__
-    met[id(value)] = value
+    scope.met[id(value)] = value
+    clear, inner = scope._replace(concealed=False), scope._replace(concealed=scope.concealed and len(value) <= 1000)
     if isinstance(value, dict):
-        found: Any = {_describe(str(name), names, met): _describe(each, names, met) for name, each in value.items()}
+        found: Any = {_describe(str(name), clear): _describe(each, inner) for name, each in value.items()}
+    elif isinstance(value, (set, frozenset)):  # whose order is another in each process
+        apart = clear._replace(met=dict(scope.met))
+        found = [_describe(each, inner) for each in sorted(value, key=lambda each: repr(_describe(each, apart)))]
     else:
-        found = [_describe(each, names, met) for each in value]
-    if isinstance(value, (set, frozenset)):  # whose order is another in each process
-        found.sort(key=repr)
-    del met[id(value)]
+        found = [_describe(each, inner) for each in value]
+        if found in scope.shapes:
+            found[0] = _BATCH
+    del scope.met[id(value)]
     return _shorten(found, len(found))
 
 
@@ -99,9 +134,9 @@ def _get(value: Any, name: str, default: Any = None) -> Any:
         return default
 
 
-def _parts(value: Any, names: frozenset[str], met: dict[int, Any]) -> dict[str, Any]:
-    """The configuration, attributes and code of an object."""
-    methods, config, classes = _methods(type(value)), _config(value), value.__class__.__mro__
+def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
+    """Describes an object by its configuration, attributes and code."""
+    names, methods, config, classes = scope.names, _methods(type(value)), _config(value), value.__class__.__mro__
     failed = not config and _get(value, "get_config") is not None  # as where an argument has none
     own = [each for each in methods if each.__name__ != "__init__" and (failed or not _is_installed(each.__module__))]
     names = names.union(*(_read(each.__code__)[1] for each in own))
@@ -116,9 +151,22 @@ def _parts(value: Any, names: frozenset[str], met: dict[int, Any]) -> dict[str, 
     users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
     told = {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
     told |= getattr(value, "__dict__", {})
-    if users or failed or not config:
-        config |= {name: _get(value, name) for name in sorted((names & told.keys()) - config.keys())}
-    return _describe(config, names, met) | _coded(methods, met)
+    read = sorted((names & told.keys()) - config.keys()) if users or failed or not config else []
+    scope = scope._replace(names=names, concealed=False)
+    of_input = _shapes([config.get("batch_shape"), config.get("batch_input_shape")])
+    found = _describe(config, scope._replace(shapes=of_input))
+    with contextlib.suppress(Exception):  # of whatever kind, also where there is none
+        scope = scope._replace(shapes=_shapes(value.get_build_config()))
+    attributes = _describe({name: _get(value, name) for name in read}, scope._replace(concealed=True))
+    return found | attributes | _coded(methods, scope.met)
+
+
+def _shapes(nest: Any) -> list[list]:
+    """Lists the shapes in a nest of them."""
+    parts = [*nest.values()] if isinstance(nest, dict) else nest if isinstance(nest, (list, tuple)) else []
+    if parts and all(size is None or isinstance(size, int) for size in parts):
+        return [[*parts]]
+    return [shape for part in parts for shape in _shapes(part)]
 
 
 def _config(value: Any) -> dict[str, Any]:
@@ -170,16 +218,16 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
     found: dict[str, Any] = {"code": f"{digest} of Python {platform.python_version().rpartition('.')[0]}"}
     for function in (each for each in functions if each.__name__ != "__init__" and not _is_installed(each.__module__)):
         (_, names, loaded, stored), cells = _read(function.__code__), function.__closure__ or ()
-        names -= stored
+        scope = _Scope(names - stored, met, concealed=True)
         read = {name: function.__globals__[name] for name in sorted(loaded & function.__globals__.keys())}
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             read |= {name: cell.cell_contents} if name != "__class__" and cell != types.CellType() else {}
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         read |= {"defaults": defaults} if defaults else {}
         for name, each in read.items():  # of a table of settings, those that the code names
-            if isinstance(each, dict) and (named := names & each.keys()):
+            if isinstance(each, dict) and (named := scope.names & each.keys()):
                 read[name] = {key: each[key] for key in sorted(named)}
-        found |= {f"{function.__name__} reads {name}": _describe(each, names, met) for name, each in read.items()}
+        found |= {f"{function.__name__} reads {name}": _describe(each, scope) for name, each in read.items()}
     return found
 
 

@@ -55,6 +55,7 @@ class Saver:
         self._lock = FolderLock(self.directory or "")
         self.stopped = False
         self._pieces = ""
+        self._note_changes: Callable[[], None] = lambda: None
         self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
         self._done = self._saved = 0
         self._cut_short = False  # of the epoch
@@ -78,6 +79,7 @@ class Saver:
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self.directory is None or os.getpid() != self._process:  # a forked child has no thread that writes
             return
+        self._note_changes()
         try:
             try:
                 self._wait()
@@ -123,9 +125,11 @@ class Saver:
             # Also holds the chief back, whose next checkpoint may take the place of the one that others still read.
             step = -1 if found is None else found.step
             workers.require_same("All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step)
+        if found is not None:
+            _require_same_training(found, fit)
+        self._note_changes = fit.note_changes
         if found is None:
             return self._position
-        _require_same_training(found, fit)
         manifests.warn_of_other_versions(found.path, found.manifest)
         progress, data = found.manifest["progress"], found.manifest["data"]
         self._position = Position(progress["first_epoch"], progress["epoch"], progress["step_in_epoch"])

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters import fingerprint
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.data.arrays import ArrayStacks
@@ -40,6 +41,7 @@ class Training:
         unsaved_draws: operations whose random numbers no checkpoint can bring back, by name.
         require_savable: returns False while steps are skipped until an error that is still to be read, and raises
             ValueError if indices out of range were seen: neither leaves a state to go on from.
+        note_changes: called as the fit ends, to tell what training changed from what is changed after it.
         workers: the `Replicas` that train together, from the room above; None for a single process.
     """
 
@@ -52,7 +54,44 @@ class Training:
     stacks: ArrayStacks | DatasetStacks
     callbacks: Callbacks
     require_savable: Callable[[], bool]
+    note_changes: Callable[[], None]
     workers: Any = None
+
+
+class ChangesOfTraining:
+    """Takes out of a description what the earlier fits of this process changed themselves.
+
+    A loss may append to a list of its own, and a callback may anneal an attribute of a layer. A checkpoint holds the
+    description without such changes, as a new process begins without them. What a program changes between two fits
+    stays in: that is another training.
+    """
+
+    def __init__(self) -> None:
+        self._start: Any = None
+        self._end: Any = None
+
+    def begin(self, describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the description of a fit that begins."""
+        self._describe, self._beginning = describe, _undo(describe(), self._end, self._start)
+        return self._beginning
+
+    def end(self) -> None:
+        """Notes what the fit that began last has changed."""
+        self._start, self._end = self._beginning, self._describe()
+
+
+def _undo(now: Any, end: Any, start: Any) -> Any:
+    """Returns `now` with what `start` has, where `now` is as in `end`."""
+    if now == end:
+        return start
+    if not all(isinstance(each, dict) for each in (now, end, start)):
+        return now
+    both = now.keys() & start.keys()
+    return {
+        name: _undo(now[name], end.get(name), start[name]) if name in both else {**now, **start}[name]
+        for name in dict.fromkeys([*start, *now])
+        if name in both or name not in end
+    }
 
 
 def plain(value: Any) -> Any:
@@ -120,7 +159,7 @@ def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved
     if path.endswith(".code") and str(saved).split()[-1] != str(now).split()[-1]:
         return []  # of another version of Python, whose bytecode says nothing
     before, after = (value if isinstance(value, str) else repr(value) for value in (saved, now))
-    return [] if saved == now else [f"{path}: {words.format(before, after)}"]
+    return [] if fingerprint.agree(saved, now) else [f"{path}: {words.format(before, after)}"]
 
 
 def other_product(saved: Mapping[str, Any], now: Mapping[str, Any], wanted: int | None) -> str:

@@ -200,16 +200,19 @@ class Fit:
             "gradient_accumulation_steps": options.gradient_accumulation_steps,
             "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
         }
+        fingerprint = self._builder.fingerprint
+        describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)
         return Training(
             model.model,
             variables,
-            self._builder.fingerprint.describe(variables, options, self._source.sample, plan),
+            fingerprint.changes.begin(describe),
             cut,
             [*model.split_sensitive_layers, *self._builder.split_sensitive],
             model.unsaved_draws,
             stacks,
             hooks,
             step.running.savable,
+            fingerprint.changes.end,
             recipe.replicas,
         )
 

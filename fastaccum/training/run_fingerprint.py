@@ -23,6 +23,7 @@ class RunFingerprint:
         self._recipe, self._replicas = recipe, recipe.replicas
         metrics = dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True))
         self._given = {**recipe.given, **metrics}
+        self.changes = state.ChangesOfTraining()
 
     def require_alike(self, call: str, **description: Any) -> None:
         """Raises WorkersDifferError on every worker if the workers are in other calls, or describe them differently."""

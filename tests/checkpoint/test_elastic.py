@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from pieces import Job, farthest
 from resuming import Interruption, StopAfter, edit_manifest
 
+import fastaccum as fa
 from fastaccum.adapters import models
+from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.data import source
 from fastaccum.data.stacks import Layout, Position
 
@@ -170,6 +172,63 @@ def test_layers_whose_rates_are_0_hang_on_no_pieces(of):
 
     assert told(0.0) == []
     assert told(0.5) == ["'cell'", "'masks'"]
+
+
+class KeepsItsShape(keras.layers.Layer):
+    """Which keeps the shape that it was built for, the batch axis in it, and reads it again."""
+
+    def build(self, input_shape):
+        self.built_for = input_shape
+        self.factor = self.add_weight((input_shape[-1],), "ones")
+
+    def call(self, x):
+        return x * self.factor * len(self.built_for)
+
+
+class KeepsTheirShapes(keras.layers.Add):
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.built_for = list(input_shape)
+
+    def call(self, inputs):
+        return super().call(inputs) * len(self.built_for)
+
+
+class OfTwoInputs(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.add, self.dense = KeepsTheirShapes(), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(self.add([x, x]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.Sequential([keras.layers.Dense(1)]),
+        lambda: keras.Sequential([KeepsItsShape(), keras.layers.Dense(1)]),
+        OfTwoInputs,
+        lambda: tf_keras.Sequential([tf_keras.layers.Dense(1)]),
+    ],
+    ids=["unbuilt", "a layer that keeps a shape", "a layer that keeps two shapes", "unbuilt, tf_keras"],
+)
+def test_a_model_that_is_built_by_its_first_batch_goes_on_in_other_pieces(tmp_path, make):
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+    def fit(features, batch_size, accumulation, epochs, folder):
+        keras.utils.set_random_seed(0)
+        trainer = fa.Trainer(make(), "sgd", "mse", gradient_accumulation_steps=accumulation, jit_compile=False)
+        options = {"batch_size": batch_size, "epochs": epochs, "verbose": 0, "checkpoint_dir": folder}
+        trainer.fit(x[:, :features], x[:, :1], **options)
+        return trainer.model.get_weights()
+
+    expected = fit(4, 4, 2, 2, tmp_path / "whole")
+    fit(4, 4, 2, 1, tmp_path / "parts")
+    for one, other in zip(fit(4, 8, 1, 2, tmp_path / "parts"), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(IncompatibleCheckpointError, match=r"4.*was saved, now"):
+        fit(3, 8, 1, 3, tmp_path / "parts")
 
 
 def test_complete_training_is_complete_in_any_pieces(whole, tmp_path, capsys):

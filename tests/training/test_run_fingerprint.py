@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 
 import keras
 import numpy as np
@@ -484,6 +485,49 @@ def test_what_is_large_is_told_by_its_checksum():
         assert was != now
 
 
+SECRET, SECRETS = "hunter2", {"token": b"hunter2", "hosts": ["hunter2"], "names": {"hunter2", "hunter1"}}
+
+
+class Secretive(Loss):
+    def __init__(self, secret):
+        super().__init__(1.0)
+        self.secret = secret
+
+    def call(self, y_true, y_pred):
+        return super().call(y_true, y_pred) if self.secret else y_pred
+
+
+def test_texts_that_a_loss_reads_are_told_by_their_checksums():
+    def made(secret, secrets):
+        def loss(y, p, default=secret):
+            return y - p if SECRET and default and secret and secrets else p
+
+        globals_ = {**globals(), "SECRET": secret}
+        return type(loss)(loss.__code__, globals_, "loss", (secret,), loss.__closure__)
+
+    other = {"token": b"other", "hosts": ["other"], "names": {"other"}}
+    for was, now, names in [
+        (made(SECRET, SECRETS), made("other", SECRETS), ["loss reads SECRET", "loss reads secret"]),
+        (made(SECRET, SECRETS), made(SECRET, other), [f"loss reads secrets.{name}" for name in other]),
+        (Secretive(SECRET), Secretive("other"), ["secret"]),
+        (functools.partial(closed_over(1.0), SECRET), functools.partial(closed_over(1.0), "other"), ["of"]),
+    ]:
+        described = state.plain(describe(was))
+        assert "hunter" not in json.dumps(described)
+        assert not state.differences(described, state.plain(describe(was)))
+        told = state.differences(described, state.plain(describe(now)))
+        assert all(any(each.startswith(f"{name}: ") for each in told) for name in names), told
+
+
+def test_texts_as_earlier_versions_had_them_agree():
+    loss = eval("lambda y, p: (y, p, MODE, WORDS, LONG)", {"MODE": "l2", "WORDS": {"b", "a", "c"}, "LONG": "z" * 3000})
+    now = state.plain(describe(loss))
+    long = f"3000 of checksum {zlib.crc32(repr('z' * 3000).encode())}"
+    was = {**now, "<lambda> reads MODE": "l2", "<lambda> reads WORDS": ["a", "b", "c"], "<lambda> reads LONG": long}
+    assert now != was and not state.differences(was, now)
+    assert state.differences({**was, "<lambda> reads MODE": "l1"}, now)
+
+
 CALLS = 0
 
 
@@ -509,6 +553,44 @@ def test_what_a_layer_or_a_loss_counts_is_no_other_training(tmp_path):
         trainer.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, checkpoint_dir=tmp_path)
     assert CALLS > 1
     assert len(trainer.model.history.epoch) == 2
+
+
+SEEN = []
+
+
+class Annealed(Layer):
+    """Whose factor a callback changes in training."""
+
+
+def appending(y, p):
+    SEEN.append(len(SEEN))
+    return keras.ops.mean((y - p) ** 2, -1)
+
+
+def test_what_training_changes_itself_is_no_other_training(tmp_path):
+    def fit(epochs):
+        def anneal(epoch, logs=None):
+            trainer.model.layers[0]._factor /= 2
+
+        options = {"callbacks": [keras.callbacks.LambdaCallback(on_epoch_end=anneal)], "checkpoint_dir": tmp_path}
+        return trainer.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, **options)
+
+    def made():
+        SEEN.clear()
+        return trainer_of([Annealed(1.0)], loss=appending)
+
+    trainer = made()
+    fit(1)
+    assert SEEN and trainer.model.layers[0]._factor == 0.5
+    assert len(fit(2).epoch) == 2
+    trainer.model.layers[0]._factor = 7.0  # which is not of training
+    for _ in range(2):
+        with pytest.raises(IncompatibleCheckpointError, match=r"annealed._factor: 1.0 was saved, now 7.0$"):
+            fit(3)
+    trainer.model.layers[0]._factor = 0.25
+    assert len(fit(3).epoch) == 3
+    trainer = made()  # as in a new process
+    assert len(fit(4).epoch) == 4
 
 
 def test_what_a_layer_only_notes_may_differ():
