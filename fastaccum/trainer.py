@@ -17,14 +17,13 @@ from fastaccum.data.stacks import Batch
 from fastaccum.distribute import workers
 from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary
-from fastaccum.step import compilable
+from fastaccum.step import arguments, compilable
 from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import compiler_ir as ir
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.options import OnNonfinite, Options, Schedule
 from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
-from fastaccum.training import arguments
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.fit import Fit, Verbose
 from fastaccum.training.planning import plan_for_data
@@ -185,7 +184,7 @@ class Trainer:
         )
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> arguments.KerasOptimizer:
         """The optimizer object that trains the model."""
         return self._optimizer.optimizer
 

@@ -60,7 +60,7 @@ class Objective:
 class LossFunction(Objective):
     """Minimises `loss_fn(micro_batch) -> (loss_sum, weight_sum)` and nothing else."""
 
-    def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[Any] = ()):
+    def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[tf.Variable] = ()):
         if not callable(loss_fn) or not _takes_one(loss_fn):
             raise TypeError(f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch.")
         self.state = tf_variables("state", state)

@@ -24,7 +24,7 @@ from fastaccum.kernels.gradients import (
 from fastaccum.kernels.rounded import hoisted_casts
 from fastaccum.kernels.trace_context import TraceContext
 from fastaccum.kernels.xla_ops import in_xla, loop
-from fastaccum.step import compilable
+from fastaccum.step import arguments, compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
 from fastaccum.step.program import Program
@@ -110,13 +110,13 @@ class TrainStep:
     def __init__(
         self,
         loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]] | Objective,
-        variables: Sequence[Any],
-        optimizer: Any,
+        variables: arguments.Variables,
+        optimizer: arguments.KerasOptimizer | str,
         *,
         loss_scale: loss_scales.LossScale | float | None = None,
         clip_norm: float | None = None,
         jit_compile: bool = True,
-        state: Sequence[Any] = (),
+        state: Sequence[tf.Variable] = (),
     ):
         state = listed("state", state)
         if isinstance(loss_fn, Objective) and state:

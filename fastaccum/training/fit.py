@@ -24,7 +24,7 @@ from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.distribute import replicas
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.plan import Plan
-from fastaccum.step import compile_messages, diagnosis
+from fastaccum.step import arguments, compile_messages, diagnosis
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
@@ -114,7 +114,7 @@ class Fit:
             seed = int(self._recipe.replicas.gather([seed])[0][0])  # the chief's
         return seed if shuffle else None
 
-    def run(self, options: Options, callbacks: Any) -> keras.callbacks.History:
+    def run(self, options: Options, callbacks: arguments.CallbacksArgument) -> keras.callbacks.History:
         """Trains for the epochs of the schedule; continues from a checkpoint where there is one."""
         recipe, builder, schedule, saver = self._recipe, self._builder, self._schedule, self._saver
         model = recipe.model.model

@@ -12,9 +12,18 @@ from fastaccum.adapters.callbacks import require
 from fastaccum.adapters.data_adapters import as_dataset, with_sequences
 from fastaccum.adapters.models import Model
 from fastaccum.data import source
+from fastaccum.step import arguments
 
 
-def predict(model: Model, x: Any, *, batch_size: int | None, verbose: Any, steps: int | None, callbacks: Any) -> Any:
+def predict(
+    model: Model,
+    x: Any,
+    *,
+    batch_size: int | None,
+    verbose: Any,
+    steps: int | None,
+    callbacks: arguments.CallbacksArgument,
+) -> Any:
     """Returns Keras's predictions; raises ValueError for data that the model cannot be called with."""
     for name, value in (("batch_size", batch_size), ("steps", steps)):
         if value is not None:

@@ -16,6 +16,7 @@ from fastaccum.data.arrays import ArraySource
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicas import Replicas
+from fastaccum.step import arguments
 from fastaccum.step.options import Options
 
 
@@ -37,7 +38,13 @@ class Recipe:
 
     @classmethod
     def build(
-        cls, model: Any, optimizer: Any, loss: Any, metrics: Any, loss_weights: Any, weighted_metrics: Any
+        cls,
+        model: arguments.KerasModel,
+        optimizer: arguments.KerasOptimizer | str,
+        loss: arguments.LossArgument,
+        metrics: arguments.MetricsArgument,
+        loss_weights: arguments.WeightsArgument,
+        weighted_metrics: arguments.MetricsArgument,
     ) -> Recipe:
         """Checks the arguments of `Trainer` and completes them by what the model was compiled with."""
         adapted = models.get(model)

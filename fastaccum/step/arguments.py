@@ -1,4 +1,4 @@
-"""The types of what a Trainer takes from Keras 3, tf_keras and tensorflow-addons."""
+"""The types of what Trainer and TrainStep take from Keras 3, tf_keras and tensorflow-addons."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
 if TYPE_CHECKING:
     import tf_keras
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     Metric: TypeAlias = keras.metrics.Metric | tf_keras.metrics.Metric | Callable[..., Any] | str
     MetricsArgument: TypeAlias = Sequence[Metric | Sequence[Metric]] | Mapping[str, Metric | Sequence[Metric]] | None
     WeightsArgument: TypeAlias = Sequence[float] | Mapping[str, float] | None
+    Variables: TypeAlias = Sequence[tf.Variable | keras.Variable]
     CallbacksArgument: TypeAlias = (
         Sequence[keras.callbacks.Callback | tf_keras.callbacks.Callback]
         | keras.callbacks.Callback
@@ -27,3 +29,4 @@ if TYPE_CHECKING:
     )
 else:  # tf_keras is imported by those who use it
     KerasModel = KerasOptimizer = LossArgument = MetricsArgument = WeightsArgument = CallbacksArgument = Any
+    Variables = Any
