@@ -14,9 +14,10 @@ from fastaccum.adapters.packages import of_keras
 _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
 
-def require_sum_over_rows(layer: Any) -> None:
-    """Raises ValueError for an activity regulariser of a user's that is a mean over rows where Keras takes a sum, which
-    it divides by their number: its strength would depend on how the rows are cut.
+def require_sum_over_rows(layer: keras.layers.Layer) -> None:
+    """Raises ValueError if a user's activity regulariser is a mean over rows, where Keras takes a sum and divides it.
+
+    The strength of a mean would depend on how the rows are split.
     """
     regularizer = getattr(layer, "activity_regularizer", None)
     if regularizer is None or of_keras(type(regularizer)):
@@ -34,13 +35,13 @@ def require_sum_over_rows(layer: Any) -> None:
         )
 
 
-def reduction(added_loss: Any) -> str:
-    """How a loss that a forward pass adds counts: a scalar as the rows' mean, one per row as a sum, as in Keras."""
+def get_reduction(added_loss: tf.Tensor) -> str:
+    """Returns how an added loss counts, as in Keras: a scalar is the mean of the rows, one loss per row is summed."""
     return "sum" if len(added_loss.shape) or getattr(added_loss, "sums_rows", False) else "mean"
 
 
-def marked_regularizers(layers: list[Any]) -> list[tuple[Any, str, Callable]]:
-    """What to set on which layer, `(layer, name, value)`, so that `reduction` knows activity regularisers' sums."""
+def mark_regularizers(layers: list[keras.layers.Layer]) -> list[tuple[Any, str, Callable]]:
+    """Returns attributes to replace, (layer, name, value), by which `reduction` knows the sums of regularisers."""
     regularised = [] if _DIVIDES_BY_ROWS else [each for each in layers if each.activity_regularizer is not None]
     return [(each, "activity_regularizer", _marked(each.activity_regularizer)) for each in regularised]
 

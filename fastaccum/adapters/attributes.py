@@ -1,23 +1,26 @@
-"""Attributes of objects that are not ours: a Keras variable's value, and any replaced for a while."""
+"""Reads and replaces attributes of others' objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
+Variable: TypeAlias = keras.Variable | tf.Variable
+Nest: TypeAlias = tf.Tensor | Sequence | Mapping | None  # of tensors or their specs
 
-def raw(variable: Any) -> tf.Variable:
-    """The tf.Variable in a keras.Variable; one of TensorFlow's as it is."""
+
+def raw(variable: Variable) -> tf.Variable:
+    """Returns the tf.Variable in a keras.Variable, and anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 @contextmanager
 def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """Variables may be assigned within the scope; after it they are as before."""
+    """Restores the values of variables on exit."""
     before = [variable.read_value() for variable in variables]
     try:
         yield
@@ -28,7 +31,7 @@ def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
 
 @contextmanager
 def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within the scope, these (object, name, value) stand in for the objects' own attributes; scopes may be nested."""
+    """Sets attributes, given as (object, name, value), and restores them on exit; blocks may be nested."""
     attributes = list(attributes)
     before = [(vars(owner), name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in attributes]
     try:

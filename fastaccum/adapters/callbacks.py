@@ -1,4 +1,4 @@
-"""Keras callbacks around a loop that does not wait: logs that are read only when somebody looks."""
+"""Keras's callbacks for a loop that does not wait: a log is read from the device when a callback asks for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Logs = Callable[[], dict[str, float]]
 
 
 def log_value(tensor: tf.Tensor) -> Any:
-    """A log value as a number; as an array where a metric has one value for each class, as in Keras."""
+    """Returns a log as a number, or as an array where a metric has one value for each class, as in Keras."""
     value = tensor.numpy()
     return value if value.ndim else value.item()
 
@@ -66,16 +66,16 @@ for _name in (
 
 
 class _Progress(keras.callbacks.ProgbarLogger):
-    """Keras's progress line, the loss first, without what says nothing: a loss scale of 1, no skipped steps."""
+    """Keras's progress line with the loss first, and without a loss scale of 1 or 0 skipped steps."""
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_train_batch_end(batch, _worth_saying(logs))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_epoch_end(epoch, _worth_saying(logs))
 
 
-def _worth_saying(logs: Any) -> dict[str, Any]:
+def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, Any]:
     says_nothing = {"loss_scale": 1, "skipped_steps": 0}
     in_order = sorted((logs or {}).items(), key=lambda log: log[0] != "loss")
     return {name: value for name, value in in_order if name not in says_nothing or value != says_nothing[name]}
@@ -88,7 +88,9 @@ class Callbacks:
     the progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
     """
 
-    def __init__(self, callbacks: Any, model: Any, *, verbose: Any, epochs: int, steps: int | None, history: bool):
+    def __init__(
+        self, callbacks: Any, model: keras.Model, *, verbose: Any, epochs: int, steps: int | None, history: bool
+    ):
         require(callbacks, verbose)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             params = {"verbose": verbose, "epochs": epochs, "steps": steps}
@@ -106,7 +108,7 @@ class Callbacks:
         self._previous: Logs = dict
 
     def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
-        """The batch-begin and batch-end hooks; logs are made only if somebody asks."""
+        """Returns the batch-begin and batch-end hooks; logs are made only if a callback asks for them."""
         name = f"on_{kind}_batch_end"
         others = [c for c in self.list.callbacks if not _is(c, "ProgbarLogger")]
         begins = [getattr(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
@@ -138,15 +140,15 @@ class Callbacks:
         return begin, end
 
 
-def require(callbacks: Any, verbose: Any, legacy: bool = False) -> None:
-    """Raises TypeError or ValueError unless these are callbacks, of tf_keras if `legacy`, and a verbosity."""
+def require(callbacks: Any, verbose: Any, kind: str | None = None) -> None:
+    """Raises TypeError or ValueError unless these are callbacks, of a `kind` if one is given, and a verbosity."""
     checks.require_nest("callbacks", callbacks)
     for callback in [] if callbacks is None else tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
         if isinstance(callback, type):
             raise TypeError(f"callbacks holds the class {callback.__name__}: call it, and pass what it makes.")
         if not hasattr(callback, "set_model"):
             raise TypeError(f"callbacks holds {callback!r}: pass keras.callbacks.Callback objects.")
-        if legacy and "tf_keras.Callback" not in kinds(callback):
+        if kind is not None and kind not in kinds(callback):
             raise TypeError(f"callbacks holds {callback!r}: a tf_keras model's own loop takes tf_keras's callbacks.")
         if _is(callback, "BaseLogger"):
             raise ValueError("callbacks holds a BaseLogger, which fails in tf_keras's own fit too: leave it out.")
@@ -160,13 +162,13 @@ def require(callbacks: Any, verbose: Any, legacy: bool = False) -> None:
     checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
 
 
-def _is(callback: Any, name: str) -> bool:
-    """Whether it is a callback of Keras 3's or of tf_keras's of this name."""
+def _is(callback: keras.callbacks.Callback, name: str) -> bool:
+    """Tells if a callback is of this class of Keras 3 or tf_keras."""
     return not {f"keras.{name}", f"tf_keras.{name}"}.isdisjoint(kinds(callback))
 
 
-def backed_up_epoch(model: Any, steps_per_epoch: int | None) -> int | None:
-    """The epoch at which a BackupAndRestore, which leaves it with the model, has this fit alone begin; else None."""
+def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int | None:
+    """Returns the epoch at which a BackupAndRestore has this fit begin, which it leaves with the model; else None."""
     if state := getattr(model, "_training_state", None):  # tf_keras's
         epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
         return int(epoch) or None
@@ -176,7 +178,7 @@ def backed_up_epoch(model: Any, steps_per_epoch: int | None) -> int | None:
     return epoch
 
 
-def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool:
+def _overrides(callback: keras.callbacks.Callback, kind: Kind, when: Literal["begin", "end"]) -> bool:
     names = [f"on_{kind}_batch_{when}", *([f"on_batch_{when}"] if kind == "train" else [])]
     # LambdaCallback and its like set hooks on the instance, as plain functions.
     return any(
@@ -185,8 +187,8 @@ def _overrides(callback: Any, kind: Kind, when: Literal["begin", "end"]) -> bool
     )
 
 
-def _records(callback: Any) -> bool:
-    """False for a TensorBoard, which looks at all logs, in a step that it neither records nor, waiting, profiles."""
+def _records(callback: keras.callbacks.Callback) -> bool:
+    """Returns False for a TensorBoard in a step that it neither records nor profiles: it would read all logs."""
     if not _is(callback, "TensorBoard"):
         return True
     every: Any = callback.update_freq

@@ -1,4 +1,4 @@
-"""What Keras reads batches from, as a tf.data.Dataset."""
+"""Turns the objects that Keras reads batches from into a tf.data.Dataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastaccum.adapters.packages import kinds
 
 
 class _Sequence(keras.utils.PyDataset):
-    def __init__(self, sequence: Any):
+    def __init__(self, sequence: keras.utils.PyDataset):
         super().__init__()
         self._sequence = sequence
         self.on_epoch_end = sequence.on_epoch_end
@@ -24,20 +24,20 @@ class _Sequence(keras.utils.PyDataset):
         return self._sequence[index]
 
 
-def with_sequences(x: Any) -> Any:
-    """A `tf_keras.utils.Sequence` as the `keras.utils.PyDataset` that it is in all but its class; else `x` itself."""
+def wrap_sequence(x: Any) -> Any:
+    """Wraps a `tf_keras.utils.Sequence` as a `keras.utils.PyDataset`, and returns anything else as it is."""
     return _Sequence(x) if "tf_keras.Sequence" in kinds(x) else x
 
 
-def read_once(x: Any) -> bool:
-    """Whether `x` is an iterator; ImageDataGenerator's have batches by their numbers too, and can be read again."""
-    return hasattr(x, "__next__") and not isinstance(with_sequences(x), keras.utils.PyDataset)
+def is_read_once(x: Any) -> bool:
+    """Tells if `x` can be read only once; ImageDataGenerator's iterators, which number their batches, can be again."""
+    return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 
 
 def as_dataset(x: Any, shuffle: bool = False) -> tf.data.Dataset:
-    """The batches of a `keras.utils.PyDataset`, generator or torch DataLoader, counted if their number is known.
+    """Returns the batches of a PyDataset, generator or torch DataLoader, with their number where it is known.
 
-    With `shuffle` the order of a PyDataset's batches is drawn anew for each pass.
+    With `shuffle` each pass draws a new order of a PyDataset's batches.
     """
     adapter = data_adapters.get_data_adapter(x, shuffle=shuffle)
     dataset = adapter.get_tf_dataset()

@@ -13,14 +13,16 @@ from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.packages import kinds
 
 
-def lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
+def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
     """Lists the embedding layers with the rows of their tables: XLA clamps ids outside of these silently."""
     found = [layer for layer in layers if _lookup_class(layer)]
     # A subclass may have made a larger table than it was asked for.
     return [(layer, max([layer.input_dim, *(v.shape[0] for v in layer.weights[:1])])) for layer in found]
 
 
-def id_observers(layers: Sequence[keras.layers.Layer], observe: Callable[[int, tf.Tensor], None]) -> list[Interceptor]:
+def make_id_observers(
+    layers: Sequence[keras.layers.Layer], observe: Callable[[int, tf.Tensor], None]
+) -> list[Interceptor]:
     """Returns interceptors that first pass the ids which embedding i of `layers` looks up to `observe(i, ids)`.
 
     The ids are those that reach Keras's own lookup: the `call` of a subclass may map its argument to other ids.

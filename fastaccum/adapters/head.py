@@ -15,7 +15,7 @@ from fastaccum import checks
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.interceptors import Interceptor, Role, intercepting
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import whole
+from fastaccum.adapters.outputs import to_whole
 from fastaccum.adapters.packages import package
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy_sum, require_options
@@ -88,8 +88,8 @@ class LinearCrossEntropy(keras.losses.Loss):
         self.options: dict[str, Any] = dict(zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True))
         self.chunk_size = None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
 
-    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
-        """The losses from logits [..., V]: for Keras's own `evaluate`, where the head is not left out."""
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        """Returns the losses from logits [..., V], for Keras's own `evaluate`, where the head is not left out."""
         labels = _labels(y_true, y_pred)
         if not y_pred.shape[-1] or not labels.shape.is_compatible_with(y_pred.shape[:-1]):
             raise ValueError(
@@ -104,7 +104,7 @@ class LinearCrossEntropy(keras.losses.Loss):
 
 
 class FusedHeadLoss:
-    """A `LinearCrossEntropy` with the layer that it takes over: what the train step calls instead of it.
+    """A `LinearCrossEntropy` with the layer that it takes over, as the train step calls them.
 
     Raises ValueError if `output`, of so many classes, does not come from a linear layer.
     """
@@ -117,7 +117,7 @@ class FusedHeadLoss:
         self._reversible = type(self.head) in _REVERSIBLE
 
     @contextmanager
-    def head_left_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
+    def leave_head_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
         """Lets the head pass its input on, in the dtype in which it comes, and shows it to `observe`."""
         signature = inspect.signature(self.head.call)
 
@@ -151,12 +151,12 @@ class FusedHeadLoss:
             )
 
     def labels(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
-        """Class indices [...], with a mask of those that count, as Keras's own losses have one."""
+        """Returns class indices [...] with a mask of those that count, as Keras's own losses attach one."""
         labels = tf.identity(tf.cast(_labels(y_true, hidden), tf.int64))
         return _masked(labels, labels, self.ignore_class)
 
     def sum(self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
-        """The weighted sum of those losses that are `counted`, bool [...], from what the head was given."""
+        """Returns the weighted sum of the losses that are `counted`, bool [...], from the head's input."""
         kernel, transposed = _kernel(self.head)
         bias = getattr(self.head, "bias", None)
         return linear_cross_entropy_sum(
@@ -172,13 +172,13 @@ class FusedHeadLoss:
         )
 
 
-def _masked(losses: Any, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
+def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
     # As Keras's own losses tell what is not to be counted.
     losses._keras_mask = labels != ignore_index
     return losses
 
 
-def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
+def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
     y_true = checks.as_tensor("y_true", y_true)
     if y_pred.shape.rank == 0:
         raise ValueError("y_pred is a scalar: it must be logits [..., classes].")
@@ -188,10 +188,10 @@ def _labels(y_true: Any, y_pred: tf.Tensor) -> tf.Tensor:
                 f"LinearCrossEntropy takes class indices, but y has shape {y_true.shape}: pass np.argmax(y, axis=-1)."
             )
         y_true = tf.squeeze(y_true, -1)
-    return whole(y_true)
+    return to_whole(y_true)
 
 
-def _find(model: Model, name: str | None, output: str) -> Any:
+def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
     layers = model.layers
     if name is not None:
         found = [layer for layer in layers if layer.name == name]
@@ -209,23 +209,23 @@ def _find(model: Model, name: str | None, output: str) -> Any:
     return found[-1]
 
 
-def _is_known(layer: Any) -> bool:
+def _is_known(layer: keras.layers.Layer) -> bool:
     return _is_dense(layer) or type(layer) in _REVERSIBLE
 
 
-def _is_dense(layer: Any) -> bool:
+def _is_dense(layer: keras.layers.Layer) -> bool:
     plain = type(layer) in (keras.layers.Dense, fp32_layers.Fp32Dense)
     return plain or (package(type(layer)) == "tf_keras" and type(layer).__name__ == "Dense")
 
 
-def _kernel(layer: Any) -> tuple[Any, bool]:
-    """The variable itself where there is one, None for a layer without; and whether it is [V, D], not [D, V]."""
+def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
+    """Returns a layer's kernel or None, as a variable where it is one, and True if its shape is [V, D], not [D, V]."""
     if type(layer) in _REVERSIBLE:
         return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
     return getattr(layer, "kernel", None), False
 
 
-def _require_linear(layer: Any, classes: int | None) -> None:
+def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
     (kernel, transposed), bias = _kernel(layer), getattr(layer, "bias", None)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:

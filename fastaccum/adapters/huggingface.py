@@ -7,60 +7,64 @@ of what `hf_compute_loss` makes of the labels and logits that the call hands it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import Nest, replaced
 from fastaccum.adapters.packages import kinds, package
 from fastaccum.lines import warn
 
 
 class Observed(NamedTuple):
-    """One mean within a loss: float32 scalars. Over micro-batches `value * weight_sum` adds up, and `weight_sum`."""
+    """One mean within a loss, as float32 scalars: `value * weight_sum` and `weight_sum` add up over micro-batches."""
 
     value: tf.Tensor
     weight_sum: tf.Tensor
 
 
+Counted = tuple[tf.Tensor, tf.Tensor, tf.Tensor]  # labels and logits of a mean, and which of the labels count
+
+
 class Seen(list[Observed]):
-    """What a forward pass computed; `returned` is what the model was handed as its loss."""
+    """The means that a forward pass computed; `returned` is the loss that the model was given."""
 
-    returned: Any = None
+    returned: tf.Tensor | None = None
 
 
-def is_pretrained(model: Any) -> bool:
-    """Whether it is one of Hugging Face's TF models."""
+def is_pretrained(model: keras.Model) -> bool:
+    """Tells if a model is one of Hugging Face's TF models."""
     return "transformers.TFPreTrainedModel" in kinds(model)
 
 
-def means(model: Any) -> int:
-    """How many means its own loss consists of."""
+def count_means(model: keras.Model) -> int:
+    """Returns the number of means in a model's own loss."""
     return 2 if _MEANS_OF_TOKENS.get(_loss_class(model)) is _pretraining else 1
 
 
-def tables(layers: Iterable[Any]) -> list[tuple[Any, int]]:
-    """The layers that look ids up in a table of their own (BERT's kind, no Embedding), and its rows."""
+def find_tables(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
+    """Lists the layers that look up ids in a table without an Embedding, as BERT's do, with the rows of the table."""
     own = [layer for layer in layers if type(layer).__name__.endswith("Embeddings") and hasattr(layer, "weight")]
     return [(each, each.weight.shape[0]) for each in own if "input_ids" in _arguments(each)]
 
 
-def label_names(model: Any) -> list[str]:
-    """The arguments of a model's call that take labels."""
+def list_label_names(model: keras.Model) -> list[str]:
+    """Names the arguments of a model's call that take labels."""
     extra = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
     return [name for name in _arguments(model) if "label" in name or name in extra]
 
 
-def with_labels(model: Any, x: Any, y: Any) -> Any:
-    """The inputs with the labels of `y` among them, as its `train_step` merges them where it has no other loss.
+def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
+    """Returns the inputs with the labels of `y`, merged as the model's `train_step` does where it has no other loss.
 
     Raises ValueError for a `y` that is no dict where the model takes several labels or none.
     """
     if y is None:
         return x
-    arguments, labels, outputs = _arguments(model), label_names(model), _outputs_of_labels(model)
+    arguments, labels, outputs = _arguments(model), list_label_names(model), _outputs_of_labels(model)
     x = dict(x) if isinstance(x, Mapping) else {arguments[0]: x}
     if isinstance(y, (list, tuple)) and len(y) == 1:
         (y,) = y
@@ -76,20 +80,20 @@ def with_labels(model: Any, x: Any, y: Any) -> Any:
     return {**{name: value for name, value in named.items() if name in arguments}, **x}
 
 
-def call_options(model: Any) -> dict[str, Any]:
-    """Further arguments of the call that make a model return its loss (CLIP's, which labels do not decide)."""
+def list_call_options(model: keras.Model) -> dict[str, Any]:
+    """Returns further arguments of the call that make a model return its loss, as CLIP's does not by labels."""
     return {"return_loss": True} if "return_loss" in _arguments(model) else {}
 
 
-def matched(model: Any, x: Any, y: Any, outputs: Any) -> tuple[Any, Any]:
-    """Targets and the outputs they belong to, as its `train_step` hands them to a loss and metrics given to `compile`.
+def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nest]:
+    """Returns targets and their outputs, as the model's `train_step` passes them to losses and metrics of `compile`.
 
     Targets are `y`, or where that is None the labels among the inputs.
     """
     if y is None:
-        y = {name: x[name] for name in label_names(model) if name in x} if isinstance(x, Mapping) else {}
+        y = {name: x[name] for name in list_label_names(model) if name in x} if isinstance(x, Mapping) else {}
         if not y:
-            raise ValueError(f"No y, and none of the labels {label_names(model)} among the inputs.")
+            raise ValueError(f"No y, and none of the labels {list_label_names(model)} among the inputs.")
     predictions = {name: value for name, value in outputs.items() if name != "loss"}
     if isinstance(y, Mapping):
         output_of = _outputs_of_labels(model)
@@ -104,8 +108,8 @@ def matched(model: Any, x: Any, y: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def observed_losses(model: Any, valid: tf.Tensor | None = None) -> Iterator[Seen]:
-    """Within the scope, a call of the model fills what this yields: one entry for each mean in its loss.
+def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterator[Seen]:
+    """Yields a list that a call of the model fills with one entry for each mean in its loss.
 
     The denominators are those of `hf_compute_loss`: tokens whose label is not ignored, in causal, masked and seq2seq
     language models and token classification (after the model's own shift of the labels) and pixels in segmentation;
@@ -143,8 +147,10 @@ def observed_losses(model: Any, valid: tf.Tensor | None = None) -> Iterator[Seen
         yield seen
 
 
-def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | None = None) -> list[Observed]:
-    """The means whose sum is the loss that a call of the model, within `observed_losses`, returned.
+def make_terms(
+    model: keras.Model, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | None = None
+) -> list[Observed]:
+    """Returns the means whose sum is the loss that a call of the model inside `observe_losses` returned.
 
     A loss that is not, or not only, that of `hf_compute_loss` is one term: of values per row it is their mean; a scalar
     is taken for a mean over the rows of its micro-batch, with a warning, since another denominator, or one that couples
@@ -155,8 +161,8 @@ def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | No
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} returned no loss: give it its labels, {label_names(model)}, as y or among the "
-            "inputs, or pass a loss to the Trainer."
+            f"{type(model).__name__} returned no loss: give it its labels, {list_label_names(model)}, as y or among "
+            "the inputs, or pass a loss to the Trainer."
         )
     if loss is seen.returned:
         return list(seen)
@@ -175,23 +181,23 @@ def terms(model: Any, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | No
     return [_rows(loss, rows, valid)]
 
 
-def _loss_class(model: Any) -> str:
-    """The class of Hugging Face's that defines its hf_compute_loss; empty for another's."""
+def _loss_class(model: keras.Model) -> str:
+    """Names the class of Hugging Face's that defines the model's hf_compute_loss; empty for another package's class."""
     method: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
     of_theirs = package(method) == "transformers"
     return method.__qualname__.removesuffix(".hf_compute_loss") if of_theirs else ""
 
 
-def _arguments(model: Any) -> list[str]:
+def _arguments(model: keras.Model) -> list[str]:
     return list(inspect.signature(type(model).call).parameters)[1:]
 
 
-def _outputs_of_labels(model: Any) -> dict[str, str]:
+def _outputs_of_labels(model: keras.Model) -> dict[str, str]:
     return model.get_label_to_output_name_mapping()
 
 
 def _rows(loss: tf.Tensor, rows: int, valid: tf.Tensor | None) -> Observed:
-    """The mean of a loss per row, over those that are valid; or a scalar loss, with the number of valid rows."""
+    """Returns the mean of a loss per row over valid rows, or a scalar loss, with the number of valid rows."""
     loss = tf.cast(loss, tf.float32)
     count = tf.constant(float(rows)) if valid is None else tf.reduce_sum(tf.cast(valid, tf.float32))
     if valid is not None and loss.shape.rank and loss.shape[0] == rows:
@@ -201,7 +207,7 @@ def _rows(loss: tf.Tensor, rows: int, valid: tf.Tensor | None) -> Observed:
 
 
 def _mean(labels: tf.Tensor, logits: tf.Tensor, counts: tf.Tensor, valid: tf.Tensor | None) -> Observed:
-    """The mean cross-entropy of the labels that count."""
+    """Returns the mean cross-entropy of the labels that count."""
     if valid is not None:
         counts = counts & tf.reshape(valid, [-1] + [1] * (labels.shape.rank - 1))
     labels = tf.where(counts, tf.cast(labels, tf.int64), 0)
@@ -210,20 +216,20 @@ def _mean(labels: tf.Tensor, logits: tf.Tensor, counts: tf.Tensor, valid: tf.Ten
     return Observed(tf.math.divide_no_nan(tf.reduce_sum(tf.where(counts, values, 0.0)), count), count)
 
 
-def _segmentation(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
+def _segmentation(config: Any, labels: tf.Tensor, logits: tf.Tensor) -> list[Counted]:
     logits = tf.image.resize(logits, labels.shape[1:], method="bilinear")
     return [(labels, logits, labels != config.semantic_loss_ignore_index)]
 
 
-def _pretraining(config: Any, labels: Any, logits: Any) -> list[tuple[Any, Any, Any]]:
-    """Of words, and of sentences, whose label has a name of its own in each model."""
+def _pretraining(config: Any, labels: Mapping[str, tf.Tensor], logits: Sequence[tf.Tensor]) -> list[Counted]:
+    """Returns the losses of words and of sentences; the label of sentences has another name in each model."""
     (sentence,) = (tf.reshape(labels[name], [-1]) for name in labels if name != "labels")
     words = labels["labels"]
     return [(words, logits[0], words != -100), (sentence, tf.reshape(logits[1], [-1, 2]), sentence != -100)]
 
 
-# By the class that defines hf_compute_loss: each mean's labels, logits and which labels count.
-_MEANS_OF_TOKENS: dict[str, Callable[[Any, Any, Any], list[tuple[Any, Any, Any]]]] = {
+# By the class that defines hf_compute_loss.
+_MEANS_OF_TOKENS: dict[str, Callable[..., list[Counted]]] = {
     "TFCausalLanguageModelingLoss": lambda _, labels, logits: [(labels, logits, labels != -100)],
     "TFTokenClassificationLoss": lambda _, labels, logits: [(labels, logits, labels >= 0)],
     "TFLEDForConditionalGeneration": lambda config, labels, logits: [(labels, logits, labels != config.pad_token_id)],

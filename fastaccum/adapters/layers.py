@@ -28,7 +28,7 @@ _TRANSPOSED = "Conv1DTranspose", "Conv2DTranspose"
 _CONVOLUTIONS = "Conv1D", *_TRANSPOSED, "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv1D", "SeparableConv2D"
 
 
-def forms(layers: Iterable[keras.layers.Layer], fast_gradients: bool) -> list[Interceptor]:
+def make_forms(layers: Iterable[keras.layers.Layer], fast_gradients: bool) -> list[Interceptor]:
     """Returns interceptors for layers that have another form, with `fast_gradients` also for speed on a CPU."""
     found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
@@ -54,7 +54,7 @@ def forms(layers: Iterable[keras.layers.Layer], fast_gradients: bool) -> list[In
 # The forms take the arguments of the layer's method by its names: Keras passes on what it is called with.
 
 
-def _convolve(layer: Any, call: Call, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
+def _convolve(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
     if len(inputs.shape) != 4:  # tf_keras takes several dimensions of rows
         return call(inputs, kernel)
     kernel = tf.convert_to_tensor(kernel)
@@ -64,13 +64,13 @@ def _convolve(layer: Any, call: Call, inputs: tf.Tensor, kernel: Any) -> tf.Tens
     return tf.nn.conv2d(inputs, kernel, layer.strides, layer.padding.upper(), dilations=layer.dilation_rate)
 
 
-def _is_plain(layer: Any, kind: str) -> bool:
+def _is_plain(layer: keras.layers.Layer, kind: str) -> bool:
     small = kind in ("Conv1D", *_TRANSPOSED) or math.prod(layer.kernel_size) <= _LARGEST_DEPTHWISE_KERNEL
     return small and getattr(layer, "groups", 1) == 1 and set(layer.dilation_rate) == {1}
 
 
-def _call_convolution(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
-    """Keras's `call` with a form of its convolution: of an image of one row, where the inputs are sequences."""
+def _call_convolution(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor) -> tf.Tensor:
+    """Computes Keras's `call` with another form of its convolution; a sequence is an image of one row."""
     if len(inputs.shape) != layer.rank + 2 or None in inputs.shape[1:]:
         return call(inputs)
     row = [1] * (2 - layer.rank)
@@ -96,11 +96,11 @@ def _call_convolution(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     return y if layer.activation is None else layer.activation(y)
 
 
-def _is_small(layer: Any) -> bool:
+def _is_small(layer: keras.layers.Layer) -> bool:
     return layer.strides == layer.pool_size and math.prod(layer.pool_size) <= _LARGEST_WINDOW
 
 
-def _pool(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
+def _pool(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     sizes = inputs.shape[1:3]
     whole = None not in sizes and all(size % window == 0 for size, window in zip(sizes, layer.pool_size, strict=True))
     if whole or (layer.padding == "valid" and None not in sizes):
@@ -109,7 +109,7 @@ def _pool(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
 
 
 def _normalize_batch(
-    layer: Any, call: Call, inputs: tf.Tensor, training: bool | None = None, mask: Any = None
+    layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, training: bool | None = None, mask: Any = None
 ) -> tf.Tensor:
     special = layer.synchronized or getattr(layer, "renorm", False) or layer.axis not in (-1, len(inputs.shape) - 1)
     if special or mask is not None or not (training and layer.trainable) or inputs.dtype == tf.float64:
@@ -124,20 +124,20 @@ def _normalize_batch(
     return tf.cast(y, layer.compute_dtype)
 
 
-def _normalize_layer(layer: Any, call: Call, inputs: tf.Tensor) -> tf.Tensor:
+def _normalize_layer(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     if not _over_last_axis(layer, inputs):
         return call(inputs)
     weights = (None if w is None else tf.cast(w, accumulator_dtype(inputs.dtype)) for w in (layer.gamma, layer.beta))
     return tf.cast(layer_norm(inputs, *weights, epsilon=layer.epsilon), layer.compute_dtype)
 
 
-def _normalize_rms(layer: Any, call: Call, x: tf.Tensor) -> tf.Tensor:
+def _normalize_rms(layer: keras.layers.Layer, call: Call, x: tf.Tensor) -> tf.Tensor:
     if not _over_last_axis(layer, x):
         return call(x)
     return rms_norm(x, tf.cast(layer.scale, accumulator_dtype(x.dtype)), epsilon=layer.epsilon)
 
 
-def _over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
+def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
     floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
     last = floating and bool(inputs.shape[-1]) and list(layer.axis) in ([-1], [inputs.shape.rank - 1])
     return last and layer.epsilon is not None  # for None Keras has a number of its own

@@ -1,4 +1,4 @@
-"""Any Keras loss as a loss sum and a weight sum, so that micro-batches add up to the full batch exactly."""
+"""Computes any Keras loss as a loss sum and a weight sum, which add up over micro-batches exactly."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
-from fastaccum.adapters import batch_size, coupling
+from fastaccum.adapters import traces
+from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known, whole
+from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
 from fastaccum.adapters.packages import kinds, of_keras
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
@@ -30,13 +31,17 @@ class Term(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The loss of one model output. `classes` is set where labels are class indices; `power`, where each row's loss has
-    a factor `rows**p`: it is p, or p + 1 with the reduction "sum", since the loss then counts as a mean.
+    """The loss of one model output.
+
+    Attributes:
+        classes: set if labels are class indices.
+        power: set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", since the loss then
+            counts as a mean.
     """
 
     position: int
     name: str
-    loss: Any
+    loss: keras.losses.Loss
     weight: float
     classes: int | None
     power: float | None = None
@@ -56,11 +61,11 @@ _OF_ALL_ROWS = {
 
 
 class _OfAllRows:
-    """A loss that is one number for all rows of a batch, as one for each row: their mean is that number."""
+    """A loss with one value for all rows of a batch, repeated for each row."""
 
     reduction = "sum_over_batch_size"
 
-    def __init__(self, loss: Any):
+    def __init__(self, loss: keras.losses.Loss):
         self.loss, self.name = loss, type(loss).__name__
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
@@ -82,9 +87,12 @@ class Losses:
         self.replicas = 1  # that share the rows of a batch
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
-    def build(self, outputs: Outputs, y_true: Any, targets_are_own: bool = False) -> None:
-        """Matches losses with outputs; `y_true` holds specs of one batch of targets, which a `compute_loss` of the
-        model's own may take apart differently (`targets_are_own`).
+    def build(self, outputs: Outputs, y_true: Nest, targets_are_own: bool = False) -> None:
+        """Matches losses with outputs.
+
+        Args:
+            y_true: specs of one batch of targets.
+            targets_are_own: True if the model's own `compute_loss` may take targets apart in another way.
         """
         self.outputs = []
         try:
@@ -99,11 +107,11 @@ class Losses:
                 "take over micro-batches. Call a Keras loss in compute_loss, and compile with none; or write the step "
                 "with fastaccum.TrainStep, whose loss function returns (model.compute_loss(...) * rows, rows)."
             )
-        several = len(outputs.names) > 1 and not outputs.legacy  # else Keras takes the first, or refuses them
+        several = outputs.takes_lists
         weights = outputs.match(self._loss_weights, "loss_weights", True, several)
         for i, of_output in outputs.placed(self._loss, "loss", True, several).items():
             name, target = outputs.names[i], targets[i]
-            if target is None and outputs.legacy:  # as tf_keras
+            if target is None and outputs.skips_missing_targets:
                 continue
             _require_target(i, outputs, targets)
             for loss, weight in _with_weights(of_output, weights[i], name):
@@ -122,13 +130,13 @@ class Losses:
                 self.outputs.append(Output(i, name, loss, weight, classes))
         if not self.outputs and self._loss is not None:
             raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
-        logged = len(outputs.names if outputs.legacy else self.outputs) > 1
+        logged = outputs.logs_each_loss(len(self.outputs))
         seen = [(o, *_trace_rows(o.loss, targets[o.position], outputs.specs[o.position])) for o in self.outputs]
         self.mixing = {o.name: operation for o, operation, _ in seen if operation is not None}
         self.outputs = [o if not p else o._replace(power=p + (o.reduction == "sum")) for o, _, p in seen]
-        self.log_names = distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
+        self.log_names = make_distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
 
-    def require_targets(self, outputs: Outputs, y_true: Any) -> None:
+    def require_targets(self, outputs: Outputs, y_true: Nest) -> None:
         """Raises ValueError unless targets are for outputs that exist, and for each that was built with a loss."""
         targets = outputs.targets(y_true)
         for o in self.outputs:
@@ -156,24 +164,29 @@ class Losses:
         return [o for o in self.outputs if isinstance(o.loss, FusedHeadLoss)]
 
     @contextlib.contextmanager
-    def heads_left_out(self) -> Iterator[dict[int, tf.Tensor]]:
-        """Within the scope, heads that were taken over return their inputs; yields the latest by output position."""
+    def leave_heads_out(self) -> Iterator[dict[int, tf.Tensor]]:
+        """Lets the heads that were taken over return their inputs; yields the latest inputs by output position."""
         hidden: dict[int, tf.Tensor] = {}
         with contextlib.ExitStack() as scopes:
             for o in self._with_heads:
-                scopes.enter_context(o.loss.head_left_out(lambda tensor, i=o.position: hidden.update({i: tensor})))
+                scopes.enter_context(o.loss.leave_head_out(lambda tensor, i=o.position: hidden.update({i: tensor})))
             yield hidden
 
     def terms(
         self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None
     ) -> list[Term]:
-        """One term per output that has a loss; `hidden` is what `heads_left_out` yielded around the forward pass, and
-        `rows` the number of all rows, where the batch is a part of a step.
+        """Returns one term per output that has a loss.
+
+        Args:
+            hidden: what `leave_heads_out` yielded for the forward pass.
+            rows: the number of all rows, if the batch is a part of a step.
         """
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
         terms = [
-            term(o.loss, batch.y_true[o.position], batch.y_pred[o.position], batch.sample_weight[o.position], valid)
+            compute_term(
+                o.loss, batch.y_true[o.position], batch.y_pred[o.position], batch.sample_weight[o.position], valid
+            )
             for o in self.outputs
         ]
         for i, o in enumerate(self.outputs):
@@ -197,19 +210,20 @@ class Losses:
                     f"classes, from 0 to {o.classes - 1}."
                 )
 
-    def class_indices(self, y_true: list[Any]) -> list[tf.Tensor]:
-        """The labels of the outputs whose `classes` are set, from targets by output; ignored classes as 0."""
+    def class_indices(self, y_true: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the labels of the outputs whose `classes` are set, from targets by output; ignored labels are 0."""
         found = []
         for o in self.outputs:
             if o.classes is not None:
                 of_tf_keras = getattr(o.loss, "_fn_kwargs", {}).get("ignore_class")
-                labels, ignored = whole(y_true[o.position]), getattr(o.loss, "ignore_class", of_tf_keras)
+                labels, ignored = to_whole(y_true[o.position]), getattr(o.loss, "ignore_class", of_tf_keras)
                 found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
         return found
 
     def in_range(self, batch: Matched) -> Matched:
-        """The batch with class 0 for labels that do not exist, at which TensorFlow's own operations break off in the
-        middle of a step: `class_indices` tells of them.
+        """Replaces labels that are no class by 0, since TensorFlow's operations raise for them in the middle of a step.
+
+        The index checks report these labels.
         """
         y_true = list(batch.y_true)
         indices = zip([o for o in self.outputs if o.classes is not None], self.class_indices(y_true), strict=True)
@@ -219,14 +233,14 @@ class Losses:
         return batch._replace(y_true=y_true)
 
 
-def term(
-    loss: Any,
+def compute_term(
+    loss: keras.losses.Loss,
     y_true: tf.Tensor,
     y_pred: tf.Tensor,
     sample_weight: tf.Tensor | None = None,
     valid: tf.Tensor | None = None,
 ) -> Term:
-    """The sums behind `loss(y_true, y_pred, sample_weight)` over the rows that are `valid`.
+    """Computes the sums behind `loss(y_true, y_pred, sample_weight)` over the rows that are `valid`.
 
     With `l = loss.call(y_true, y_pred)`, `v` the valid elements (rows that do not merely pad, and where a Keras
     mask is true) and `w` the sample weights:
@@ -238,7 +252,7 @@ def term(
     so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing).
     Raises ValueError if the loss returns a mean instead of one value per example, or if a shape does not fit.
     """
-    masks = [mask_of(y_pred)]
+    masks = [get_mask(y_pred)]
     if isinstance(loss, FusedHeadLoss):
         values = loss.labels(y_true, y_pred)  # in place of the losses, which only their sum may need
     elif hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
@@ -252,7 +266,7 @@ def term(
         shapes = f"y of shape {tuple(y_true.shape)} and predictions of shape {tuple(y_pred.shape)}"
         with checks.naming(f"loss {_loss_name(loss)!r}, called with {shapes}"):
             values = loss.call(y_true, y_pred)
-    masks.append(mask_of(values))
+    masks.append(get_mask(values))
     if not isinstance(loss, FusedHeadLoss):
         _require_per_example(loss, values, y_pred.shape[0])
         values = tf.cast(values, tf.float32)
@@ -278,37 +292,41 @@ def term(
     return Term(loss_sum, weight_sum)
 
 
-def _trace_rows(loss: Any, target: Any, spec: Any) -> tuple[str | None, float | None]:
-    """Traces a loss that is not Keras's. Returns the operation that mixes rows, or computes with their number otherwise
-    than by a factor `rows**p`; else None and p, which is None too where the loss does not compute with that number.
+def _trace_rows(
+    loss: keras.losses.Loss, target: keras.KerasTensor, spec: keras.KerasTensor
+) -> tuple[str | None, float | None]:
+    """Traces a loss that is not Keras's, and returns an operation that is not exact over micro-batches, and p.
+
+    The operation mixes rows, or computes with their number in another way than by a factor `rows**p`. Without one, p is
+    set if the loss has such a factor.
     """
     if isinstance(loss, _OfAllRows) or _loss_name(loss) == "circle":
         return loss.name, None
     if of_keras(getattr(loss, "fn", type(loss))):
         return None, None
 
-    def call(pair: Any) -> Any:
+    def call(pair: Sequence[tf.Tensor]) -> tf.Tensor:
         return loss.call(*(tf.cast(each, getattr(loss, "dtype", None) or "float32") for each in pair))
 
     try:
-        traced = coupling.traced(call, (target, spec))
+        traced = traces.trace(call, (target, spec))
     except Exception:  # of a distribution, or by AutoGraph: nothing is known
         return None, None
-    found = coupling.mixing(traced.graph)
-    if found or not (found := batch_size.row_counter(traced, call, (target, spec))):
+    found = traces.first_cross_example_op(traced.graph)
+    if found or not (found := traces.find_row_counter(traced, call, (target, spec))):
         return found, None
-    power = batch_size.power_of_rows(call, (target, spec))
+    power = traces.find_power_of_rows(call, (target, spec))
     return None if power else found, power
 
 
-def _require_target(position: int, outputs: Outputs, targets: Sequence[Any]) -> None:
+def _require_target(position: int, outputs: Outputs, targets: Sequence[keras.KerasTensor | None]) -> None:
     if targets[position] is None:
         given = [name for name, each in zip(outputs.names, targets, strict=True) if each is not None]
         raise ValueError(f"Output {outputs.names[position]!r} has a loss but no target: y holds {given}.")
 
 
-def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
-    """The losses of one output, each with its weight."""
+def _with_weights(loss: keras.losses.Loss, weight: Any, name: str) -> list[tuple[keras.losses.Loss, float]]:
+    """Pairs the losses of one output with their weights."""
     losses = [each for each in loss if each is not None] if isinstance(loss, (list, tuple)) else [loss]
     weights = list(weight) if isinstance(weight, (list, tuple)) else [1.0 if weight is None else weight] * len(losses)
     if len(weights) != len(losses):
@@ -321,7 +339,7 @@ def _with_weights(loss: Any, weight: Any, name: str) -> list[tuple[Any, float]]:
     return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
 
 
-def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
+def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTensor) -> None:
     called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
     if not of_keras(called):
         raise ValueError(
@@ -346,7 +364,7 @@ def _require_sum_of_rows(loss: Any, name: str, spec: Any) -> None:
 
 
 def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """`tensor` with trailing axes of 1 added or dropped until its rank is that of `values`."""
+    """Adds or drops trailing axes of 1 until the rank of `tensor` is that of `values`."""
     original = tensor.shape
     while tensor.shape.rank > values.shape.rank and tensor.shape[-1] == 1:
         tensor = tf.squeeze(tensor, -1)
@@ -363,7 +381,7 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _require_per_example(loss: Any, values: Any, rows: int | None) -> None:
+def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int | None) -> None:
     if not tf.is_tensor(values):
         returned = repr(values)
     elif not values.dtype.is_floating:
@@ -382,7 +400,7 @@ def _require_per_example(loss: Any, values: Any, rows: int | None) -> None:
 _TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy", "ctc", "circle")
 
 
-def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
+def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
     fn: Any = getattr(loss, "fn", None)
     name = getattr(fn, "__name__", None)
     if not of_keras(fn) or name is None or name in _TAKE_INDICES:
@@ -399,25 +417,25 @@ def _require_same_shape(loss: Any, y_true: tf.Tensor, y_pred: tf.Tensor) -> None
     )
 
 
-def _loss_name(loss: Any) -> Any:
+def _loss_name(loss: keras.losses.Loss) -> Any:
     return getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
 
 
-def _reduction(loss: Any) -> str | None:
+def _reduction(loss: keras.losses.Loss) -> str | None:
     # tf_keras names "auto" what is "sum_over_batch_size".
     return {"auto": "sum_over_batch_size", "none": None}.get(loss.reduction, loss.reduction)
 
 
-def sparse_labels(loss: Any) -> bool | None:
-    """Whether all losses of a nest take class indices as labels; None where that depends on the labels' shape."""
+def sparse_labels(loss: keras.losses.Loss) -> bool | None:
+    """Tells if all losses of a nest take class indices as labels; None where the labels' shape decides."""
     losses = [each for each in tf.nest.flatten(loss) if each is not None]
     if any(isinstance(each, str) and each.lower() in _SHORTHANDS for each in losses):
         return None
     return bool(losses) and all(map(takes_class_indices, losses))
 
 
-def takes_class_indices(loss: Any) -> bool:
-    """Whether a loss, a Keras loss's function or its name takes class indices as labels."""
+def takes_class_indices(loss: keras.losses.Loss) -> bool:
+    """Tells if a loss, a Keras loss's function or its name takes class indices as labels."""
     if isinstance(loss, LinearCrossEntropy):
         return True
     if isinstance(loss, str) and loss.lower() not in _SHORTHANDS:

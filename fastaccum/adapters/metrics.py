@@ -12,9 +12,9 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
-from fastaccum.adapters import batch_size, coupling
+from fastaccum.adapters import traces
 from fastaccum.adapters.attributes import raw
-from fastaccum.adapters.outputs import Matched, Outputs, distinct, mask_of, require_known
+from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.adapters.packages import kinds, of_keras
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
@@ -39,17 +39,19 @@ class Metrics:
         self._passed = metrics, weighted_metrics
         self.user = _of_keras_3(metrics), _of_keras_3(weighted_metrics)
         self.compiled: CompileMetrics  # from `build` on
-        self.own: list[Any] = []
+        self.own: list[keras.metrics.Metric] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the metric
         # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
         self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
 
-    def build(self, outputs: Outputs, y_true: Any, taken: Sequence[str] = (), own: Sequence[Any] = ()) -> None:
+    def build(
+        self, outputs: Outputs, y_true: tf.Tensor, taken: Sequence[str] = (), own: Sequence[keras.metrics.Metric] = ()
+    ) -> None:
         """Creates variables, for specs of a batch of targets; `own` are the model's, `taken` are names in the logs."""
         self.own = list(own)
         targets = outputs.targets(y_true) if self.given else outputs.specs
         named = zip(("metrics", "weighted_metrics"), self.user, strict=True)
-        plain, weighted = (_by_output(name, each, outputs, targets) for name, each in named)
+        plain, weighted = (self._with_targets(outputs, targets, name, each) for name, each in named)
         if len(targets) == 1:  # before 3.14 Keras takes no list of lists there
             plain, weighted = (metrics for (metrics,) in (plain, weighted))
         self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
@@ -67,7 +69,7 @@ class Metrics:
         for i, metric in placed:
             y = targets[i], outputs.specs[i]
             specs = [tf.TensorSpec([n or a + 2 for a, n in enumerate(t.shape)], t.dtype) for t in y]
-            if isinstance(metric, _LegacyMetric):
+            if isinstance(metric, _TFKerasMetric):
                 metric.build(*specs)
             if operation := _mixing(metric, *specs):
                 self.mixing[metric.name] = operation
@@ -76,18 +78,25 @@ class Metrics:
 
     @property
     def given(self) -> bool:
-        """Whether the user passed any."""
+        """True if the user passed any."""
         return any(each is not None for each in self.user)
 
-    def for_compile(self, legacy: bool) -> dict[str, Any]:
-        """What the user passed, as arguments of the model's `compile`; none of it where some is of the other Keras."""
-        other = "keras.Metric" if legacy else "tf_keras.Metric"
-        if any(other in kinds(each) for each in tf.nest.flatten(self._passed)):
+    @staticmethod
+    def _with_targets(outputs: Outputs, targets: Sequence[Any], what: str, metrics: Any) -> list[list[Any]]:
+        found = [[m for m in each if m is not None] for each in outputs.place_metrics(what, metrics)]
+        for name, each, target in zip(outputs.names, found, targets, strict=True):
+            if each and target is None and not outputs.skips_missing_targets:
+                raise ValueError(f"Output {name!r} has metrics but no target.")
+        return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
+
+    def for_compile(self, foreign: str) -> dict[str, Any]:
+        """Returns what the user passed as arguments of the model's `compile`; none if some is of a `foreign` kind."""
+        if any(foreign in kinds(each) for each in tf.nest.flatten(self._passed)):
             return {}
         return {name: each or None for name, each in zip(("metrics", "weighted_metrics"), self._passed, strict=True)}
 
     def _with_names(self, outputs: Outputs, taken: Sequence[str]) -> list[tuple[str, keras.Metric]]:
-        """The metrics by the names that Keras logs them by, in its order."""
+        """Lists the metrics with the names and in the order of Keras's logs."""
         named = []
         for i, metric in self._plain:
             named.append((i, f"{outputs.names[i]}_{metric.name}" if len(outputs.names) > 1 else metric.name))
@@ -95,10 +104,9 @@ class Metrics:
             name, prefix = f"weighted_{metric.name}", f"{outputs.names[i]}_" if len(outputs.names) > 1 else ""
             is_alone = all(each != prefix + metric.name for _, each in named)
             named.append((i, prefix + (metric.name if is_alone else name)))
-        names = distinct((name for _, name in named), ("loss", *taken))
+        names = make_distinct((name for _, name in named), ("loss", *taken))
         placed = zip((i for i, _ in named), names, (m for _, m in (*self._plain, *self._weighted)), strict=True)
-        in_order = sorted(placed, key=lambda each: each[0]) if outputs.legacy else placed
-        return [(name, metric) for _, name, metric in in_order]
+        return [(name, metric) for _, name, metric in outputs.sort_metrics(list(placed))]
 
     def require_none(self, output: int, name: str) -> None:
         """Raises ValueError if an output has metrics: its logits are never computed."""
@@ -111,20 +119,20 @@ class Metrics:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The state of every metric."""
+        """The state variables of every metric."""
         variables = [v for metric in (self.compiled, *self.own) for v in metric.variables]
         return [*map(raw, variables), *self._kept]
 
     @property
     def need_exact_rows(self) -> bool:
-        """True if a weight of 0 cannot keep padded rows from some metric, or may not: from one of a user's class."""
+        """True if some metric may count padded rows in spite of a weight of 0, as one of a user's class may."""
         return bool(self.own or self.mixing) or not all(self._axes.values())
 
     @property
     def unknown_states(self) -> list[str]:
         """Names of metrics whose state may be no sum over rows: those of the user's classes, but for Means and Sums."""
         sums = keras.metrics.Mean, keras.metrics.Sum
-        metrics: list[Any] = [*self.compiled.metrics, *self.own]
+        metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
         return [*(m.name for m in metrics if not (of_keras(type(m)) or isinstance(m, sums)))]
 
     def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
@@ -136,14 +144,14 @@ class Metrics:
                 with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
                     axes = self._axes[id(metric)]
                     if axes is False and y_true.shape[0] == y_pred.shape[0]:  # nor by the chance of so many rows
-                        coupling.traced(lambda y, m=metric: m.update_state(*y, sample_weight=None), (y_true, y_pred))
+                        traces.trace(lambda y, m=metric: m.update_state(*y, sample_weight=None), (y_true, y_pred))
                     inner = (axes or _AXES[0])(y_true.shape, y_pred.shape)
                     weight = _row_weight(metric, y_pred, valid, None if weights is None else weights[i], inner)
                     keywords = {} if weight is None and axes is None else {"sample_weight": weight}
                     metric.update_state(y_true, y_pred, **keywords)
 
     def result(self, training: bool) -> dict[str, tf.Tensor]:
-        """Every metric's value by its log name."""
+        """Returns every metric's value by its name in logs."""
         results = [(name, metric.result()) for name, metric in self._named]
         results += [(metric.name, metric.result()) for metric in self.own] + list(self._returned[training].items())
         return {
@@ -152,9 +160,9 @@ class Metrics:
             for k, v in (value.items() if isinstance(value, dict) else [(name, value)])
         }
 
-    def expect(self, returned: Mapping[str, Any], training: bool) -> None:
-        """Makes room for what `compute_metrics` returns beyond the results of metrics."""
-        results: dict[str, Any] = self.compiled.result()
+    def expect(self, returned: Mapping[str, tf.Tensor], training: bool) -> None:
+        """Creates variables for the values that `compute_metrics` returns beside the results of metrics."""
+        results: dict[str, tf.Tensor] = self.compiled.result()
         known = {*results, *(metric.name for metric in self.own)}
         names = [name for name in returned if name not in known]
         for name in names:
@@ -165,8 +173,8 @@ class Metrics:
                 )
         self._returned[training] = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
 
-    def keep(self, returned: Mapping[str, Any], training: bool) -> None:
-        """Keeps what `compute_metrics` returned last, for the logs."""
+    def keep(self, returned: Mapping[str, tf.Tensor], training: bool) -> None:
+        """Keeps the values that `compute_metrics` returned last, for the logs."""
         for name, variable in self._returned[training].items():
             variable.assign(tf.cast(returned[name], tf.float32))
 
@@ -175,97 +183,74 @@ class Metrics:
         return [variable for by_name in self._returned.values() for variable in by_name.values()]
 
     def reset(self) -> None:
-        """Starts every metric anew."""
+        """Resets every metric."""
         for metric in (self.compiled, *self.own):
             metric.reset_state()
         for variable in self._kept:
             variable.assign(0.0)
 
 
-class _LegacyMetric(keras.metrics.Metric):
-    """A tf_keras metric (tensorflow-addons' are some) as one of Keras 3, updated as tf_keras's `fit` updates it."""
+class _TFKerasMetric(keras.metrics.Metric):
+    """A Keras 3 metric around one of tf_keras or tensorflow-addons, updated as tf_keras's `fit` does."""
 
-    def __init__(self, legacy: Any):
-        super().__init__(name=legacy.name)
-        self.legacy = legacy
+    def __init__(self, wrapped: keras.metrics.Metric):
+        super().__init__(name=wrapped.name)
+        self.wrapped = wrapped
 
         @tf.function  # by AutoGraph, as in tf_keras
         def update(y_true, y_pred, sample_weight):
-            legacy.update_state(y_true, y_pred, sample_weight=sample_weight)
+            wrapped.update_state(y_true, y_pred, sample_weight=sample_weight)
 
-        by_itself = of_keras(type(legacy)) and of_keras(getattr(legacy, "_fn", type(legacy)))
-        self._update, self._result = legacy.update_state if by_itself else update, tf.function(legacy.result)
+        by_itself = of_keras(type(wrapped)) and of_keras(getattr(wrapped, "_fn", type(wrapped)))
+        self._update, self._result = wrapped.update_state if by_itself else update, tf.function(wrapped.result)
 
     @property
-    def variables(self) -> list[Any]:
-        return list(self.legacy.variables)
+    def variables(self) -> list[tf.Variable]:
+        return list(self.wrapped.variables)
 
-    def build(self, y_true: Any, y_pred: Any) -> None:
-        """Makes the variables that the metric makes at its first update."""
+    def build(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
+        """Creates the variables that the metric creates in its first update."""
         self.update_state(*(tf.zeros([2, *t.shape[1:]], t.dtype) for t in (y_true, y_pred)))
         self.reset_state()
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> None:
         self._update(_expanded(y_true, y_pred), y_pred, sample_weight)
 
     def result(self) -> Any:
         return self._result()
 
     def reset_state(self) -> None:
-        self.legacy.reset_state()
+        self.wrapped.reset_state()
 
     def get_config(self) -> dict[str, Any]:
-        return {"legacy": self.legacy}
+        return {"wrapped": self.wrapped}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> _LegacyMetric:
-        legacy = config["legacy"]
-        return cls(type(legacy).from_config(legacy.get_config()))
+    def from_config(cls, config: dict[str, Any]) -> _TFKerasMetric:
+        wrapped = config["wrapped"]
+        return cls(type(wrapped).from_config(wrapped.get_config()))
 
 
 def _expanded(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """The targets as tf_keras hands them to a metric."""
+    """Returns the targets as tf_keras passes them to a metric."""
     return y_true[:, tf.newaxis] if len(y_true.shape) == 1 and len(y_pred.shape) == 2 else y_true
 
 
 def _of_keras_3(metrics: Any) -> Any:
-    """The metrics, tf_keras's as Keras 3's; None for an empty nest."""
+    """Wraps the metrics of tf_keras in a nest; returns None for an empty nest."""
     if not tf.nest.flatten(metrics):
         return None
-    return tf.nest.map_structure(lambda m: _LegacyMetric(m) if "tf_keras.Metric" in kinds(m) else m, metrics)
+    return tf.nest.map_structure(lambda m: _TFKerasMetric(m) if "tf_keras.Metric" in kinds(m) else m, metrics)
 
 
-def _by_output(name: str, metrics: Any, outputs: Outputs, targets: Sequence[Any]) -> list[Any]:
-    """A list of metrics for each output."""
-    if metrics is not None and not isinstance(metrics, (list, tuple, dict)) and not outputs.legacy:
-        raise ValueError(f"{name} must be a list, tuple, or dict, as in Keras; got {metrics!r}.")
-    if len(outputs.names) == 1 and not isinstance(metrics, dict):
-        found = [tf.nest.flatten(metrics)]
-    elif outputs.legacy and isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics)):
-        # In tf_keras a plain list is for every output.
-        found = [[_anew(metric) for metric in metrics] for _ in outputs.names]
-    else:
-        found = [
-            tf.nest.flatten([] if m is None else m)
-            for m in outputs.match(metrics, "metrics", outputs.legacy, several=True)
-        ]
-    found = [[metric for metric in each if metric is not None] for each in found]
-    for name, each, target in zip(outputs.names, found, targets, strict=True):
-        if each and target is None and not outputs.legacy:
-            raise ValueError(f"Output {name!r} has metrics but no target.")
-    return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
-
-
-def _anew(metric: Any) -> Any:
-    return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.Metric) else metric
-
-
-def _row_weight(metric: keras.Metric, prediction: tf.Tensor, valid: Any, weight: Any, axes: Sequence[int]) -> Any:
-    """`weight` with 0 for padded rows, and with the `axes` that the metric wants, or of the mask that it multiplies."""
+def _row_weight(
+    metric: keras.Metric, prediction: tf.Tensor, valid: tf.Tensor | None, weight: tf.Tensor | None, axes: Sequence[int]
+) -> Any:
+    """Returns `weight` with 0 for padded rows, with the `axes` that the metric takes, or those of the mask."""
     dtype = metric.dtype if weight is None else tf.float32
     factors = [tf.cast(each, dtype) for each in (valid, weight) if each is not None]
-    mask = mask_of(prediction)
-    if mask is not None and isinstance(metric, _LegacyMetric):
+    mask = get_mask(prediction)
+    if mask is not None and isinstance(metric, _TFKerasMetric):
         factors.append(tf.cast(mask, dtype))
     elif mask is not None and isinstance(metric, keras.metrics.MeanMetricWrapper):
         axes = mask.shape[1:]
@@ -278,35 +263,34 @@ def _row_weight(metric: keras.Metric, prediction: tf.Tensor, valid: Any, weight:
     )
 
 
-def _mixing(metric: Any, *specs: tf.TensorSpec) -> str | None:
+def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
     """Finds the operation by which a metric's function mixes rows or computes with their number, as a trace shows."""
-    wrapper = getattr(metric, "legacy", metric)
+    wrapper = getattr(metric, "wrapped", metric)
 
     def values(pair: Sequence[tf.Tensor]) -> Any:
-        if isinstance(metric, _LegacyMetric):  # which makes them alike
+        if isinstance(metric, _TFKerasMetric):  # which makes them alike
             pair = [tf.cast(each, metric.dtype) for each in (_expanded(*pair), pair[1])]
             rank = min(len(each.shape) for each in pair)
             pair = [t[..., 0] if len(t.shape) > rank and t.shape[-1] == 1 else t for t in pair]
         return wrapper._fn(*pair, **wrapper._fn_kwargs)
 
     with contextlib.suppress(Exception):  # of one without a function, or whose function is of a fixed number of rows
-        traced = coupling.traced(values, specs)
+        traced = traces.trace(values, specs)
         has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
-        if (found := coupling.mixing(traced.graph) or (None if has_rows else metric.name)) or of_keras(wrapper._fn):
-            return found
-        return batch_size.row_counter(traced, values, specs)
+        found = traces.first_cross_example_op(traced.graph) or (None if has_rows else metric.name)
+        return found if found or of_keras(wrapper._fn) else traces.find_row_counter(traced, values, specs)
     return None
 
 
-def _weight_axes(metric: Any, *specs: tf.TensorSpec) -> Any:
+def _weight_axes(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> Any:
     """Finds which of `_AXES` a metric takes, by traces of a telling number of rows; else False, None if not Keras's."""
     with contextlib.suppress(Exception):  # the variables of a first update are there before a step, to be saved
-        coupling.traced(lambda pair: metric.update_state(*pair), specs)
-    wrapper = getattr(metric, "legacy", metric)
+        traces.trace(lambda pair: metric.update_state(*pair), specs)
+    wrapper = getattr(metric, "wrapped", metric)
     for axes in _AXES if of_keras(type(wrapper)) else ():
         with contextlib.suppress(Exception):
-            shape = [coupling.TELLING_ROWS, *axes(*(spec.shape for spec in specs))]
+            shape = [traces.TELLING_ROWS, *axes(*(spec.shape for spec in specs))]
             update = lambda y, s=shape: metric.update_state(*y, sample_weight=tf.ones(s, metric.dtype))  # noqa: E731
-            if coupling.square(coupling.traced(update, specs).graph) is None:
+            if traces.first_comparison_of_rows(traces.trace(update, specs).graph) is None:
                 return axes
     return False if of_keras(type(wrapper)) and of_keras(getattr(wrapper, "_fn", type(wrapper))) else None

@@ -13,32 +13,31 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import importlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from fastaccum import checks
 from fastaccum.adapters import fingerprint, saved, untouched_rows
-from fastaccum.adapters.attributes import raw, replaced
+from fastaccum.adapters.attributes import Variable, raw, replaced
 from fastaccum.adapters.packages import kinds, package
+from fastaccum.adapters.supported_optimizers import require_supported
 from fastaccum.lines import warn
 
-Pairs = list[tuple[tf.Tensor, Any]]  # of a gradient and its variable
+Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
 
 
-def get(optimizer: Any, legacy: bool = False) -> Optimizer:
-    """The adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for the name of a Keras 3 one; if
-    `legacy`, of a tf_keras one.
+def get(optimizer: keras.optimizers.Optimizer, named: types.ModuleType = keras.optimizers) -> Optimizer:
+    """Returns the adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for a name in `named`.
 
     Raises ValueError for an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
-        optimizer = _named(optimizer, importlib.import_module("tf_keras" if legacy else "keras").optimizers)
+        optimizer = _make_named(optimizer, named)
     if isinstance(optimizer, type):
         raise TypeError(f"optimizer={optimizer.__name__} is a class: call it, and pass what it makes")
     own = kinds(optimizer)
@@ -56,7 +55,7 @@ def get(optimizer: Any, legacy: bool = False) -> Optimizer:
     )
 
 
-def _named(name: str, optimizers: Any) -> Any:
+def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Optimizer:
     # Not every release of Keras has all of them.
     others = [getattr(optimizers, other, None) for other in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")]
     exported = {k.lower(): v for k, v in vars(optimizers).items() if isinstance(v, type)}
@@ -74,15 +73,15 @@ def _named(name: str, optimizers: Any) -> Any:
 
 
 class Optimizer:
-    """What the train step needs of an optimizer: `get` makes one, and `.optimizer` is the user's object."""
+    """An optimizer as the train step uses it: `get` makes one, and `.optimizer` is the user's object."""
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
-        self._trained: list[Any] = []
+        self._trained: list[Variable] = []
         for part in self.parts:
-            _refuse(part)
+            require_supported(part)
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Creates every slot for the trainable variables; a second call with the same ones does nothing."""
         if self._trained and [id(raw(v)) for v in variables] == [id(v) for v in self._model_variables]:
             return
@@ -92,16 +91,16 @@ class Optimizer:
                     f"variable {variable.path!r} takes its gradient as value, which cannot be accumulated: train "
                     "without float8 quantization"
                 )
-            if self._trained or not self._knows(self._native(variable)):
+            if self._trained or not self._knows(self._to_native(variable)):
                 raise ValueError(
                     f"optimizer={type(self.optimizer).__name__} was built on other variables, without "
                     f"{raw(variable).name!r}: make a new one; or, if the `trainable` of a layer was switched since, "
                     "switch it back"
                 )
         if not getattr(self.optimizer, "built", False):
-            self._create([self._native(v) for v in variables])
+            self._create([self._to_native(v) for v in variables])
         for part in self.parts:  # MultiOptimizer may have found its optimizers only now
-            _refuse(part)
+            require_supported(part)
         self._trained = list(variables)
 
     @property
@@ -110,53 +109,52 @@ class Optimizer:
         return [raw(v) for v in self._trained]
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[keras.optimizers.Optimizer]:
         """The optimizer objects that hold state: the user's and those it wraps."""
         return [self.optimizer]
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Every tf.Variable that `apply` may change besides the model's, once each; after `build`."""
+        """Every tf.Variable that `apply` may change besides the model's, once `build` was called."""
         states = [vars(part) for part in self.parts]
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
-        stand_ins = [v for v in _held([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
+        stand_ins = [v for v in _find_variables([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
         left_out = {id(v) for v in (*self._model_variables, *stand_ins)}
-        return list({id(v): v for v in _held(states) if id(v) not in left_out}.values())
+        return list({id(v): v for v in _find_variables(states) if id(v) not in left_out}.values())
 
     @property
     def needs_lookups(self) -> bool:
-        """Whether `apply` must know which rows of a table were looked up; ValueError if that cannot be told."""
+        """True if `apply` must know which rows of a table were looked up; ValueError if it is unknown."""
         return False
 
     def apply(
         self,
         gradients: Sequence[tf.Tensor | None],
-        variables: Sequence[Any],
+        variables: Sequence[Variable],
         ok: tf.Tensor | bool = True,
         looked_up: Sequence[tf.Tensor | None] = (),
     ) -> None:
-        """One update where `ok`, and nothing changed elsewhere; a gradient of None leaves its variable alone. It
-        creates no variable, so it may stand in a loop body.
+        """Updates the variables where `ok`, and changes nothing elsewhere; creates no variable.
 
-        `looked_up` has for each variable which of its rows were, bool [rows]; None, or nothing at all, where the
-        gradient is not one of lookups alone, or it does not matter.
+        The update is selected, not branched: XLA fuses a select into the update, where `tf.cond` costs a host sync on
+        a GPU. Under tf.distribute, pass reduced gradients where nothing reduces them again: to Keras 3's optimizers
+        outside the strategy's scope and `run`, to legacy and tensorflow-addons' ones in `run`.
 
-        Select, not cond: XLA fuses it into the update, where a `tf.cond` costs a host sync on a GPU.
-
-        Under tf.distribute, pass reduced gradients, and call it where nothing reduces them again: Keras 3 outside
-        the strategy's scope and `run`, legacy and tensorflow-addons optimizers in `run`.
+        Args:
+            gradients: one for each variable, or None to leave the variable alone.
+            looked_up: bool [rows] for each table that was looked up alone, where `needs_lookups`; else None.
         """
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
             raise ValueError("no variable has a gradient: the loss depends on no trainable variable")
         rows = {raw(v).ref(): each for v, each in zip(variables, looked_up, strict=False) if each is not None}
         if ok is True:
-            with self._knowing(rows):
+            with self._with_lookups(rows):
                 self._update(pairs)
             return
         changed = [*self._model_variables, *self.variables]
         before = [v.read_value() for v in changed]
-        with self._selecting(ok) as selected, self._knowing(rows):
+        with self._selecting(ok) as selected, self._with_lookups(rows):
             self._update(pairs)
         for variable, value in zip(changed, before, strict=True):
             if id(variable) not in selected:
@@ -164,23 +162,25 @@ class Optimizer:
 
     @contextlib.contextmanager
     def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
-        """Within the scope, assignments may select by `ok` as they are made; yields the ids of variables that did."""
+        """Lets assignments inside the block select by `ok`; yields the ids of the variables that do."""
         yield set()
 
-    def _knowing(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Within the scope, tables are updated by their lookups, bool [rows] by the tables' `ref()`."""
+    def _with_lookups(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Updates tables inside the block by their lookups, bool [rows] by the tables' `ref()`."""
         return contextlib.nullcontext()
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """The optimizer's class and arguments, as first asked for: a learning rate that changes is a variable."""
+        """The optimizer's class and arguments when first read; a learning rate that changes is a variable."""
         return fingerprint.describe(self.optimizer)
 
-    def describe_rules(self, variable: Any) -> dict[str, Any]:
+    def describe_rules(self, variable: Variable) -> dict[str, Any]:
         """Describes what is done to a trained variable beside its update: a penalty, a constraint, no weight decay."""
         rules = {name: getattr(variable, name, None) for name in ("regularizer", "constraint")}
         asked = [part for part in self.parts if hasattr(part, "_use_weight_decay")]
-        rules |= {"decays": False} if not all(part._use_weight_decay(self._native(variable)) for part in asked) else {}
+        rules |= (
+            {"decays": False} if not all(part._use_weight_decay(self._to_native(variable)) for part in asked) else {}
+        )
         return fingerprint.describe({name: rule for name, rule in rules.items() if rule is not None})
 
     @property
@@ -188,22 +188,20 @@ class Optimizer:
         """Counts the updates."""
         return raw(self.optimizer.iterations)
 
-    def finalize(self, variables: Sequence[Any]) -> None:
-        """What Keras does at the end of `fit`: with `use_ema`, the variables take their averages, which after a first
-        step are no longer zeros.
-        """
+    def finalize(self, variables: Sequence[Variable]) -> None:
+        """Assigns the averages of `use_ema` to the variables, as Keras does at the end of `fit`, after a first step."""
         if hasattr(self.optimizer, "finalize_variable_values") and int(tf.convert_to_tensor(self.iterations)) > 0:
-            self.optimizer.finalize_variable_values([self._native(v) for v in variables])
+            self.optimizer.finalize_variable_values([self._to_native(v) for v in variables])
 
-    def _native(self, variable: Any) -> Any:
-        """The variable as the family's own models have it."""
+    def _to_native(self, variable: Variable) -> Variable:
+        """Returns the variable as the family's own models have it."""
         return raw(variable)
 
-    def _create(self, variables: list[Any]) -> None:
+    def _create(self, variables: list[Variable]) -> None:
         self.optimizer.build(variables)
 
-    def _knows(self, variable: Any) -> bool:
-        """False where the optimizer was built without this variable."""
+    def _knows(self, variable: Variable) -> bool:
+        """Returns False if the optimizer was built without this variable."""
         raise NotImplementedError
 
     def _update(self, pairs: Pairs) -> None:
@@ -211,23 +209,23 @@ class Optimizer:
 
 
 class _Constraint(keras.constraints.Constraint):
-    """A function, in the one form that a variable of Keras takes before 3.15."""
+    """A function as a Constraint, which a Keras variable needs before Keras 3.15."""
 
-    def __init__(self, function: Callable[[Any], Any]):
+    def __init__(self, function: Callable[[tf.Tensor], tf.Tensor]):
         self._function = function
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: tf.Tensor) -> tf.Tensor:
         return self._function(value)
 
 
 class _Keras(Optimizer):
-    """Keras 3."""
+    """The optimizers of Keras 3."""
 
     def __init__(self, optimizer: keras.Optimizer):
         super().__init__(optimizer)
         self._seen_as: dict[int, keras.Variable] = {}
 
-    def _native(self, variable: Any) -> keras.Variable:
+    def _to_native(self, variable: Variable) -> keras.Variable:
         if isinstance(variable, keras.Variable):
             return variable
         # Muon and Adafactor read what a tf.Variable has not, `path` and a name without slashes.
@@ -261,27 +259,27 @@ class _Keras(Optimizer):
         with replaced(hooks):
             yield selected
 
-    def _knows(self, variable: Any) -> bool:
+    def _knows(self, variable: Variable) -> bool:
         known = self.optimizer._trainable_variables_indices
         return not self.optimizer.built or self.optimizer._var_key(variable) in known
 
     def _update(self, pairs: Pairs) -> None:
         # No cast: Keras clips in the gradient's dtype, then casts to the variable's. As its own step calls it, which
         # ends in `apply`.
-        self.optimizer.apply_gradients([(g, self._native(v)) for g, v in pairs])
+        self.optimizer.apply_gradients([(g, self._to_native(v)) for g, v in pairs])
 
 
 class _KerasMulti(_Keras):
-    """keras.optimizers.MultiOptimizer: an optimizer for each group of variables."""
+    """The `keras.optimizers.MultiOptimizer`, with an optimizer for each group of variables."""
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[keras.optimizers.Optimizer]:
         return [self.optimizer, *self.optimizer.optimizers]
 
     def _update(self, pairs: Pairs) -> None:
         # Its own `apply` wants a gradient for every variable.
         groups: dict[int, Pairs] = {}
-        for gradient, variable in ((g, self._native(v)) for g, v in pairs):
+        for gradient, variable in ((g, self._to_native(v)) for g, v in pairs):
             index = self.optimizer._var_to_optimizer_idx[self.optimizer._var_key(variable)]
             groups.setdefault(index, []).append((gradient, variable))
         for index, group in groups.items():
@@ -290,9 +288,9 @@ class _KerasMulti(_Keras):
 
 
 class _TFKeras(Optimizer):
-    """tf_keras since 2.11."""
+    """The optimizers of tf_keras since 2.11."""
 
-    def _knows(self, variable: Any) -> bool:
+    def _knows(self, variable: Variable) -> bool:
         built = getattr(self.optimizer, "_built", False)
         return not built or self.optimizer._var_key(variable) in self.optimizer._index_dict
 
@@ -308,9 +306,9 @@ class _TFKeras(Optimizer):
 
 
 class _Legacy(_TFKeras):
-    """tf_keras.optimizers.legacy, on which all of tensorflow-addons is built."""
+    """The optimizers of tf_keras.optimizers.legacy, on which all of tensorflow-addons is built."""
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
         super().__init__(optimizer)
         for part in self.parts:
             # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
@@ -326,7 +324,7 @@ class _Legacy(_TFKeras):
                 hyperparameters[name] = float(value)
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[keras.optimizers.Optimizer]:
         # Lookahead, MovingAverage and SWA leave the state of the optimizer inside out of their `variables()`.
         parts = [self.optimizer]
         while hasattr(parts[-1], "_optimizer"):
@@ -339,15 +337,15 @@ class _Legacy(_TFKeras):
 
     @property
     def needs_lookups(self) -> bool:
-        return untouched_rows.treated_apart(self.parts[-1])
+        return untouched_rows.treats_apart(self.parts[-1])
 
-    def _knowing(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
-        return replaced(untouched_rows.in_sparse_form(self.parts[-1], looked_up))
+    def _with_lookups(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
+        return replaced(untouched_rows.replace_dense_form(self.parts[-1], looked_up))
 
-    def _knows(self, variable: Any) -> bool:
+    def _knows(self, variable: Variable) -> bool:
         return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
 
-    def _create(self, variables: list[Any]) -> None:
+    def _create(self, variables: list[Variable]) -> None:
         with tf.name_scope(self.optimizer._name):  # as in its `apply_gradients`, for the names of the slots
             self.optimizer._create_all_weights(variables)
         if "tensorflow_addons.AveragedOptimizerWrapper" in kinds(self.optimizer):
@@ -360,17 +358,17 @@ class _Legacy(_TFKeras):
 
 
 class _AddonsMulti(Optimizer):
-    """tensorflow_addons.optimizers.MultiOptimizer: an optimizer for the weights of some layers each, by their names.
+    """The `tensorflow_addons.optimizers.MultiOptimizer`, with an optimizer for the weights of some layers, by name.
 
     A weight of none of these layers is not trained, as in tensorflow-addons.
     """
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._groups = [(get(spec["optimizer"]), spec["weights"]) for spec in optimizer.optimizer_specs]
         super().__init__(optimizer)
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[keras.optimizers.Optimizer]:
         return [self.optimizer, *(part for inner, _ in self._groups for part in inner.parts)]
 
     @property
@@ -383,17 +381,19 @@ class _AddonsMulti(Optimizer):
         return {"class": type(self.optimizer).__name__, "optimizers": parts}
 
     @contextlib.contextmanager
-    def _knowing(self, looked_up: Mapping[Any, tf.Tensor]) -> Iterator[None]:
+    def _with_lookups(self, looked_up: Mapping[Any, tf.Tensor]) -> Iterator[None]:
         with contextlib.ExitStack() as scopes:
             for inner, _ in self._groups:
                 own = {v.ref() for v in inner._model_variables}
-                scopes.enter_context(inner._knowing({table: rows for table, rows in looked_up.items() if table in own}))
+                scopes.enter_context(
+                    inner._with_lookups({table: rows for table, rows in looked_up.items() if table in own})
+                )
             yield
 
-    def _knows(self, variable: Any) -> bool:
+    def _knows(self, variable: Variable) -> bool:
         return all(inner._knows(variable) for inner, names in self._groups if variable.name in names)
 
-    def _create(self, variables: list[Any]) -> None:
+    def _create(self, variables: list[Variable]) -> None:
         known = [name for _, names in self._groups for name in names]
         if not any(v.name in known for v in variables):
             raise ValueError(
@@ -424,52 +424,11 @@ _FAMILIES = {
 }
 
 
-def _held(value: Any) -> Iterator[tf.Variable]:
-    """The tf.Variables in nested containers, in order."""
+def _find_variables(value: Any) -> Iterator[tf.Variable]:
+    """Yields the tf.Variables in nested containers, in order."""
     value = raw(value)
     if isinstance(value, tf.Variable):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _held(item)
-
-
-# What Keras's or tf_keras's own train step calls, and this one does not.
-_UNCALLED = "scale_loss", "minimize", "compute_gradients", "_compute_gradients", "_transform_unaggregated_gradients"
-
-
-def _is_the_users(optimizer: Any, method: str) -> bool:
-    """Whether a class of the user's own, not of a known package, defines the method."""
-    defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
-    return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
-
-
-def _refuse(optimizer: Any) -> None:
-    """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
-    own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
-    rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
-    steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    scale = getattr(optimizer, "loss_scale_factor", None)
-    step_does = "which is the train step's work: make it without, and pass Trainer"
-    schedule = type(rate).__name__
-    if isinstance(rate, (keras.Variable, tf.Variable)):
-        rate = float(raw(rate).numpy())
-    if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & own.keys():
-        problem = "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
-    elif steps is not None:
-        problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
-    elif scale is not None:
-        problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
-    elif uncalled := [name for name in _UNCALLED if _is_the_users(optimizer, name)]:
-        problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
-    elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
-        problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
-    elif type(optimizer) is keras.Optimizer:
-        problem = "is the base of optimizers, without an update of its own: pass one such as keras.optimizers.Adam()"
-    elif "tf_keras.Nadam" in own and "tf_keras.OptimizerV2" not in own:
-        problem = "counts updates in Python, which no compiled program does: use tf_keras.optimizers.legacy.Nadam"
-    elif "keras.Optimizer" in own and "tf_keras.LearningRateSchedule" in kinds(rate):
-        problem = f"cannot call tf_keras's {schedule}: use learning_rate=keras.optimizers.schedules.{schedule}"
-    else:
-        return
-    raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
+            yield from _find_variables(item)

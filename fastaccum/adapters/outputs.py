@@ -1,4 +1,4 @@
-"""The outputs of a model by position, and what a user passes for each of them: targets, labels among them."""
+"""The outputs of a model by position, and the targets, losses and metrics that a user passes for them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import Nest
+
 NOT_WHOLE = tf.int64.min
+Path = tuple[Any, ...]  # of keys and positions, from the root of a nest to a leaf
 
 
 class Matched(NamedTuple):
     """One micro-batch by output, in the order of `Outputs.names`; None where an output has no target or no weight."""
 
-    y_true: list[Any]
-    y_pred: list[Any]
-    sample_weight: list[Any]
+    y_true: list[tf.Tensor]
+    y_pred: list[tf.Tensor]
+    sample_weight: list[tf.Tensor | None]
 
 
 class Outputs:
@@ -28,50 +32,57 @@ class Outputs:
         names: the model's own, in that order; empty or too few for a model that names none.
         y_pred: symbolic outputs, a nest of tensors; None where there is none.
         loss: as the user passes it: which outputs have one tells what fewer targets than outputs are for.
-        legacy: whether the model is tf_keras's, which names and matches outputs by rules of its own.
 
     Attributes:
         names: one for each output; in a Keras 3 model two may be equal.
         log_names: what their losses are called in logs.
         specs: the symbolic outputs by position.
+        skips_missing_targets: True if an output without a target has no loss and no metrics, instead of an error.
     """
 
-    def __init__(self, names: list[str], y_pred: Any, loss: Any = None, legacy: bool = False):
-        self.legacy, self._paths = legacy, list[tuple]()
+    skips_missing_targets = False
+
+    def __init__(self, names: Sequence[str], y_pred: Nest, loss: Any = None):
+        self._paths: list[Path] = []
         self._tree = self._positions(y_pred)
-        if len(names) != len(self._paths):
-            names = [_pseudo_name(p) if legacy else _key(p, f"output_{i}") for i, p in enumerate(self._paths)]
-        elif not legacy and isinstance(self._tree, dict) and all(len(path) == 1 for path in self._paths):
-            names = [path[0] for path in self._paths]
-        self.names = self.log_names = list(names)
-        if not legacy:
-            parts = [(*p[:-1], _key(p, name)) for name, p in zip(names, self._paths, strict=True)]
-            self.log_names = ["/".join(map(str, each)) for each in parts]
+        self.names, self.log_names = self._name(names)
         self.specs = self.predictions(y_pred)
         self._with_loss = sorted(self.placed(loss, "loss", True, several=True))
 
-    def _positions(self, nest: Any, path: tuple = ()) -> Any:
-        """The nest with the positions of its leaves, whose paths are noted in order."""
+    def _name(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Returns the names of the outputs, and those of their losses in logs."""
+        if len(names) != len(self._paths):
+            names = [_key(p, f"output_{i}") for i, p in enumerate(self._paths)]
+        elif isinstance(self._tree, dict) and all(len(path) == 1 for path in self._paths):
+            names = [path[0] for path in self._paths]
+        parts = [(*p[:-1], _key(p, name)) for name, p in zip(names, self._paths, strict=True)]
+        return list(names), ["/".join(map(str, each)) for each in parts]
+
+    def _sort(self, nest: Mapping[Any, Any]) -> list[Any]:
+        """Returns the keys of a dict of outputs in the order in which they are flattened."""
+        return list(nest) if isinstance(nest, OrderedDict) else sorted(nest)
+
+    def _positions(self, nest: Any, path: Path = ()) -> Any:
+        """Returns the nest with the positions of its leaves, and notes their paths in order."""
         if isinstance(nest, Mapping):
-            in_order = list(nest) if isinstance(nest, OrderedDict) and not self.legacy else sorted(nest)
-            found = {key: self._positions(nest[key], (*path, key)) for key in in_order}
+            found = {key: self._positions(nest[key], (*path, key)) for key in self._sort(nest)}
             return {key: found[key] for key in nest}
         if isinstance(nest, (list, tuple)):
             return tuple(self._positions(each, (*path, i)) for i, each in enumerate(nest))
         self._paths.append(path)
         return len(self._paths) - 1
 
-    def predictions(self, y_pred: Any) -> list[Any]:
-        """What the model returned, by position."""
+    def predictions(self, y_pred: Any) -> list[tf.Tensor]:
+        """Lists the tensors that the model returned by position."""
         return [functools.reduce(operator.getitem, path, y_pred) for path in self._paths]
 
     def match(self, value: Any, what: str, repeat: bool = False, several: bool = False) -> list[Any]:
-        """`placed` as a list by position; None where there is nothing for an output."""
+        """Returns `placed` as a list by position, with None where there is nothing for an output."""
         placed = self.placed(value, what, repeat, several)
         return [placed.get(i) for i in range(len(self.names))]
 
     def placed(self, value: Any, what: str, repeat: bool = False, several: bool = False) -> dict[int, Any]:
-        """What a user passed as `what` for the outputs, by position, in the order in which Keras goes through them.
+        """Returns what a user passed as `what` by the outputs' positions, in the order in which Keras visits them.
 
         Args:
             value: in the structure of the outputs, a dict by name or a list by position; one value for a single output;
@@ -79,10 +90,8 @@ class Outputs:
             repeat: whether one value stands for every output.
             several: whether an output may have a list of values.
         """
-        found = (
-            (i, each) for i, each in self._placed(value, what, self._tree, repeat, several) if not _is_nothing(each)
-        )
-        return dict(sorted(found, key=lambda each: each[0]) if self.legacy else found)
+        found = self._placed(value, what, self._tree, repeat, several)
+        return {i: each for i, each in found if not _is_nothing(each)}
 
     def _placed(self, value: Any, what: str, tree: Any, repeat: bool, several: bool) -> Iterator[tuple[int, Any]]:
         leaves = list(_leaves(tree))
@@ -118,8 +127,7 @@ class Outputs:
             yield from self._placed(each, what, branch, repeat, several)
 
     def targets(self, value: Any, what: str = "y", repeat: bool = False) -> list[Any]:
-        """As `match`, where fewer targets than outputs are for those that have a loss, as in Keras."""
-        repeat = repeat or self.legacy
+        """Returns targets by position; fewer targets than outputs are for the outputs with a loss, as in Keras."""
         entries = list(value) if isinstance(value, (list, tuple)) else [] if repeat else [value]
         as_returned = isinstance(value, Mapping) or (isinstance(self._tree, tuple) and len(entries) == len(self._tree))
         if entries and len(entries) == len(self._with_loss) < len(self.names) and not as_returned:
@@ -129,13 +137,89 @@ class Outputs:
             matched = self.match(value, what, repeat)
         return [None if _is_nothing(each) else each for each in matched]
 
-    def matched(self, y_true: Any, y_pred: Any, sample_weight: Any) -> Matched:
-        """One micro-batch's targets, predictions and weights."""
+    def matched(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
+        """Returns the targets, predictions and weights of one micro-batch."""
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
         return Matched(self.targets(y_true), self.predictions(y_pred), weights)
 
+    def place_metrics(self, what: str, metrics: Any) -> list[list[Any]]:
+        """Lists the metrics of each output; a list alone is for a single output, as in Keras."""
+        if metrics is not None and not isinstance(metrics, (list, tuple, dict)):
+            raise ValueError(f"{what} must be a list, tuple, or dict, as in Keras; got {metrics!r}.")
+        return self._place_metrics(metrics, repeat=False)
+
+    def _place_metrics(self, metrics: Any, repeat: bool) -> list[list[Any]]:
+        if len(self.names) == 1 and not isinstance(metrics, dict):
+            return [tf.nest.flatten(metrics)]
+        placed = self.match(metrics, "metrics", repeat, several=True)
+        return [tf.nest.flatten([] if each is None else each) for each in placed]
+
+    @property
+    def takes_lists(self) -> bool:
+        """True if one output may have a list of losses: for a single one Keras takes the first."""
+        return len(self.names) > 1
+
+    def logs_each_loss(self, losses: int) -> bool:
+        """Tells if each of so many losses is logged beside their sum."""
+        return losses > 1
+
+    def sort_metrics(self, placed: list[Any]) -> list[Any]:
+        """Sorts (position, name, metric), the metrics before the weighted ones, as Keras logs them."""
+        return placed
+
+    def sort_logs(self, logs: Iterable[str], computed: Iterable[str]) -> list[str]:
+        """Sorts the names of logs as Keras's `evaluate` lists them: first those `computed`, in this order."""
+        logs = list(logs)
+        return list(dict.fromkeys([*(name for name in computed if name in logs), *sorted(logs)]))
+
     def _named(self, positions: Sequence[int]) -> list[str]:
         return [self.names[i] for i in sorted(positions)]
+
+
+class TFKerasOutputs(Outputs):
+    """The outputs of a tf_keras model, which names, orders and matches them in another way."""
+
+    skips_missing_targets = True
+    takes_lists = False
+
+    def _name(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        if len(names) != len(self._paths):
+            names = [_number(path) for path in self._paths]
+        return list(names), list(names)
+
+    def _sort(self, nest: Mapping[Any, Any]) -> list[Any]:
+        return sorted(nest)
+
+    def placed(self, value: Any, what: str, repeat: bool = False, several: bool = False) -> dict[int, Any]:
+        return dict(sorted(super().placed(value, what, repeat, several).items()))
+
+    def targets(self, value: Any, what: str = "y", repeat: bool = False) -> list[Any]:
+        return super().targets(value, what, repeat=True)
+
+    def place_metrics(self, what: str, metrics: Any) -> list[list[Any]]:
+        """Lists the metrics of each output; a plain list is for every output."""
+        is_plain = isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics))
+        if len(self.names) > 1 and is_plain:
+            return [[_make_again(metric) for metric in metrics] for _ in self.names]
+        return self._place_metrics(metrics, repeat=True)
+
+    def logs_each_loss(self, losses: int) -> bool:
+        return len(self.names) > 1
+
+    def sort_metrics(self, placed: list[Any]) -> list[Any]:
+        return sorted(placed, key=lambda each: each[0])
+
+    def sort_logs(self, logs: Iterable[str], computed: Iterable[str]) -> list[str]:
+        return list(logs)
+
+
+def _number(path: Path) -> str:
+    name = "_".join(str(key + 1 if isinstance(key, int) else key) for key in path)
+    return name if path and isinstance(path[0], str) else f"output_{name or 1}"
+
+
+def _make_again(metric: Any) -> Any:
+    return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.metrics.Metric) else metric
 
 
 def _leaves(tree: Any) -> Iterator[int]:
@@ -150,19 +234,13 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, tuple) and not value)
 
 
-def _key(path: tuple, default: str) -> str:
-    """The key at the end of a path, or `default` where that is a number."""
+def _key(path: Path, default: str) -> str:
+    """Returns the key at the end of a path, or `default` where the key is a number."""
     return default if not path or isinstance(path[-1], int) else path[-1]
 
 
-def _pseudo_name(path: tuple) -> str:
-    """What tf_keras calls an output of a model that names none."""
-    name = "_".join(str(key + 1 if isinstance(key, int) else key) for key in path)
-    return name if path and isinstance(path[0], str) else f"output_{name or 1}"
-
-
-def distinct(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
-    """The names, with _1, _2, ... behind those that are there already or `taken`, as Keras names metrics."""
+def make_distinct(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
+    """Appends _1, _2, ... to names that occur before or are `taken`, as Keras names metrics."""
     found, taken = list[str](), set(taken)
     for name in names:
         tried = (name, *(f"{name}_{i}" for i in range(1, len(taken) + 1)))
@@ -171,13 +249,13 @@ def distinct(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
     return found
 
 
-def mask_of(tensor: Any) -> tf.Tensor | None:
-    """The mask that Keras's layers attached to a tensor, if any."""
+def get_mask(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Returns the mask that Keras's layers attached to a tensor, or None."""
     return getattr(tensor, "_keras_mask", None)
 
 
-def whole(indices: tf.Tensor) -> tf.Tensor:
-    """As int64, with fractions and NaN, which a cast would make some index, as `NOT_WHOLE`."""
+def to_whole(indices: tf.Tensor) -> tf.Tensor:
+    """Casts indices to int64, with `NOT_WHOLE` for fractions and NaN, which a plain cast would turn into an index."""
     as_int = tf.cast(indices, tf.int64)
     if not indices.dtype.is_floating:
         return as_int

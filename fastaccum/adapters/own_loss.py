@@ -1,4 +1,4 @@
-"""What a model computes itself: a `compute_loss` of its own, and what of it a fused train step cannot take over."""
+"""A model's own `compute_loss`, and errors for what a fused train step cannot take over from a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.added_losses import reduction
-from fastaccum.adapters.coupling import WEIGHTS
+from fastaccum.adapters.added_losses import get_reduction
+from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.models import Model
+from fastaccum.adapters.traces import WEIGHTS
 
 Reduction = Literal["mean", "sum"]
 
@@ -32,10 +33,10 @@ def require_plain_steps(model: Model) -> None:
     )
 
 
-def where_none_given(
+def with_compiled_defaults(
     model: Model, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """The same, with what the model was compiled with in place of what is missing; no loss is None.
+    """Returns the arguments with what the model was compiled with in place of missing ones; no loss is None.
 
     Raises:
         TypeError, ValueError: raised if one of them is no nest, or the model has no loss either.
@@ -86,22 +87,22 @@ class OwnLoss:
 
     def __call__(
         self,
-        x: Any,
-        y: Any,
-        y_pred: Any,
-        sample_weight: Any,
+        x: Nest,
+        y: Nest,
+        y_pred: Nest,
+        sample_weight: Nest,
         training: bool,
-        compiled: Callable[[Any, Any, Any], tf.Tensor] | None,
+        compiled: Callable[[Nest, Nest, Nest], tf.Tensor] | None,
         share: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Its value for one micro-batch: float32 scalar.
+        """Returns the loss of one micro-batch: float32 scalar.
 
         Args:
             compiled: `compiled(y, y_pred, sample_weight)` stands for the compiled loss; None where there is none.
             share: this micro-batch's share of all rows of the step; None for a batch by itself.
         """
 
-        def given(y: Any, y_pred: Any, sample_weight: Any = None, regularization_losses: Sequence = ()) -> tf.Tensor:
+        def given(y: Nest, y_pred: Nest, sample_weight: Nest = None, regularization_losses: Sequence = ()) -> tf.Tensor:
             loss = compiled(y, y_pred, sample_weight)  # type: ignore[misc]
             return tf.add_n([loss, *(tf.cast(each, tf.float32) for each in regularization_losses)])
 
@@ -109,7 +110,7 @@ class OwnLoss:
             if share is None:
                 return loss
             if self.reduction == "mean":  # a loss for each row is summed over all of them, as in Keras
-                return loss / tf.cast(share, loss.dtype) if reduction(loss) == "sum" else loss
+                return loss / tf.cast(share, loss.dtype) if get_reduction(loss) == "sum" else loss
             return loss * tf.cast(share, loss.dtype) if is_regularizer else loss
 
         with self._model.own_losses(None if compiled is None else given, rescaled):
@@ -121,6 +122,6 @@ class OwnLoss:
         return tf.cast(value, tf.float32)
 
 
-def named_weights(sample_weight: Any) -> Any:
-    """What `compute_loss` hands to its compiled loss as sample weights, named so that a probe finds them."""
+def named_weights(sample_weight: Nest) -> Nest:
+    """Names the sample weights that `compute_loss` passes to its compiled loss, so that a probe finds them."""
     return tf.nest.map_structure(lambda w: None if w is None else tf.identity(w, name=WEIGHTS), sample_weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,20 +13,24 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import huggingface
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import Nest, replaced
+from fastaccum.adapters.data_adapters import as_dataset, wrap_sequence
 from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.adapters.keras_models import Model, never_draws
 from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.outputs import Outputs, TFKerasOutputs
 from fastaccum.adapters.packages import kinds
 
 
-class LegacyModel(Model):
+class TFKerasModel(Model):
     """A tf_keras (Keras 2) model."""
 
-    legacy = True
+    callback_kind = "tf_keras.Callback"
+    trains_on_replicas = False
+    _FOREIGN_METRIC = "keras.Metric"
     _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
 
-    def symbolic_call(self, x: Any, training: bool) -> Any:
+    def symbolic_call(self, x: Nest, training: bool) -> Nest:
         if not self.model.built:
             # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
             with checks.naming("x"):
@@ -39,15 +44,30 @@ class LegacyModel(Model):
         )
 
     @property
-    def called_layers(self) -> list[Any]:
+    def keras_module(self) -> types.ModuleType:
+        return sys.modules["tf_keras"]
+
+    def describe_outputs(self, y_pred: Nest, loss: Any) -> Outputs:
+        return TFKerasOutputs(self.output_names, y_pred, loss)
+
+    def predict(self, x: Nest, **options: Any) -> Any:
+        x = wrap_sequence(x)
+        return self.model.predict(as_dataset(x) if isinstance(x, keras.utils.PyDataset) else x, **options)
+
+    @property
+    def compute_loss_adds_penalty(self) -> bool:
+        return self.overrides("compute_loss") and self.penalty() is not None
+
+    @property
+    def called_layers(self) -> list[keras.layers.Layer]:
         return self.layers
 
-    def _own_state(self, layer: Any) -> list[tf.Variable]:
+    def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
         if hasattr(layer, "update_state"):  # a metric, which is a layer here
             return []
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
 
-    def _draws(self, layer: Any) -> bool:
+    def _draws(self, layer: keras.layers.Layer) -> bool:
         random = any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__)
         return random and not never_draws(layer)
 
@@ -63,12 +83,12 @@ class LegacyModel(Model):
         losses = [loss for loss in losses if loss is not None]
         return tf.add_n(losses) if losses else None
 
-    def adopt(self, optimizer: Any, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
+    def adopt(self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
         losses = [each for each in tf.nest.flatten(loss) if each is not None]
         of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
         if losses and not of_keras_3 and self.model.compiled_loss is None:
             # tf_keras's own, as above; without it `save` leaves the optimizer out.
-            own = metrics.for_compile(self.legacy)
+            own = metrics.for_compile(self._FOREIGN_METRIC)
             self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
 
@@ -76,10 +96,10 @@ class LegacyModel(Model):
         return []
 
     @property
-    def _family(self) -> Any:
+    def _family(self) -> type[keras.Model]:
         return kinds(self.model)["tf_keras.Model"]
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+    def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
         return self.model.compute_loss(x, y, y_pred, sample_weight)
 
     @contextmanager
@@ -87,13 +107,13 @@ class LegacyModel(Model):
         with replaced([(self.model, "compiled_loss", compiled)]):
             yield
 
-    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, update: Callable) -> dict[str, Any]:
+    def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
         compiled = types.SimpleNamespace(update_state=update, metrics=[])
         with replaced([(self.model, "compiled_metrics", compiled)]):
             return self.model.compute_metrics(x, y, y_pred, sample_weight)
 
     @property
-    def own_metrics(self) -> list[Any]:
+    def own_metrics(self) -> list[keras.metrics.Metric]:
         return [metric for layer in self.layers for metric in layer._metrics]
 
     @property
@@ -101,11 +121,11 @@ class LegacyModel(Model):
         return [v for metric in self.own_metrics for v in metric.variables]
 
 
-class PretrainedModel(LegacyModel):
+class PretrainedModel(TFKerasModel):
     """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
 
     @property
-    def _family(self) -> Any:
+    def _family(self) -> type[keras.Model]:
         return kinds(self.model)["transformers.TFPreTrainedModel"]
 
     @property
@@ -114,25 +134,25 @@ class PretrainedModel(LegacyModel):
         return super().compiled_with | own
 
     @property
-    def lookups(self) -> list[tuple[Any, int]]:
-        return [*super().lookups, *huggingface.tables(self.layers)]
+    def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
+        return [*super().lookups, *huggingface.find_tables(self.layers)]
 
     @property
     def returned_losses(self) -> int:
-        return huggingface.means(self.model)
+        return huggingface.count_means(self.model)
 
     def with_losses(
-        self, x: Any, y: Any, training: bool, valid: tf.Tensor | None
-    ) -> tuple[Any, list[tuple[tf.Tensor, tf.Tensor]]]:
-        inputs = huggingface.with_labels(self.model, x, y)
-        with huggingface.observed_losses(self.model, valid) as seen:
-            outputs = self.model(inputs, training=training, **huggingface.call_options(self.model))
+        self, x: Nest, y: Nest, training: bool, valid: tf.Tensor | None
+    ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
+        inputs = huggingface.merge_labels(self.model, x, y)
+        with huggingface.observe_losses(self.model, valid) as seen:
+            outputs = self.model(inputs, training=training, **huggingface.list_call_options(self.model))
         rows = tf.nest.flatten(x)[0].shape[0]
-        return outputs, [tuple(each) for each in huggingface.terms(self.model, outputs, seen, rows, valid)]
+        return outputs, [tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)]
 
     @property
     def takes_targets_apart(self) -> bool:
         return True
 
-    def matched(self, x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
-        return huggingface.matched(self.model, x, y if tf.nest.flatten(y) else None, y_pred)
+    def matched(self, x: Nest, y: Nest, y_pred: Nest) -> tuple[Nest, Nest]:
+        return huggingface.match(self.model, x, y if tf.nest.flatten(y) else None, y_pred)

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from fastaccum.adapters.packages import package
@@ -30,16 +31,18 @@ _NOTHING = {"Adadelta", "Adagrad", "ConditionalGradient", "Ftrl", "NovoGrad", "P
 _TO_ASK = {"AdaBelief", "Adam", "Adamax", "LazyAdam", "NonFusedAdam", "Nadam", "RMSprop", "RectifiedAdam", "Yogi"}
 
 
-def treated_apart(optimizer: Any) -> bool:
-    """Whether the optimizer does another thing to rows that no example looked up than to those of gradient zero.
+def treats_apart(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tells if an optimizer treats rows that no example looked up in another way than rows of gradient zero.
 
     Raises ValueError if that is not known.
     """
     return _Forms(optimizer).to_others != "as dense"
 
 
-def in_sparse_form(optimizer: Any, looked_up: Mapping[Any, tf.Tensor]) -> Iterator[tuple[Any, str, Callable]]:
-    """What to set, `(object, name, value)`, for the optimizer's dense form to update tables as its sparse one does.
+def replace_dense_form(
+    optimizer: keras.optimizers.Optimizer, looked_up: Mapping[Any, tf.Tensor]
+) -> Iterator[tuple[Any, str, Callable]]:
+    """Yields attributes to replace, (object, name, value), for the dense form to update tables as the sparse one does.
 
     `looked_up` has for each table, by its `ref()`, which of its rows were: bool [rows].
     """
@@ -70,9 +73,9 @@ def in_sparse_form(optimizer: Any, looked_up: Mapping[Any, tf.Tensor]) -> Iterat
 
 
 class _Forms:
-    """The two forms of an optimizer's update, and what the sparse one does to other rows."""
+    """The dense and the sparse form of an optimizer's update, and the effect of the sparse one on other rows."""
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
         self._optimizer = optimizer
         dense, sparse = (self._defined(f"_resource_apply_{kind}") for kind in ("dense", "sparse"))
         decays = any(map(_decays, sparse))
@@ -100,7 +103,7 @@ class _Forms:
             )
 
     def sparse(self, gradient: tf.Tensor, variable: tf.Variable, indices: tf.Tensor, **state: Any) -> None:
-        """The sparse form, with as much of the state as it takes."""
+        """Calls the sparse form with as much of the state as it takes."""
         form = self._optimizer._resource_apply_sparse
         taken = inspect.signature(form).parameters
         form(gradient, variable, indices, **{name: value for name, value in state.items() if name in taken})

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.data_adapters import as_dataset, read_once, with_sequences
+from fastaccum.adapters.data_adapters import as_dataset, is_read_once, wrap_sequence
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
@@ -41,8 +41,8 @@ class DatasetSource:
         needs_targets: bool = True,
         text: bool = False,
     ):
-        self.what, self.read_once = f"{what} ({type(x).__name__})", read_once(x)
-        given, x = x, with_sequences(x)
+        self.what, self.read_once = f"{what} ({type(x).__name__})", is_read_once(x)
+        given, x = x, wrap_sequence(x)
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
         if isinstance(x, keras.utils.PyDataset):
             origin = origin._replace(shuffled=shuffle, anew=x is not given, begin=x.on_epoch_begin, end=x.on_epoch_end)

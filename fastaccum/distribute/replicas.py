@@ -33,7 +33,7 @@ def replicas_for(model: Model) -> Replicas | None:
     """
     strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
     outside = strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
-    if model.legacy and (not outside or tf.distribute.has_strategy()):
+    if not model.trains_on_replicas and (not outside or tf.distribute.has_strategy()):
         raise ValueError(
             f"model={model.model.name!r} is a tf_keras model, which trains on one device: make it and this Trainer "
             f"outside the scope of {type(tf.distribute.get_strategy() if outside else strategy).__name__}, or use a "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.outputs import NOT_WHOLE, whole
+from fastaccum.adapters.outputs import NOT_WHOLE, to_whole
 from fastaccum.lines import warn
 
 # A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go on for hours. Were
@@ -102,7 +102,7 @@ class IndexChecks(tf.Module):
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:
         """Widens the range seen by a lookup; called where the indices are known, in the program."""
-        indices = whole(indices)
+        indices = to_whole(indices)
         low, high = tf.unstack(self._ranges[lookup].read_value())
         low, high = tf.minimum(low, tf.reduce_min(indices)), tf.maximum(high, tf.reduce_max(indices))
         self._ranges[lookup].assign(tf.stack([low, high]))

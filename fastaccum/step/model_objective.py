@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import restored
 from fastaccum.adapters.callbacks import log_value
-from fastaccum.adapters.coupling import COMPILED
 from fastaccum.adapters.interceptors import intercepting
 from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
+from fastaccum.adapters.traces import COMPILED
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import loop
@@ -95,7 +95,7 @@ class ModelObjective(Objective):
                 first, checks = self._first_embedding, self.running.index_checks
                 observers = self.model.id_observers(lambda i, ids: checks.observe(first + i, ids))
                 scopes.enter_context(intercepting(observers))
-            hidden = scopes.enter_context(self.losses.heads_left_out())
+            hidden = scopes.enter_context(self.losses.leave_heads_out())
             if self._returned:
                 if any(each is not None for each in tf.nest.flatten(batch.weights)):
                     raise ValueError(
@@ -307,10 +307,8 @@ class ModelObjective(Objective):
 
     def in_order(self, logs: Mapping[str, float]) -> list[str]:
         """Returns the logs' names in the order of Keras's `evaluate`."""
-        if self.outputs.legacy:
-            return list(logs)
         known = ["loss", *(metric.name for metric in self.metrics.compiled.metrics), *self.losses.log_names]
-        return list(dict.fromkeys([*(name for name in known if name in logs), *sorted(logs)]))
+        return self.outputs.sort_logs(logs, known)
 
 
 def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
@@ -322,7 +320,7 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
             f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means over rows: add what "
             "they compute by add_loss, as a sum, or one value for each row, which needs no own_loss_reduction."
         )
-    if model.legacy and model.overrides("compute_loss") and model.penalty() is not None:
+    if model.compute_loss_adds_penalty:
         raise ValueError(
             "own_loss_reduction='sum', but the compute_loss of a tf_keras model has its weight regularisers in each "
             "micro-batch: let it return a mean over rows, to which they add up once."

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters import assigned, coupling
+from fastaccum.adapters import traces
 from fastaccum.data.stacks import Batch
 from fastaccum.step.model_objective import ModelObjective, warn_of_mixing
 
@@ -37,7 +37,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
         return [t.loss_sum for t in terms], objective.update_metrics(batch, y_pred, training)
 
     def traced(training: bool, **rows: None) -> ConcreteFunction:
-        return coupling.traced(functools.partial(forward, training), sample, **rows)
+        return traces.trace(functools.partial(forward, training), sample, **rows)
 
     rows: dict[str, None] = {}
     try:
@@ -54,7 +54,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
 
 def _require_restorable(objective: ModelObjective, graph: tf.Graph) -> None:
     known = {id(v) for v in (*objective.state, *objective.model.metric_variables, *objective.running.variables)}
-    left = [v.name for v in assigned.assigned(graph, []) if id(v) not in known]
+    left = [v.name for v in traces.list_assigned(graph, []) if id(v) not in known]
     if left:
         raise ValueError(
             f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or metrics: no layer has "
@@ -65,7 +65,7 @@ def _require_restorable(objective: ModelObjective, graph: tf.Graph) -> None:
 
 def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[str]:
     name = type(objective.model.model).__name__
-    normalized = coupling.sum_in_weights(traced.graph)
+    normalized = traces.first_sum_in_weights(traced.graph)
     of_outputs = len(objective.losses.outputs)
     if normalized is not None and "sum" in objective.reductions[:of_outputs]:
         raise ValueError(
@@ -75,8 +75,9 @@ def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[s
             "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
         )
     by_row = not objective.model.mixes_rows and not objective.model.moving_layers
-    beyond = [coupling.beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
-    found = [operation for operation in (coupling.square(traced.graph), normalized, *beyond) if operation]
+    beyond = [traces.first_op_beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
+    compared = traces.first_comparison_of_rows(traced.graph)
+    found = [operation for operation in (compared, normalized, *beyond) if operation]
     if found:
         warn_of_mixing(f"A loss that {name} computes itself", found[0])
     return [f"a loss of {name}'s own"] if found else []

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.callbacks import Callbacks, LateLogs, backed_up_epoch
+from fastaccum.adapters.callbacks import Callbacks, LateLogs, take_backed_up_epoch
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.checkpoint.state import Training
@@ -146,7 +146,7 @@ class Fit:
                 diagnosis.warn_of_zero_lora(recipe.model.layers)
             hooks.list.on_train_begin()
             saver.begin()
-            if epoch := backed_up_epoch(model, stacks.steps_per_epoch):
+            if epoch := take_backed_up_epoch(model, stacks.steps_per_epoch):
                 position = Position(epoch, epoch)
             last = position.epoch if saver.stopped else schedule.epochs
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):

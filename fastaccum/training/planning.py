@@ -7,7 +7,7 @@ from typing import Any, Literal
 import keras
 
 from fastaccum import checks
-from fastaccum.adapters.data_adapters import with_sequences
+from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.remat import installed
 from fastaccum.data.stacks import Batch
 from fastaccum.kernels.devices import has_gpu
@@ -65,7 +65,7 @@ def make_plan(
 
 def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: Any) -> Plan:
     """Plans the micro-batch for data as `fit` takes them; `asked` are the other arguments of `fastaccum.plan`."""
-    if hasattr(data, "__next__") or isinstance(with_sequences(data), keras.utils.PyDataset):
+    if hasattr(data, "__next__") or isinstance(wrap_sequence(data), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(data).__name__}: pass one of its batches, as a tuple.")
     with checks.naming("sample"):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.callbacks import require
-from fastaccum.adapters.data_adapters import as_dataset, with_sequences
 from fastaccum.adapters.models import Model
 from fastaccum.data import source
 from fastaccum.step import arguments
@@ -28,15 +26,12 @@ def predict(
     for name, value in (("batch_size", batch_size), ("steps", steps)):
         if value is not None:
             checks.whole_number(name, value)
-    require(callbacks, verbose, model.legacy)
+    require(callbacks, verbose, model.callback_kind)
     if model.preprocess is None:
         source.require_predictable(x, model.may_take_text)
     try:
         with checks.naming(f"x ({type(x).__name__})", AttributeError):
-            given = with_sequences(x)
-            if model.legacy and isinstance(given, keras.utils.PyDataset):
-                given = as_dataset(given)
-            return model.model.predict(given, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+            return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
     except (tf.errors.InvalidArgumentError, StopIteration) as error:
         why = str(error) or "it yields nothing"
         raise ValueError(f"The model cannot be called with x ({type(x).__name__}): {why}") from error

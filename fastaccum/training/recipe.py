@@ -49,12 +49,12 @@ class Recipe:
         """Checks the arguments of `Trainer` and completes them by what the model was compiled with."""
         adapted = models.get(model)
         own_loss.require_plain_steps(adapted)
-        loss, loss_weights, metrics, weighted_metrics = own_loss.where_none_given(
+        loss, loss_weights, metrics, weighted_metrics = own_loss.with_compiled_defaults(
             adapted, loss, loss_weights, metrics, weighted_metrics
         )
         found = cls(
             adapted,
-            optimizers.get(optimizer, adapted.legacy),
+            optimizers.get(optimizer, adapted.keras_module.optimizers),
             Losses(loss, loss_weights),
             Metrics(metrics, weighted_metrics),
             {"loss": loss, "loss_weights": loss_weights},

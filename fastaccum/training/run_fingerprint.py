@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ class RunFingerprint:
             layers[state.free_name(layer.name, layers)] = fingerprint.describe(layer, known)
         rules = {id(raw(v)): optimizer.describe_rules(v) for v in model.trainable_variables}
         trained = {name: rules[id(v)] for name, v in named["model"].items() if id(v) in rules}
-        backend = sys.modules["tf_keras" if model.legacy else "keras"].backend
+        backend = model.keras_module.backend
         compared = {name: getattr(options, name) for name in options.names(must_agree=True)}
         loss_scale = fingerprint.describe(compared.pop("loss_scale"))  # which has variables, too
         compared |= {name: getattr(backend, name)() for name in ("epsilon", "floatx", "image_data_format")}

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from fastaccum.adapters import own_loss, remat
 from fastaccum.adapters.attributes import replaced
-from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
@@ -88,7 +87,7 @@ class StepBuilder:
         compilable.require_recomputable(model)
         if recipe.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)
-        self._outputs = Outputs(model.output_names, y_pred, recipe.given["loss"], model.legacy)
+        self._outputs = model.describe_outputs(y_pred, recipe.given["loss"])
         losses.build(self._outputs, y_true, model.takes_targets_apart)
         metrics.build(self._outputs, y_true, losses.log_names, model.own_metrics)
         if not losses.outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastaccum import checks
-from fastaccum.adapters.data_adapters import read_once
+from fastaccum.adapters.data_adapters import is_read_once
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.summary import Summary, summary
 from fastaccum.step.options import Options
@@ -16,7 +16,7 @@ def summarize(
     builder: StepBuilder, options: Options, x: Any, y: Any, sample_weight: Any, batch_size: int | None
 ) -> Summary:
     """Compiles the step for data as `fit` takes them, or for the data seen first where x is None; runs nothing."""
-    if read_once(x):
+    if is_read_once(x):
         raise TypeError(f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its batches.")
     sample = builder.sample
     if x is not None:

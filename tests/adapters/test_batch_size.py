@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import batch_size, coupling, keras_models
+from fastaccum.adapters import keras_models, traces
 from fastaccum.data.stacks import Batch
 
 RNG = np.random.default_rng(0)
@@ -185,8 +185,8 @@ def test_what_is_no_power_is_told_of(name):
 
 def test_shapes_indices_and_ranges_of_rows_say_nothing():
     specs = tf.TensorSpec([4, 3]), tf.TensorSpec([4, 3])
-    one = coupling.traced(lambda pair: by_shape(*pair), specs)
-    assert batch_size.row_counter(one, lambda pair: by_shape(*pair), specs) is None
+    one = traces.trace(lambda pair: by_shape(*pair), specs)
+    assert traces.find_row_counter(one, lambda pair: by_shape(*pair), specs) is None
 
 
 class Root(keras.layers.Layer):

@@ -140,10 +140,10 @@ def test_forms_precision_recomputation_and_observers_give_one_result_in_any_orde
     fa.remat(model, None)
     observed = []
     kinds = [
-        layers.forms(model.layers, fast_gradients=True),
+        layers.make_forms(model.layers, fast_gradients=True),
         adapter.fp32_weight_gradients(),
         recomputing,
-        embeddings.id_observers([model.layers[1]], lambda i, ids: observed.append((i, tuple(ids.shape)))),
+        embeddings.make_id_observers([model.layers[1]], lambda i, ids: observed.append((i, tuple(ids.shape)))),
     ]
     assert [len(each) for each in kinds] == [2, 0 if policy == "float32" else 2, 2, 3]
 

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters.losses import Losses, term
+from fastaccum.adapters.losses import Losses, compute_term
 from fastaccum.adapters.outputs import Outputs
 
 ROWS, TIME, CLASSES = 6, 4, 3
@@ -105,7 +105,7 @@ def test_a_term_is_the_value_of_keras(K, case, reduction):
     weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=elements).astype("float32"))
     for sample_weight in (None, weights):
         expected = float(loss(in_fit, y_pred, sample_weight=sample_weight))
-        found = term(loss, y_true, y_pred, sample_weight)
+        found = compute_term(loss, y_true, y_pred, sample_weight)
         np.testing.assert_allclose(value_of(loss, found), expected, rtol=1e-5)
 
 
@@ -118,7 +118,7 @@ def test_masked_tokens_count_as_in_keras(K, case, reduction, weighted):
     weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=(ROWS, TIME)).astype("float32"))
     weights = weights if weighted else None
     expected = float(loss(y_true, with_mask(y_pred, mask), sample_weight=weights))
-    found = term(loss, y_true, with_mask(y_pred, mask), weights)
+    found = compute_term(loss, y_true, with_mask(y_pred, mask), weights)
     np.testing.assert_allclose(value_of(loss, found), expected, rtol=1e-5)
 
 
@@ -131,8 +131,8 @@ def test_rows_that_only_pad_leave_no_trace(K, case, reduction):
     # What stands in a padded row does not matter, not even if it is not finite.
     spoiled = tf.concat([y_pred[:4], y_pred[4:] * np.nan], 0)
     for sample_weight in (None, weights):
-        padded = term(loss, y_true, spoiled, sample_weight, valid)
-        exact = term(loss, y_true[:4], y_pred[:4], None if sample_weight is None else sample_weight[:4])
+        padded = compute_term(loss, y_true, spoiled, sample_weight, valid)
+        exact = compute_term(loss, y_true[:4], y_pred[:4], None if sample_weight is None else sample_weight[:4])
         np.testing.assert_allclose(padded, exact, rtol=1e-6)
 
 
@@ -140,16 +140,16 @@ def test_rows_that_only_pad_leave_no_trace(K, case, reduction):
 def test_terms_of_micro_batches_add_up_to_that_of_all_rows(K, case):
     loss, y_true, y_pred = loss_of(case, "mean_with_sample_weight" if K is keras else "sum_over_batch_size", K)
     weights = tf.constant(rng.random(ROWS).astype("float32"))
-    whole = term(loss, y_true, y_pred, weights)
-    parts = [term(loss, y_true[a:b], y_pred[a:b], weights[a:b]) for a, b in [(0, 1), (1, 4), (4, 6)]]
+    whole = compute_term(loss, y_true, y_pred, weights)
+    parts = [compute_term(loss, y_true[a:b], y_pred[a:b], weights[a:b]) for a, b in [(0, 1), (1, 4), (4, 6)]]
     np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-5)
 
 
 def test_a_weight_of_zero_counts_but_a_masked_element_does_not():
     loss = LOSSES.MeanSquaredError()
     y_true, y_pred = tf.zeros([3, 1]), tf.ones([3, 1])
-    assert float(term(loss, y_true, y_pred, tf.constant([1.0, 0.0, 1.0])).weight_sum) == 3
-    assert float(term(loss, y_true, with_mask(y_pred, tf.constant([True, False, True]))).weight_sum) == 2
+    assert float(compute_term(loss, y_true, y_pred, tf.constant([1.0, 0.0, 1.0])).weight_sum) == 3
+    assert float(compute_term(loss, y_true, with_mask(y_pred, tf.constant([True, False, True]))).weight_sum) == 2
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, TIME), (ROWS, TIME, 1)])
@@ -158,13 +158,13 @@ def test_weights_of_any_rank_that_fits(shape):
     weights = rng.random(shape).astype("float32")
     per_token = np.broadcast_to(weights.reshape(*shape[:2], *[1] * (2 - len(shape[:2]))), (ROWS, TIME))
     expected = (loss.call(y_true, y_pred).numpy() * per_token).sum()
-    np.testing.assert_allclose(term(loss, y_true, y_pred, tf.constant(weights)).loss_sum, expected, rtol=1e-5)
+    np.testing.assert_allclose(compute_term(loss, y_true, y_pred, tf.constant(weights)).loss_sum, expected, rtol=1e-5)
 
 
 def test_weights_that_do_not_fit_say_so():
     loss, y_true, y_pred = loss_of("tokens")
     with pytest.raises(ValueError, match=r"sample_weight of shape \(6, 3\) does not fit losses of shape \(6, 4\)"):
-        term(loss, y_true, y_pred, tf.ones([ROWS, 3]))
+        compute_term(loss, y_true, y_pred, tf.ones([ROWS, 3]))
 
 
 @pytest.mark.parametrize("mean", [tf.reduce_mean, lambda t: tf.reduce_mean(t, axis=0)])

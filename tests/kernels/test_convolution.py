@@ -12,7 +12,7 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.interceptors import intercepting
-from fastaccum.adapters.layers import forms
+from fastaccum.adapters.layers import make_forms
 from fastaccum.kernels.cpu_layers import conv2d
 
 SHAPES = [((2, 7, 9, 3), (3, 3, 3, 4)), ((1, 6, 5, 2), (2, 4, 2, 3)), ((3, 8, 8, 1), (1, 5, 1, 2))]
@@ -76,7 +76,7 @@ def test_other_convolutions_are_those_of_keras(kind, options, family, taps):
     for size in [(7, 9), (12, 8)]:
         x = tf.constant(rng.normal(size=(2, *size[: int(kind.partition("Conv")[2][0])], 3)))
         layer(x)
-        (form,), results = forms([layer], fast_gradients=True), []
+        (form,), results = make_forms([layer], fast_gradients=True), []
         assert form.method == "call"
         for interceptors in ([], [form]):
             with intercepting(interceptors), tf.GradientTape() as tape:
@@ -95,7 +95,7 @@ def test_sums_over_windows_lose_nothing_in_half_precision(kind):
     layer(x)
     exact(x)
     exact.set_weights([w.astype("float16") for w in layer.get_weights()])
-    with intercepting(forms([layer], fast_gradients=True)):
+    with intercepting(make_forms([layer], fast_gradients=True)):
         y = layer(tf.constant(x))
     assert y.dtype == "float16"
     np.testing.assert_allclose(y, exact(x), rtol=2e-3, atol=2e-3)
@@ -112,14 +112,14 @@ def test_sums_over_windows_lose_nothing_in_half_precision(kind):
     ],
 )
 def test_what_has_no_form_is_left_to_keras(kind, options):
-    assert not forms([make_layer(kind, **options)], fast_gradients=True)
+    assert not make_forms([make_layer(kind, **options)], fast_gradients=True)
 
 
 def test_a_subclass_is_left_alone():
     class Own(keras.layers.DepthwiseConv2D):
         pass
 
-    assert not forms([Own(3)], fast_gradients=True)
+    assert not make_forms([Own(3)], fast_gradients=True)
 
 
 @pytest.mark.parametrize("options", [{"dilation_rate": 2}, {"dilation_rate": (2, 1), "groups": 2}, {"groups": 2}])

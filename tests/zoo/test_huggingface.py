@@ -492,9 +492,9 @@ def test_micro_batches_add_up_to_the_loss_that_a_model_returns(kind, padded):
             part = {name: np.concatenate([value, value[:2] * 0 + 1]) for name, value in part.items()}
             valid = tf.constant([True, True, False, False])
         rows = len(part["labels"]) if "labels" in part else 2 * (1 + padded)
-        with tf.GradientTape(persistent=True) as tape, huggingface.observed_losses(model, valid) as seen:
+        with tf.GradientTape(persistent=True) as tape, huggingface.observe_losses(model, valid) as seen:
             outputs = model(part, training=training)
-            terms = huggingface.terms(model, outputs, seen, rows, valid)
+            terms = huggingface.make_terms(model, outputs, seen, rows, valid)
             values = [term.value * term.weight_sum for term in terms]
         sums.append(values)
         denominators.append([term.weight_sum for term in terms])
@@ -515,24 +515,24 @@ def test_labels_are_merged_and_matched_as_in_its_train_step():
     model, x = bert("SequenceClassification"), text()
     assert huggingface.is_pretrained(model)
     y = classes(2)
-    assert huggingface.with_labels(model, x["input_ids"], y) == {"input_ids": x["input_ids"], "labels": y}
-    assert huggingface.with_labels(model, x, {"labels": y}) == {**x, "labels": y}
+    assert huggingface.merge_labels(model, x["input_ids"], y) == {"input_ids": x["input_ids"], "labels": y}
+    assert huggingface.merge_labels(model, x, {"labels": y}) == {**x, "labels": y}
     given = {**x, "labels": y + 1}
-    assert huggingface.with_labels(model, given, y) == given
-    assert huggingface.with_labels(model, given, None) is given
+    assert huggingface.merge_labels(model, given, y) == given
+    assert huggingface.merge_labels(model, given, None) is given
     outputs = model({**x, "labels": y})
     for targets, inputs in ((y, x), ({"labels": y}, x), (None, {**x, "labels": y})):
-        y_true, y_pred = huggingface.matched(model, inputs, targets, outputs)
+        y_true, y_pred = huggingface.match(model, inputs, targets, outputs)
         assert y_true is y
         assert y_pred is outputs.logits
     answers = bert("QuestionAnswering")
     outputs = answers(x)
-    y_true, y_pred = huggingface.matched(answers, x, {"start_positions": 1, "end_positions": 2}, outputs)
+    y_true, y_pred = huggingface.match(answers, x, {"start_positions": 1, "end_positions": 2}, outputs)
     assert y_true == {"start_logits": 1, "end_logits": 2}
     assert y_pred["end_logits"] is outputs.end_logits
-    assert huggingface.with_labels(answers, x, {"start_logits": 1}) == {**x, "start_positions": 1}
+    assert huggingface.merge_labels(answers, x, {"start_logits": 1}) == {**x, "start_positions": 1}
     with pytest.raises(ValueError, match=r"takes the labels \['start_positions', 'end_positions'\]"):
-        huggingface.with_labels(answers, x, y)
+        huggingface.merge_labels(answers, x, y)
 
 
 @pytest.mark.zoo
@@ -546,14 +546,14 @@ def test_a_loss_of_unknown_denominator_says_so():
 
     model, x = Twice(transformers.BertConfig(**TINY)), text()
     model(x)
-    with huggingface.observed_losses(model) as seen:
+    with huggingface.observe_losses(model) as seen:
         outputs = model({**x, "labels": words(x)})
         with pytest.warns(UserWarning, match="Twice reduces its loss to a scalar by itself"):
-            (term,) = huggingface.terms(model, outputs, seen, ROWS)
+            (term,) = huggingface.make_terms(model, outputs, seen, ROWS)
     assert float(term.value) == pytest.approx(2 * float(seen[0].value))
     assert float(term.weight_sum) == ROWS
-    with huggingface.observed_losses(model) as seen, pytest.raises(ValueError, match="returned no loss"):
-        huggingface.terms(model, model(x), seen, ROWS)
+    with huggingface.observe_losses(model) as seen, pytest.raises(ValueError, match="returned no loss"):
+        huggingface.make_terms(model, model(x), seen, ROWS)
 
 
 @pytest.mark.zoo

@@ -1,0 +1,246 @@
+"""Traces functions of a batch, and reads in their graphs what depends on which rows, or on how many.
+
+Also which variables a graph assigns, and what it draws without a seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+from fastaccum.adapters.attributes import Nest, Variable, raw
+from fastaccum.kernels.layer_graph import DRAWS
+
+# Of a batch that is only traced: no other axis of a model is as long.
+TELLING_ROWS = 1031
+# What `compute_loss` hands to its compiled loss as sample weights, and what it gets from it, by name.
+WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
+
+_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+_DRAWS = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
+_CHECKS = {"All", "Any", "Assert"}
+_ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
+_SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
+_LINEAR = {
+    *("Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"),
+    *("Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2"),
+}
+_FUNCTIONS = {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"}  # not looked into
+_PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
+
+
+def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> Any:
+    """Traces a function of one batch with so many rows; `nest` has the specs, and with None also the number of rows."""
+    specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest)
+    return tf.function(function, autograph=False).get_concrete_function(specs)
+
+
+def first_cross_example_op(graph: tf.Graph) -> str | None:
+    """Names the first operation whose result for a row depends on other rows; None if there is none."""
+    for operation in graph.get_operations():
+        if operation.type in _OF_SHAPES | _CHECKS or operation.type == "TensorListSetItem":  # rows that a loop keeps
+            continue
+        if _is_square(operation) or _loses_rows(operation) or _goes_along_rows(operation):
+            return operation.name
+    return None
+
+
+def list_unseeded_draws(graph: tf.Graph) -> list[str]:
+    """Names the operations that draw random numbers from no seed of the model's."""
+    return [operation.name for operation in graph.get_operations() if operation.type in _DRAWS]
+
+
+def first_comparison_of_rows(graph: tf.Graph) -> str | None:
+    """Names the first operation that compares all rows of a batch with each other; None if there is none."""
+    return next((operation.name for operation in graph.get_operations() if _is_square(operation)), None)
+
+
+def first_sum_in_weights(graph: tf.Graph) -> str | None:
+    """Names an operation over all rows of a batch on which the tensors named WEIGHTS depend; None if there is none."""
+    pending = [op for op in graph.get_operations() if WEIGHTS in op.name.rpartition("/")[2]]
+    seen = set()
+    while pending:
+        operation = pending.pop()
+        if operation.name in seen or operation.type in _OF_SHAPES:
+            continue
+        seen.add(operation.name)
+        if _loses_rows(operation):
+            return operation.name
+        pending += [tensor.op for tensor in operation.inputs]
+    return None
+
+
+def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None:
+    """Names an operation after which a scalar is no sum or mean over rows any more; None if there is none.
+
+    Examples are a root, a product of two sums, a maximum; if the model is by row, also a sum that scales rows.
+    """
+    reaches = _reaching_rows(scalar.graph)
+    pending, seen = [scalar.op], set()
+    while pending:
+        operation = pending.pop()
+        if operation.name in seen or COMPILED in operation.name or operation.name not in reaches:
+            continue
+        seen.add(operation.name)
+        inputs = [t for t in operation.inputs if t.op.name in reaches]
+        if any(t.dtype == tf.variant for t in (*operation.inputs, *operation.outputs)):
+            pass  # lists, as recurrent layers make them of time steps
+        elif _has_rows(operation.outputs):
+            if model_is_by_row and not all(map(_has_rows, ([t] for t in inputs))):
+                return operation.name
+        elif _has_rows(operation.inputs):
+            if operation.type not in _SUMS | _FUNCTIONS:
+                return operation.name
+        elif not _is_linear(operation, inputs):
+            return operation.name
+        pending += [t.op for t in inputs]
+    return None
+
+
+def _is_linear(operation: tf.Operation, inputs: list[tf.Tensor]) -> bool:
+    """Tells if an operation is linear in these inputs."""
+    if operation.type in _LINEAR:
+        return True
+    only_one = operation.type in _PRODUCTS and len(inputs) == 1
+    return only_one and (operation.type == "Mul" or inputs[0] is operation.inputs[0])
+
+
+def _has_rows(tensors: Sequence[tf.Tensor]) -> bool:
+    return any(t.shape.rank is None or any(d and d % TELLING_ROWS == 0 for d in t.shape) for t in tensors)
+
+
+def _loses_rows(operation: tf.Operation) -> bool:
+    return _has_rows(operation.inputs) and bool(operation.outputs) and not _has_rows(operation.outputs)
+
+
+def _is_square(operation: tf.Operation) -> bool:
+    return any(t.shape.rank and list(t.shape).count(TELLING_ROWS) > 1 for t in operation.outputs)
+
+
+def _goes_along_rows(operation: tf.Operation) -> bool:
+    """Tells if an operation reverses, adds up or shuffles the rows, or takes a softmax over them."""
+    if operation.type in ("Softmax", "LogSoftmax"):
+        return operation.inputs[0].shape[-1] == TELLING_ROWS
+    if operation.type not in _ALONG_AN_AXIS or not operation.inputs[0].shape.rank:
+        return operation.type == "RandomShuffle"
+    axes = tf.get_static_value(operation.inputs[-1])
+    return operation.inputs[0].shape[0] == TELLING_ROWS and axes is not None and 0 in axes.ravel()
+
+
+def _reaching_rows(graph: tf.Graph) -> set[str]:
+    """Names the operations that depend on a tensor with rows, and not on the number of rows alone."""
+    found: set[str] = set()
+    for operation in graph.get_operations():  # each after its inputs
+        if operation.type in _OF_SHAPES:
+            continue
+        if _has_rows(operation.outputs) or any(t.op.name in found for t in operation.inputs):
+            found.add(operation.name)
+    return found
+
+
+def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variable]:
+    """Lists the variables that a graph assigns, as Keras variables where they are in `of_keras`."""
+    # A variable has a component on every replica, or is its own.
+    owners = {id(part.handle): v for v in of_keras for part in getattr(raw(v), "values", [raw(v)])}
+    owners = {id(v.handle): v for v in graph.variables} | owners
+    outside = {id(inside): id(handle) for handle, inside in graph.captures}
+    written = [outside.get(id(t)) for op in graph.get_operations() for t in get_read_write_resource_inputs(op)[1]]
+    found = {id(owners[handle]): owners[handle] for handle in written if handle in owners}
+    return list(found.values())
+
+
+# The number of rows: where a function computes with it, and by which power.
+
+OTHER_ROWS = 1543  # beside TELLING_ROWS: as telling, and a factor away that bfloat16 shows
+
+_ARITHMETIC = {"Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Neg", "Pack", "ConcatV2"}
+_OF_THE_FIRST = {"StridedSlice", "Slice", "GatherV2", "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
+_COMPARISONS = {"Less", "LessEqual", "Greater", "GreaterEqual", "Equal", "NotEqual"}
+
+# How far the number of rows has come: nowhere, to an integer, which may be a shape, or to a value; and by which node.
+Mark = tuple[int, str]
+_NOTHING, _INTEGER, _VALUE = (0, ""), 1, 2
+
+
+def find_row_counter(one: Any, function: Callable, specs: Nest) -> str | None:
+    """Names the operation by which the number of rows reaches a function's results, not by shapes and indices alone.
+
+    `one` is a trace of the function.
+    """
+    graphs = [each.graph.as_graph_def() for each in (one, trace(function, specs, OTHER_ROWS))]
+    libraries = [{f.signature.name: f for f in graph.library.function} for graph in graphs]
+    level, name = max(_marks([g.node for g in graphs], {}, [t.name for t in one.outputs], libraries), default=_NOTHING)
+    return name if level == _VALUE else None
+
+
+def find_power_of_rows(function: Callable, specs: Nest) -> float | None:
+    """Finds p, a multiple of 1/4 but not 0, where a row's result is `rows**p` times what follows from the row alone."""
+    drawn, few, more = np.random.default_rng(0).uniform, 8, 12
+
+    def results(rows: int) -> np.ndarray:
+        batch = tf.nest.map_structure(lambda t: t[:rows], batches)
+        return trace(function, specs, rows)(batch).numpy()[:few].ravel()
+
+    try:
+        batches = tf.nest.map_structure(
+            lambda s: tf.cast(drawn(0.1, 0.9, [more, *s.shape[1:]]) * (1 + tf.as_dtype(s.dtype).is_integer), s.dtype),
+            specs,
+        )
+        one, other = results(few), results(more)
+    except Exception:  # it takes no such numbers
+        return None
+    with np.errstate(all="ignore"):
+        powers = (np.log(other / one) / np.log(more / few))[(one != 0) | (other != 0)]
+        found = np.round(powers.mean() * 4) / 4
+    return float(found) if found and (np.abs(powers - found) < 1e-3).all() else None
+
+
+def _marks(
+    nodes: Sequence[Any], known: dict[str, Any], outputs: Sequence[str], libraries: Sequence[dict]
+) -> list[Mark]:
+    """Returns the marks of `outputs`, from the `known` marks of arguments and the nodes of both traces."""
+
+    def of(name: str) -> Mark:
+        node, _, output = name.partition(":")
+        found = known.get(node, _NOTHING)
+        return found[int(output.rpartition(":")[2] or 0)] if isinstance(found, list) else found
+
+    for node, twin in itertools.zip_longest(*nodes):
+        if node is None or twin is None or node.op != twin.op:
+            return [(_VALUE, (node or twin).name)] * len(outputs)
+        given = [of(name) for name in node.input if name[0] != "^"]
+        called = [key for key in ("f", "body", "then_branch", "else_branch") if key in node.attr]
+        if node.op == "Const":
+            one, other = (tf.make_ndarray(each.attr["value"].tensor).ravel() for each in (node, twin))
+            one, other = one[: other.size], other[: one.size]
+            same = np.array_equal(one, other) or one.tobytes() == other.tobytes()  # NaN too
+            known[node.name] = _NOTHING if same else (_INTEGER + tf.as_dtype(one.dtype).is_floating, node.name)
+        elif called:
+            known[node.name] = given if "body" in called else []
+            for key in called * (1 + ("body" in called)):  # what a turn of a loop marks is given to the next one
+                f, g = (library[n.attr[key].func.name] for library, n in zip(libraries, (node, twin), strict=True))
+                inputs = known[node.name] if key == "body" else given[-len(f.signature.input_arg) :]
+                arguments = {a.name: mark for a, mark in zip(f.signature.input_arg, inputs, strict=False)}
+                returned = [f.ret[a.name] for a in f.signature.output_arg]
+                found = _marks([f.node_def, g.node_def], arguments, returned, libraries)
+                known[node.name] = list(itertools.starmap(max, itertools.zip_longest(known[node.name] or found, found)))
+        else:
+            known[node.name] = _result(node, given)
+    return [of(name) for name in outputs]
+
+
+def _result(node: Any, given: list[Mark]) -> Mark:
+    """Returns the mark of an operation's results, from the marks of its inputs."""
+    mark = max(given, default=_NOTHING)
+    if node.op == "Range" or mark[0] != _INTEGER:
+        return _NOTHING if node.op == "Range" else mark
+    if node.op == "Cast":
+        return _INTEGER + tf.as_dtype(node.attr["DstT"].type).is_floating, node.name
+    if node.op in _COMPARISONS:
+        return _VALUE, node.name
+    return mark if node.op in _ARITHMETIC else given[0] if node.op in _OF_THE_FIRST else _NOTHING
