@@ -545,7 +545,7 @@ def draw(rng: np.random.Generator) -> Call:
         wrapper = "Wrapped"
     elif not adds and chance(0.1):
         wrapper = "Penalised"
-        if len(heads) == 1 and heads[0].kind == "numbers" and chance(0.6) and "activity" not in pen.code:
+        if len(heads) == 1 and heads[0].kind == "numbers" and chance(0.6) and "ctivity" not in pen.code:
             wrapper = of("OwnMean", "OwnSum")
     if wrapper:
         pen.line(f"{wrapper}(model)", "model")
