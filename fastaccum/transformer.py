@@ -78,7 +78,7 @@ class LearnedPositions(ContextLimit):
 
 
 class _AttentionLayer(keras.layers.Layer):
-    """What attention and the block around it are configured by; both map `[B, T, D] -> [B, T, D]`."""
+    """Configures attention and the block around it; both map `[B, T, D] -> [B, T, D]`."""
 
     def __init__(
         self,
