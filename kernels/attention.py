@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.kernels.blockwise_attention import blockwise_attention, reference_attention
+from fastaccum.kernels.blockwise_attention import Segments, blockwise_attention, reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
-from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, works
+from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, is_usable
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.strip_attention import strip_attention, strip_rows
 from fastaccum.kernels.xla_ops import HALF, in_xla
@@ -24,11 +24,11 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    segment_ids: Any = None,
+    segment_ids: tf.Tensor | tuple[tf.Tensor, tf.Tensor] | None = None,
     block_size: int | None = None,
     implementation: Literal["auto", "blockwise", "cudnn", "reference"] = "auto",
 ) -> tf.Tensor:
-    """Softmax attention, forward and backward in blocks, in memory linear in the number of tokens.
+    """Computes softmax attention, forward and backward in blocks, in memory linear in the number of tokens.
 
     Equal, to rounding, to this unfused expression (for a group's heads of queries, key and value are repeated), in
     which products of float16 and bfloat16 are summed in float32, and the softmax is float32:
@@ -107,12 +107,12 @@ def attention_implementation(
     key_shape: Sequence[int | None],
     *,
     block_size: int | None = None,
-    dtype: Any = "float32",
+    dtype: tf.DType | str = "float32",
     causal: bool = False,
     packed: bool = False,
     jit_compile: bool = True,
 ) -> Literal["blockwise", "cudnn", "reference"]:
-    """What `implementation="auto"` stands for.
+    """Returns the implementation that `implementation="auto"` of `attention` stands for.
 
     "cudnn" where its kernels take the call (see `attention`) in a program that XLA compiles for a GPU. They are tried
     there first, once in a process for each kind of call: a small one, forward and backward, next to "reference".
@@ -139,7 +139,7 @@ def attention_implementation(
         dtype = tf.as_dtype(dtype)
     causal, packed = true_or_false("causal", causal), true_or_false("packed", packed)
     call = Call(query_shape, key_shape, dtype, causal, packed)
-    if true_or_false("jit_compile", jit_compile) and has_gpu() and works(call):
+    if true_or_false("jit_compile", jit_compile) and has_gpu() and is_usable(call):
         return "cudnn"
     queries, keys = query_shape[1], key_shape[1]
     if queries is None or keys is None or queries * keys <= block_size**2:
@@ -148,7 +148,7 @@ def attention_implementation(
 
 
 def _sizes(name: str, shape: Any) -> tuple[int | None, ...]:
-    """Batch, time, heads and width."""
+    """Checks a shape: batch, time, heads and width."""
     try:
         sizes = list(shape) if isinstance(shape, (list, tuple, np.ndarray, tf.TensorShape)) else []
     except (TypeError, ValueError):  # of no axis, or of unknown rank
@@ -165,7 +165,7 @@ def _block_size(block_size: int | None) -> int:
     return 512 if has_gpu() else 128
 
 
-def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> Segments:
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, tuple) and len(segment_ids) == 2 else (segment_ids, segment_ids)

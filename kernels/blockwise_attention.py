@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -20,42 +20,44 @@ from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.xla_ops import dot, dynamic_add_slice, dynamic_update_slice, first_order, loop, product, sizes
 
+Segments: TypeAlias = "tuple[tf.Tensor, tf.Tensor] | None"  # of queries and of keys, [B, T] and [B, S]
+
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
 _LOW = -1e30
 
 
 class _Blocks(NamedTuple):
-    """An axis of `size` in `pieces` of `length`, the last one padded."""
+    """Axis of `size` in `pieces` of `length`, the last piece padded."""
 
-    size: Any
+    size: int | tf.Tensor
     pieces: int
-    length: Any
+    length: int | tf.Tensor
 
     @property
-    def padding(self) -> Any:
+    def padding(self) -> int | tf.Tensor:
         return 0 if self.length is self.size else self.pieces * self.length - self.size
 
 
 def _cut(size: int, block_size: int) -> _Blocks:
-    """Even pieces of at most `block_size`, of a multiple of 8 where that is to be had."""
+    """Cuts an axis into even pieces of at most `block_size`, of a multiple of 8 where possible."""
     pieces = math.ceil(size / block_size)
     length = min(block_size, 8 * math.ceil(size / pieces / 8))
     return _Blocks(size, math.ceil(size / length), length)
 
 
-def _pairs(queries: _Blocks, keys: _Blocks, causal: bool) -> np.ndarray:
-    """Numbers of the blocks of queries and of keys that see each other, row by row: int32 [2, pairs]."""
+def _list_pairs(queries: _Blocks, keys: _Blocks, causal: bool) -> np.ndarray:
+    """Lists the pairs of blocks of queries and keys that see each other, row by row: int32 [2, pairs]."""
     last = (np.arange(queries.pieces) + 1) * queries.length - 1
     first = np.arange(keys.pieces) * keys.length
     seen = first[None, :] <= np.minimum(last, queries.size - 1)[:, None] + keys.size - queries.size
     return np.stack(np.nonzero(seen | (not causal))).astype("int32")
 
 
-def _seen(
-    queries: _Blocks, keys: _Blocks, causal: bool, segments: Any, groups: int, per_group: int
-) -> Callable[[Any, Any], tf.Tensor | None]:
-    """A function of the numbers of two blocks: which of the keys each query sees, bool, to be broadcast to [N, q, k];
-    or None for all.
+def _make_mask(
+    queries: _Blocks, keys: _Blocks, causal: bool, segments: Segments, groups: int, per_group: int
+) -> Callable[[int | tf.Tensor, int | tf.Tensor], tf.Tensor | None]:
+    """Returns a function of the numbers of two blocks: the mask of the keys that each query sees, bool, to be broadcast
+    to [N, q, k]; None if all are seen.
     """
     if segments is not None:
         query_BTH1 = tf.repeat(segments[0][:, :, None, None], groups * per_group, 2)
@@ -78,7 +80,9 @@ def _seen(
 
 
 def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
-    """[B, T, H, K] as blocks [n, N, q, K], padded with zeros; the heads of a group become rows, head after head."""
+    """Splits [B, T, H, K] into blocks [n, N, q, K], padded with zeros; the heads of a group become rows, head after
+    head.
+    """
     batch, _, heads, width = sizes(t)
     per_group = heads // groups
     t = tf.pad(t, [[0, 0], [0, blocks.padding], [0, 0], [0, 0]])
@@ -87,8 +91,8 @@ def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
     return tf.reshape(t, [blocks.pieces, batch * groups, per_group * blocks.length, width])
 
 
-def _joined(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Tensor:
-    """The inverse of `_split`, in the shape and dtype of `like`."""
+def _join(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Tensor:
+    """Inverts `_split`, to the shape and dtype of `like`."""
     batch, _, heads, width = sizes(like)
     t = tf.reshape(t, [blocks.pieces, batch, groups, heads // groups, blocks.length, width])
     t = tf.reshape(tf.transpose(t, [1, 0, 4, 2, 3, 5]), [batch, blocks.pieces * blocks.length, heads, width])
@@ -96,43 +100,32 @@ def _joined(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.T
 
 
 def reference_attention(
-    query: tf.Tensor,
-    key: tf.Tensor,
-    value: tf.Tensor,
-    scale: float,
-    causal: bool,
-    segments: tuple[tf.Tensor, tf.Tensor] | None,
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, causal: bool, segments: Segments
 ) -> tf.Tensor:
-    """`attention` as the unfused expression, with plain autodiff."""
+    """Computes `attention` as the unfused expression, with plain autodiff."""
     groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
     queries, keys = (_Blocks(size, 1, size) for size in (sizes(query)[1], sizes(key)[1]))
     query_NqK, key_NkK, value_NkK = (
         _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
     )
     scores_Nqk = scale * product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
-    seen = _seen(queries, keys, causal, segments, groups, per_group)(0, 0)
+    seen = _make_mask(queries, keys, causal, segments, groups, per_group)(0, 0)
     weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
     if seen is not None and not (segments is None and query.shape[1] == key.shape[1]):
         # Some query may see nothing.
         weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
-    return _joined(product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
+    return _join(product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
 
 
 def blockwise_attention(
-    query: tf.Tensor,
-    key: tf.Tensor,
-    value: tf.Tensor,
-    scale: float,
-    causal: bool,
-    segments: tuple[tf.Tensor, tf.Tensor] | None,
-    block_size: int,
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, causal: bool, segments: Segments, block_size: int
 ) -> tf.Tensor:
-    """`attention` a block of queries and keys at a time: scores never exist as a whole."""
+    """Computes `attention` a block of queries and keys at a time: the whole matrix of scores never exists."""
     groups = key.shape[2]
     queries, keys = _cut(query.shape[1], block_size), _cut(key.shape[1], block_size)
-    pairs = tf.constant(_pairs(queries, keys, causal))
+    pairs = tf.constant(_list_pairs(queries, keys, causal))
     steps = pairs.shape[1]
-    seen = _seen(queries, keys, causal, segments, groups, query.shape[2] // groups)
+    seen = _make_mask(queries, keys, causal, segments, groups, query.shape[2] // groups)
 
     @custom_gradient
     def run(query, key, value):
@@ -140,7 +133,7 @@ def blockwise_attention(
         key_sNkK, value_sNkK = _split(key, groups, keys), _split(value, groups, keys)
 
         def block(p):
-            """The numbers of a pair of blocks, and their scores."""
+            """Returns the numbers of a pair of blocks, and their scores."""
             i, j = tf.gather(pairs[0], p), tf.gather(pairs[1], p)
             scores_Nqk = scale * dot(tf.gather(query_nNqK, i), tf.gather(key_sNkK, j), transpose_b=True)
             visible = seen(i, j)
@@ -148,7 +141,7 @@ def blockwise_attention(
 
         with record.stop_recording():  # an eager tape would keep what the loop computes
             acc_nNqK, lse_nNq = _online_softmax(steps, block, value_sNkK, tf.shape(query_nNqK))
-        output = checkpoint_name(_joined(acc_nNqK, groups, queries, query), "attention")
+        output = checkpoint_name(_join(acc_nNqK, groups, queries, query), "attention")
         lse_nNq = checkpoint_name(lse_nNq, "attention")
 
         def gradient(doutput):
@@ -175,9 +168,9 @@ def blockwise_attention(
             start = [tf.zeros(tf.shape(t)) for t in (query_nNqK, key_sNkK, value_sNkK)]
             dquery_nNqK, dkey_sNkK, dvalue_sNkK = loop(steps, backward, start)
             gradients = [
-                _joined(scale * dquery_nNqK, groups, queries, query),
-                _joined(scale * dkey_sNkK, groups, keys, key),
-                _joined(dvalue_sNkK, groups, keys, value),
+                _join(scale * dquery_nNqK, groups, queries, query),
+                _join(scale * dkey_sNkK, groups, keys, key),
+                _join(dvalue_sNkK, groups, keys, value),
             ]
             return first_order(gradients, "attention in blocks")
 
@@ -187,7 +180,7 @@ def blockwise_attention(
 
 
 def _online_softmax(steps, block, value_sNkK, shape):
-    """The output of attention [n, N, q, K], and the log-sum-exp of each query's scores, from one loop over blocks."""
+    """Computes the output [n, N, q, K] and the log-sum-exp of each query's scores in one loop over blocks."""
 
     # A row's maximum so far goes from block to block beside its place in the whole: were it read there, XLA would copy
     # the whole before each write.

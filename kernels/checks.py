@@ -18,7 +18,7 @@ Choice = TypeVar("Choice")
 
 
 def shown(value: Any) -> str:
-    """`value` as an error shows it, whatever its length; its type, if it cannot be shown."""
+    """Formats a value for an error: at most 200 characters, or its type if it has no `repr`."""
     try:
         text = repr(value.item() if isinstance(value, np.generic) else value)
     except Exception:
@@ -27,7 +27,7 @@ def shown(value: Any) -> str:
 
 
 def as_tensor(name: str, value: Any) -> tf.Tensor:
-    """`value`, a tensor or what makes a dense one, as a tensor that may be used here."""
+    """Converts `value` to a dense tensor that the current graph may use."""
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
             raise TypeError(f"{name} is a masked array, and a tensor has no masked elements: fill them.")
@@ -45,7 +45,7 @@ def as_tensor(name: str, value: Any) -> tf.Tensor:
 
 
 def _reachable(graph: Any) -> bool:
-    """Whether what is being traced, if anything is, may use the tensors of `graph`."""
+    """Returns whether the graph that is being traced, if any, may use the tensors of `graph`."""
     current = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while current not in (None, graph):
         current = getattr(current, "outer_graph", None)
@@ -54,9 +54,7 @@ def _reachable(graph: Any) -> bool:
 
 @contextlib.contextmanager
 def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
-    """Within the scope, what others say of a type or a value, or raise as one of `more`, begins with the argument that
-    they were given.
-    """
+    """Puts the argument's name in front of a TypeError, a ValueError or one of `more` raised inside the block."""
     try:
         yield
     except Exception as error:
@@ -67,7 +65,7 @@ def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
 
 
 def object_name(value: Any) -> Any:
-    """`value`, the name of a layer, a model or a loss, or None."""
+    """Checks the name of a layer, a model or a loss, or None."""
     if value is not None and not (isinstance(value, str) and value.isprintable() and value and "/" not in value):
         error = ValueError if isinstance(value, str) else TypeError
         raise error(f"name={shown(value)} must be a printable string without '/'.")
@@ -75,7 +73,7 @@ def object_name(value: Any) -> Any:
 
 
 def number(name: str, value: Any, rule: str, accepts: Callable[[Any], bool]) -> float:
-    """`value` as a float, if it is a real number (a bool is not) that `accepts(value)`."""
+    """Returns `value` as a float, if it is a real number (a bool is not) that `accepts(value)`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={shown(value)} must be {rule}.")
     if not accepts(value):
@@ -86,22 +84,22 @@ def number(name: str, value: Any, rule: str, accepts: Callable[[Any], bool]) -> 
 
 
 def in_float32(value: float) -> bool:
-    """Whether a real number is finite in float32, and 0 there only if it is 0."""
+    """Returns whether a real number is finite in float32, and 0 there only if it is 0."""
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
 def positive(name: str, value: Any, or_else: str = "") -> float:
-    """`value` as a positive, finite float; `or_else` says what else the argument may be."""
+    """Returns `value` as a positive, finite float; `or_else` says what else the argument may be."""
     return number(name, value, f"a positive, finite number{or_else}", lambda v: 0 < v <= LARGEST)
 
 
 def fraction(name: str, value: Any) -> float:
-    """`value` as a float of at least 0 and below 1."""
+    """Returns `value` as a float of at least 0 and below 1."""
     return number(name, value, "a number of at least 0 and below 1", lambda v: 0 <= v < 1 and bool(np.float32(v) < 1))
 
 
 def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
-    """`value` as an int of at least `minimum` (None for no bound)."""
+    """Returns `value` as an int of at least `minimum` (None for no bound)."""
     rule = "a whole number" if minimum is None else f"a whole number of at least {minimum}"
     least = -sys.maxsize if minimum is None else minimum
     if isinstance(value, numbers.Integral) and int(value) > sys.maxsize:
@@ -111,14 +109,14 @@ def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
 
 
 def true_or_false(name: str, value: Any) -> bool:
-    """`value`, a bool."""
+    """Returns `value` as a bool, if it is one."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={shown(value)} must be True or False.")
     return bool(value)
 
 
 def one_of(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
-    """`value`, one of `choices`."""
+    """Returns `value`, if it is one of `choices`."""
     comparable = isinstance(value, (str, numbers.Integral, np.bool_))  # an array is not
     if not comparable or value not in choices:
         raise ValueError(f"{name}={shown(value)} must be {' or '.join(map(repr, choices))}.")

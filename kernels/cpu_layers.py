@@ -28,7 +28,7 @@ Pads = list[tuple[int, int]]  # before and after each of them
 def conv2d(
     x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int] = (1, 1), padding: Literal["same", "valid"] = "same"
 ) -> tf.Tensor:
-    """`tf.nn.conv2d(x, kernel, strides, padding.upper())`, with gradients written as forward convolutions.
+    """Computes `tf.nn.conv2d(x, kernel, strides, padding.upper())`, with gradients written as forward convolutions.
 
     With dy spread by the strides and the kernel reversed in space (x's height and width are known):
 
@@ -39,11 +39,11 @@ def conv2d(
     @custom_gradient
     def convolve(x, kernel):
         y = tf.nn.conv2d(x, kernel, strides, padding.upper())
-        pads = _pads(x.shape[1:3], kernel.shape[:2], y.shape[1:3], strides, padding)
+        pads = _find_pads(x.shape[1:3], kernel.shape[:2], y.shape[1:3], strides, padding)
 
         def gradient(dy):
-            dy = _spread(dy, strides)
-            return _for_input(dy, kernel, pads), _for_kernel(x, dy, pads)
+            dy = _dilate(dy, strides)
+            return _grad_input(dy, kernel, pads), _grad_kernel(x, dy, pads)
 
         return y, gradient
 
@@ -53,16 +53,16 @@ def conv2d(
 def conv2d_transpose(
     x: tf.Tensor, kernel: tf.Tensor, size: Sizes, strides: tuple[int, int], padding: Literal["same", "valid"]
 ) -> tf.Tensor:
-    """`tf.nn.conv2d_transpose` to an output of height and width `size`: what is dx in `conv2d`, as it is there."""
+    """Computes `tf.nn.conv2d_transpose` to an output of height and width `size`, as `conv2d` computes its dx."""
 
     @custom_gradient
     def convolve(x, kernel):
-        pads = _pads(size, kernel.shape[:2], x.shape[1:3], strides, padding)
+        pads = _find_pads(size, kernel.shape[:2], x.shape[1:3], strides, padding)
 
         def gradient(dy):
-            return tf.nn.conv2d(dy, kernel, strides, padding.upper()), _for_kernel(dy, _spread(x, strides), pads)
+            return tf.nn.conv2d(dy, kernel, strides, padding.upper()), _grad_kernel(dy, _dilate(x, strides), pads)
 
-        return _for_input(_spread(x, strides), kernel, pads), gradient
+        return _grad_input(_dilate(x, strides), kernel, pads), gradient
 
     return convolve(x, kernel)
 
@@ -70,14 +70,15 @@ def conv2d_transpose(
 def depthwise_conv2d(
     x: tf.Tensor, kernel: tf.Tensor, strides: tuple[int, int], padding: Literal["same", "valid"]
 ) -> tf.Tensor:
-    """`tf.nn.depthwise_conv2d(x, kernel, [1, *strides, 1], padding.upper())` and its gradients, as sums over windows.
+    """Computes `tf.nn.depthwise_conv2d(x, kernel, [1, *strides, 1], padding.upper())` and its gradients as sums over
+    windows.
 
     They are float32 for a half-precision x, whose height and width are known.
     """
     taps, multiplier, wide = kernel.shape[:2], kernel.shape[3], accumulator_dtype(x.dtype)
     valid = [tap - 1 if padding == "valid" else 0 for tap in taps]
     out = [-((lost - size) // stride) for size, lost, stride in zip(x.shape[1:3], valid, strides, strict=True)]
-    pads = _pads(x.shape[1:3], taps, out, strides, padding)
+    pads = _find_pads(x.shape[1:3], taps, out, strides, padding)
     # XLA sums up a product term by term, but the sum of its parts by vectors.
     axis, size = (1 if out[0] > 1 else 2), (x.shape[0] or 1) * math.prod(out) * kernel.shape[2] * multiplier
     fitting = [n for n in range(2, 9) if out[axis - 1] % n == 0 and size // n >= _FEWEST_OF_VECTORS]
@@ -86,32 +87,32 @@ def depthwise_conv2d(
     @custom_gradient
     def convolve(x, kernel):
         def gradient(dy):
-            products = [tf.split(window * dy, parts, axis) for window in _windows(x, pads, taps, strides)]
+            products = [tf.split(window * dy, parts, axis) for window in _cut_windows(x, pads, taps, strides)]
             dkernel = tf.stack([tf.reduce_sum(functools.reduce(tf.add, each), [0, 1, 2]) for each in products])
-            windows = _windows(_spread(dy, strides), _rest(taps, pads), taps, (1, 1))
-            return _weighted(windows, tf.reverse(kernel, [0, 1])), tf.reshape(dkernel, kernel.shape)
+            windows = _cut_windows(_dilate(dy, strides), _flip_pads(taps, pads), taps, (1, 1))
+            return _add_windows(windows, tf.reverse(kernel, [0, 1])), tf.reshape(dkernel, kernel.shape)
 
-        return _weighted(_windows(x, pads, taps, strides), kernel), gradient
+        return _add_windows(_cut_windows(x, pads, taps, strides), kernel), gradient
 
     repeated = tf.repeat(tf.cast(x, wide), multiplier, axis=-1) if multiplier > 1 else tf.cast(x, wide)
     return tf.cast(convolve(repeated, tf.reshape(tf.cast(kernel, wide), [*taps, -1])), x.dtype)
 
 
-def _windows(x: tf.Tensor, pads: Pads, taps: Sizes, strides: Sizes) -> list[tf.Tensor]:
-    """What each element of a kernel sees of x."""
-    x = tf.pad(*_cropped(x, pads))
+def _cut_windows(x: tf.Tensor, pads: Pads, taps: Sizes, strides: Sizes) -> list[tf.Tensor]:
+    """Returns, for each element of a kernel, the part of x that the element is multiplied with."""
+    x = tf.pad(*_crop(x, pads))
     (rows, columns), (height, width) = strides, (size - tap + 1 for size, tap in zip(x.shape[1:3], taps, strict=True))
     corners = itertools.product(*map(range, taps))
     return [x[:, i : i + height : rows, j : j + width : columns] for i, j in corners]
 
 
-def _weighted(windows: list[tf.Tensor], kernel: tf.Tensor) -> tf.Tensor:
+def _add_windows(windows: list[tf.Tensor], kernel: tf.Tensor) -> tf.Tensor:
     weights = tf.unstack(tf.reshape(kernel, [len(windows), -1]))
     return functools.reduce(tf.add, map(tf.multiply, windows, weights))
 
 
-def _pads(sizes: Sizes, taps: Sizes, out: Sizes, strides: Sizes, padding: str) -> Pads:
-    """Before and after each spatial axis; less than none where no output has seen the last rows."""
+def _find_pads(sizes: Sizes, taps: Sizes, out: Sizes, strides: Sizes, padding: str) -> Pads:
+    """Returns the padding before and after each spatial axis, negative after an axis whose last rows no output sees."""
     pads = []
     for size, tap, outs, stride in zip(sizes, taps, out, strides, strict=True):
         total = (outs - 1) * stride + tap - size
@@ -120,43 +121,43 @@ def _pads(sizes: Sizes, taps: Sizes, out: Sizes, strides: Sizes, padding: str) -
     return pads
 
 
-def _rest(taps: Sizes, pads: Pads) -> Pads:
-    """The pads of the convolution that takes the gradient back."""
+def _flip_pads(taps: Sizes, pads: Pads) -> Pads:
+    """Returns the pads of the convolution that computes the input's gradient."""
     return [(tap - 1 - before, tap - 1 - after) for tap, (before, after) in zip(taps, pads, strict=True)]
 
 
-def _for_input(dy: tf.Tensor, kernel: tf.Tensor, pads: Pads) -> tf.Tensor:
+def _grad_input(dy: tf.Tensor, kernel: tf.Tensor, pads: Pads) -> tf.Tensor:
     swapped = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
-    return _unit_stride(dy, swapped, _rest(kernel.shape[:2], pads))
+    return _convolve(dy, swapped, _flip_pads(kernel.shape[:2], pads))
 
 
-def _for_kernel(x: tf.Tensor, dy: tf.Tensor, pads: Pads) -> tf.Tensor:
-    dkernel = _unit_stride(tf.transpose(x, [3, 1, 2, 0]), tf.transpose(dy, [1, 2, 0, 3]), pads)
+def _grad_kernel(x: tf.Tensor, dy: tf.Tensor, pads: Pads) -> tf.Tensor:
+    dkernel = _convolve(tf.transpose(x, [3, 1, 2, 0]), tf.transpose(dy, [1, 2, 0, 3]), pads)
     return tf.transpose(dkernel, [1, 2, 0, 3])
 
 
-def _spread(dy: tf.Tensor, strides: tuple[int, int]) -> tf.Tensor:
-    """`dy` with stride - 1 zeros between neighbours."""
+def _dilate(dy: tf.Tensor, strides: tuple[int, int]) -> tf.Tensor:
+    """Puts stride - 1 zeros between neighbours of `dy`."""
     (rows, columns), (_, height, width, channels) = strides, dy.shape
     dy = tf.pad(dy[:, :, None, :, None], [[0, 0], [0, 0], [0, rows - 1], [0, 0], [0, columns - 1], [0, 0]])
     dy = tf.reshape(dy, [-1, height * rows, width * columns, channels])
     return dy[:, : height * rows - rows + 1, : width * columns - columns + 1]
 
 
-def _unit_stride(x: tf.Tensor, kernel: tf.Tensor, pads: Pads) -> tf.Tensor:
-    """A convolution with stride 1; a negative pad at the end leaves rows out."""
-    x, inside = _cropped(x, pads)
+def _convolve(x: tf.Tensor, kernel: tf.Tensor, pads: Pads) -> tf.Tensor:
+    """Convolves with stride 1; a negative pad at the end leaves rows out."""
+    x, inside = _crop(x, pads)
     return tf.nn.conv2d(x, kernel, 1, inside)
 
 
-def _cropped(x: tf.Tensor, pads: Pads) -> tuple[tf.Tensor, list[list[int]]]:
-    """x without the rows that a negative pad leaves out, and the other pads of all its axes."""
+def _crop(x: tf.Tensor, pads: Pads) -> tuple[tf.Tensor, list[list[int]]]:
+    """Returns x without the rows that a negative pad leaves out, and the remaining pads of all axes."""
     height, width = (size + min(after, 0) for size, (_, after) in zip(x.shape[1:3], pads, strict=True))
     return x[:, :height, :width], [[0, 0], *([before, max(after, 0)] for before, after in pads), [0, 0]]
 
 
 def max_pool2d(x: tf.Tensor, pool_size: tuple[int, int]) -> tf.Tensor:
-    """`tf.nn.max_pool2d(x, pool_size, pool_size, "VALID")`, as the maximum of the windows' corners, one by one.
+    """Computes `tf.nn.max_pool2d(x, pool_size, pool_size, "VALID")` as the maximum of the windows' corners, one by one.
 
     The gradient goes to the first of equal maxima, as TensorFlow's does. x's height and width are known.
     """
@@ -202,15 +203,15 @@ def batch_norm(
         rows = tf.cast(tf.shape(x_MC)[0], x_MC.dtype)
 
         def moments():
-            mean_C = _sum_of_rows(x_MC) / rows
-            return mean_C, _sum_of_rows(tf.square(x_MC - mean_C)) / rows
+            mean_C = _sum_rows(x_MC) / rows
+            return mean_C, _sum_rows(tf.square(x_MC - mean_C)) / rows
 
         def gradient(dy_MC, *_):
             # Once more, from x, for whoever differentiates this gradient; XLA merges the two.
             mean_C, variance_C = moments()
             inverse_C = tf.math.rsqrt(variance_C + epsilon)
             normal_MC = (x_MC - mean_C) * inverse_C
-            doffset_C, dscale_C = _sum_of_rows(dy_MC), _sum_of_rows(dy_MC * normal_MC)
+            doffset_C, dscale_C = _sum_rows(dy_MC), _sum_rows(dy_MC * normal_MC)
             dx_MC = scale_C * inverse_C * (dy_MC - (doffset_C + normal_MC * dscale_C) / rows)
             return dx_MC, dscale_C, doffset_C
 
@@ -222,8 +223,8 @@ def batch_norm(
     return tf.ensure_shape(tf.reshape(y, tf.shape(x)), x.shape), mean, variance
 
 
-def _sum_of_rows(t_MC: tf.Tensor) -> tf.Tensor:
-    """`tf.reduce_sum(t_MC, 0)`, as products with ones, in two levels."""
+def _sum_rows(t_MC: tf.Tensor) -> tf.Tensor:
+    """Computes `tf.reduce_sum(t_MC, 0)` as products with ones, in two levels."""
     rows, channels = t_MC.shape
     parts = max((n for n in range(1, math.isqrt(rows or 0) + 1) if rows % n == 0), default=0)
     if not parts or rows // parts > _MOST_TERMS:

@@ -32,7 +32,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     implementation: Literal["auto", "chunked", "reference"] = "auto",
 ) -> tf.Tensor:
-    """The cross-entropy of each token, from a linear layer whose logits are never all in memory.
+    """Computes the cross-entropy of each token from a linear layer whose logits are never all in memory.
 
     Equal, to rounding, to this unfused expression, in which float16 and bfloat16 products are summed in float32 and
     not rounded again:
@@ -91,7 +91,7 @@ def linear_cross_entropy_sum(
     implementation: Literal["auto", "one_pass", "chunked", "reference"] = "auto",
     **options: Any,
 ) -> tf.Tensor:
-    """`sum(weights * linear_cross_entropy(...))`, a float32 scalar, by three matmuls in place of four.
+    """Computes `sum(weights * linear_cross_entropy(...))`, a float32 scalar, by three matmuls in place of four.
 
     The gradients of a weighted sum are known, up to its own cotangent, as soon as the losses are. So one loop over
     slices of the tokens, each with all its logits, computes losses and gradients, and the backward pass only multiplies
@@ -127,7 +127,7 @@ def linear_cross_entropy_sum(
 def cross_entropy_from_logits(
     logits: tf.Tensor, labels: tf.Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tf.Tensor:
-    """The losses of `linear_cross_entropy` where the logits are there anyway: [..., V] and [...] -> float32 [...].
+    """Computes the losses of `linear_cross_entropy` from existing logits: [..., V] and [...] -> float32 [...].
 
     >>> cross_entropy_from_logits(tf.zeros([2, 100]), tf.constant([7, -100])).numpy().round(4).tolist()
     [4.6052, 0.0]
@@ -154,7 +154,7 @@ def _each(head, labels, ignore_index, smoothing, z_loss, implementation):
 
 
 def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore_index: int, z_loss: float):
-    """From the log-sum-exp of each token's logits and their mean under its (smoothed) labels, float32 [N] both."""
+    """Computes the losses from a function that returns each token's log-sum-exp and target logit, float32 [N] both."""
     with tf.name_scope("linear_cross_entropy"):
         column_N, counted_N = _columns(labels, vocabulary, ignore_index)
         lse_N, target_N = lse_and_target(column_N)
@@ -166,8 +166,8 @@ def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore
 
 
 def _columns(labels: tf.Tensor, vocabulary: int, ignore_index: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Each label's column, int32 [N], -1 for none; and a factor of its loss, float32 [N]: 0 where it is ignored, and
-    NaN where it is out of range, so that the gradients are NaN too, and no step is taken with them.
+    """Returns each label's column, int32 [N], -1 for none, and a factor of its loss, float32 [N]: 0 where the label is
+    ignored, NaN where it is out of range, so that the gradients are NaN too and no step is taken with them.
     """
     labels_N = tf.cast(tf.reshape(labels, [-1]), tf.int64)
     in_range_N = (labels_N >= 0) & (labels_N < vocabulary)
@@ -185,7 +185,7 @@ def _of_logits(logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float) -> t
 
 
 def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
-    """A power of two that brings gradients of logits, or a bound of them, to the top of float16's range.
+    """Returns a power of two that brings gradients of logits, or a bound of them, to the top of float16's range.
 
     Whatever the loss scale, the small ones, those of the classes that are not the label's, then keep their digits.
     """
@@ -268,7 +268,7 @@ def _chunked(head, column_N, smoothing):
 
 
 def _online_lse(head, column_N):
-    """Each token's log-sum-exp and the logit of its label, from one loop over the chunks."""
+    """Computes each token's log-sum-exp and the logit of its label in one loop over the chunks."""
 
     def forward(i, *carried):
         chunk = head.chunk(i, column_N)
@@ -293,7 +293,7 @@ def _online_lse(head, column_N):
 
 
 def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None) -> tuple[Head, tf.Tensor]:
-    """The head and the labels; raises TypeError or ValueError for what does not fit."""
+    """Returns the head and the labels; raises TypeError or ValueError for arguments that do not fit."""
     hidden, kernel, labels = as_tensor("hidden", hidden), as_tensor("kernel", kernel), as_tensor("labels", labels)
     biases = () if bias is None else (as_tensor("bias", bias),)
     transposed = true_or_false("transpose_kernel", transposed)
@@ -317,7 +317,7 @@ def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None)
 
 
 def _is_small(head: Head, chunk_size: int | None) -> bool:
-    """Whether all the logits take no more room than one chunk, or than `hidden`."""
+    """Returns whether all the logits take no more room than one chunk, or than `hidden`."""
     chunk = chunk_size or (4096 if has_gpu() else 2048)
     return head.tokens.size * head.columns.size <= max(chunk**2, math.prod(head.hidden_ND.shape))
 
@@ -347,9 +347,9 @@ def _require_tensors(hidden: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor, tr
 
 
 def require_options(
-    ignore_index: Any = -100, label_smoothing: Any = 0.0, z_loss: Any = 0.0
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[int, float, float]:
-    """The options as numbers; raises TypeError or ValueError if one is out of its range."""
+    """Returns the options as numbers; raises TypeError or ValueError for one out of its range."""
     return (
         whole_number("ignore_index", ignore_index, minimum=None),
         fraction("label_smoothing", label_smoothing),

@@ -1,7 +1,7 @@
 """Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of `attention`.
 
 Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200, but
-without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device first (`works`).
+without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device first (`is_usable`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from fastaccum.kernels.blockwise_attention import reference_attention
+from fastaccum.kernels.blockwise_attention import Segments, reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import compute_capability, has_gpu
@@ -40,7 +40,7 @@ _LARGEST_MASK = 2**30
 
 
 class Call(NamedTuple):
-    """A call of attention, as far as it decides whether cuDNN takes it.
+    """Call of attention, with all that decides whether cuDNN takes it.
 
     Attributes:
         query_shape, key_shape: [B, T, H, K] and [B, S, G, K], None for sizes not known.
@@ -56,7 +56,7 @@ class Call(NamedTuple):
     packed: bool
 
     def example(self) -> Call:
-        """One of its kind that takes little time: two rows, one or two groups of heads, and of T and S above 512 what a
+        """Returns a small call of the same kind: two rows, one or two groups of heads, and of T and S above 512 what a
         kernel's tiles leave over.
         """
         queries, keys = (size if size <= 512 else 256 + size % 256 for size in (self.query_shape[1], self.key_shape[1]))
@@ -65,7 +65,7 @@ class Call(NamedTuple):
         return self._replace(query_shape=query_shape, key_shape=(2, keys, groups, width))
 
     def reason_against(self) -> str | None:
-        """What of it cuDNN does not take, or None."""
+        """Returns what cuDNN does not take of the call, or None."""
         (batch, queries, _, width), keys = self.query_shape, self.key_shape[1]
         capability = compute_capability()
         widest = 256 if capability >= (9, 0) else 128
@@ -86,23 +86,23 @@ class Call(NamedTuple):
         return None
 
 
-def works(call: Call) -> bool:
-    """Whether cuDNN takes the call on the device in use: tried once in a process for each kind of call, with a warning
-    where it fails.
+def is_usable(call: Call) -> bool:
+    """Returns whether cuDNN takes the call on the device in use: tries each kind of call once in a process, with a
+    warning where that fails.
     """
     device = _device()
     return ":GPU:" in device and call.reason_against() is None and _tried(call.example(), device) is None
 
 
 def _device() -> str:
-    """Where a function that is traced now runs: not on the GPU, say, under `tf.device("CPU:0")`."""
+    """Returns the device of a function that is traced now, which under `tf.device("CPU:0")` is not the GPU."""
     with tf.init_scope():
         return tf.zeros([]).device
 
 
 @functools.cache
 def _tried(call: Call, device: str) -> str | None:
-    """What went wrong when a call was run forward and backward, next to the unfused expression; or None."""
+    """Runs a call forward and backward, next to the unfused expression, and returns what went wrong, or None."""
     rng = np.random.default_rng(0)
     shapes = [call.query_shape, call.key_shape, call.key_shape, call.query_shape]
     ids = np.sort(rng.integers(0, 3, call.query_shape[:2])).astype("int32")
@@ -110,7 +110,7 @@ def _tried(call: Call, device: str) -> str | None:
     with tf.init_scope(), collected_names():
         try:
             tensors = [tf.constant(rng.normal(size=shape), call.dtype) for shape in shapes]
-            reason = _difference(_outcomes(call, tensors, tf.constant(ids)), call.dtype)
+            reason = _compare(_compute_both(call, tensors, tf.constant(ids)), call.dtype)
         except Exception as error:  # whatever it is, the next best form does not need cuDNN
             reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -122,8 +122,8 @@ def _tried(call: Call, device: str) -> str | None:
     return reason
 
 
-def _outcomes(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Output and gradients of the call, each beside the unfused expression's."""
+def _compute_both(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Computes output and gradients of the call, each beside the unfused expression's."""
 
     @tf.function(jit_compile=True, autograph=False)
     def run(query, key, value, doutput, ids):
@@ -145,8 +145,8 @@ def _outcomes(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> list[
     return list(zip(*run(*tensors, ids), strict=True))
 
 
-def _difference(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType) -> str | None:
-    """Where it is more than rounding."""
+def _compare(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType) -> str | None:
+    """Describes a difference that is more than rounding."""
     for name, (fused, exact) in zip(("output", "dquery", "dkey", "dvalue"), outcomes, strict=True):
         # Of one key alone the gradient is 0.
         largest = max(np.abs(exact.numpy()).max(), 0.01)
@@ -157,17 +157,11 @@ def _difference(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType
 
 
 def cudnn_attention(
-    query: tf.Tensor,
-    key: tf.Tensor,
-    value: tf.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    segments: tuple[tf.Tensor, tf.Tensor] | None = None,
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale: float, causal: bool, segments: Segments = None
 ) -> tf.Tensor:
-    """`attention` as one fused kernel forward and one backward, on operands as they lie in memory."""
+    """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in memory."""
     _require(query, key, causal, segments)
-    config = functools.partial(_config, query, key, scale, causal)
+    config = functools.partial(_configure, query, key, scale, causal)
     name, masks = ("Softmax", []) if segments is None else ("ScaleBiasSoftmax", [_mask(segments[0], query.dtype)])
 
     @custom_gradient
@@ -189,13 +183,13 @@ def cudnn_attention(
 
 
 def _mask(ids_BT: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """What is added to the scores of all heads, [B, 1, T, T]."""
+    """Returns the mask that is added to the scores of all heads, [B, 1, T, T]."""
     same = ids_BT[:, None, :, None] == ids_BT[:, None, None, :]
     return tf.where(same, tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))
 
 
 def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], config: dict[str, Any]) -> list[Any]:
-    """XLA's custom call of that name, with results of these shapes and dtypes.
+    """Calls one of XLA's custom calls, with results of these shapes and dtypes.
 
     cuDNN reads a result's sizes as [B, H, T, K] and its strides from the layout: those of [B, T, H, K], so that nothing
     is copied. XlaCustomCallV2 has no word for a layout, StableHLO has.
@@ -203,19 +197,19 @@ def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], co
     orders = [(0, 2, 1, 3) if t.shape.rank == 4 else tuple(range(t.shape.rank)) for t in results]
     shapes = [[t.shape[i] for i in order] for t, order in zip(results, orders, strict=True)]
     dtypes = [t.dtype for t in results]
-    inputs = ", ".join(_type(t.shape, t.dtype) for t in operands)
+    inputs = ", ".join(_write_type(t.shape, t.dtype) for t in operands)
     # Last, the workspace: XLA asks cuDNN for its real size when it compiles.
     shapes, dtypes = [*shapes, [0]], [*dtypes, tf.uint8]
-    outputs = ", ".join(map(_type, shapes, dtypes))
+    outputs = ", ".join(map(_write_type, shapes, dtypes))
     names = ", ".join(f"%a{i}" for i in range(len(operands)))
-    typed = ", ".join(f"%a{i}: {_type(t.shape, t.dtype)}" for i, t in enumerate(operands))
+    typed = ", ".join(f"%a{i}: {_write_type(t.shape, t.dtype)}" for i, t in enumerate(operands))
     module = f"""
         func.func public @main({typed}) -> ({outputs}) {{
           %c:{len(shapes)} = stablehlo.custom_call @{target}({names}) {{
             api_version = 2 : i32,
             backend_config = {json.dumps(json.dumps(config))},
-            operand_layouts = [{", ".join(_layout(range(t.shape.rank)) for t in operands)}],
-            result_layouts = [{", ".join(map(_layout, [*orders, (0,)]))}]
+            operand_layouts = [{", ".join(_write_layout(range(t.shape.rank)) for t in operands)}],
+            result_layouts = [{", ".join(map(_write_layout, [*orders, (0,)]))}]
           }} : ({inputs}) -> ({outputs})
           return {", ".join(f"%c#{i}" for i in range(len(shapes)))} : {outputs}
         }}"""
@@ -231,23 +225,23 @@ def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], co
     return [tf.transpose(t, order) for t, order in zip(called, orders, strict=True)]
 
 
-def _type(shape: Sequence[int], dtype: tf.DType) -> str:
+def _write_type(shape: Sequence[int], dtype: tf.DType) -> str:
     return f"tensor<{''.join(f'{size}x' for size in shape)}{_STABLEHLO[dtype]}>"
 
 
-def _layout(order: Sequence[int]) -> str:
-    """Row-major, of a tensor whose axes were ordered so."""
+def _write_layout(order: Sequence[int]) -> str:
+    """Writes the row-major layout of a tensor whose axes have been reordered."""
     return f"dense<{list(reversed(order))}> : tensor<{len(order)}xindex>"
 
 
-def _config(
+def _configure(
     query: tf.Tensor,
     key: tf.Tensor,
     scale: float,
     causal: bool,
     products: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]],
 ) -> dict[str, Any]:
-    """What XLA reads beside the operands: its GpuBackendConfig, as JSON."""
+    """Builds the configuration that XLA reads beside the operands: its GpuBackendConfig, as JSON."""
     (batch, queries, heads, _), keys = query.shape, key.shape[1]
     config: dict[str, Any] = {
         "algorithm": {
@@ -282,7 +276,7 @@ def _config(
     return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
 
-def _require(query: tf.Tensor, key: tf.Tensor, causal: bool, segments: tuple[tf.Tensor, tf.Tensor] | None) -> None:
+def _require(query: tf.Tensor, key: tf.Tensor, causal: bool, segments: Segments) -> None:
     remedy = 'Pass implementation="blockwise".'
     if not (has_gpu() and in_xla()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Custom gradients that are let go of with the graphs that they are part of."""
+"""Custom gradients that are freed with the graphs that they are part of."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tensorflow.python.framework.ops import gradient_registry
 
 
 def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`tf.custom_gradient`, within `graph_scoped_gradients`.
+    """Decorates as `tf.custom_gradient` does, inside `graph_scoped_gradients`.
 
     A gradient's operations are named after the call that it belongs to, as those of TensorFlow's own gradients are, so
     that a profile tells where a kernel comes from.
     """
-    call = tf.custom_gradient(_named(function))
+    call = tf.custom_gradient(_name_gradient(function))
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
-    def owned(*args: Any) -> Any:
+    def owned(*args: tf.Tensor) -> Any:
         if tf.executing_eagerly():
             return call(*args)
         with graph_scoped_gradients():
@@ -32,13 +32,13 @@ def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     return owned
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+def _name_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def named(*args: Any) -> Any:
+    def named(*args: tf.Tensor) -> Any:
         scope = "/".join(filter(None, ("gradient_tape", tf.get_current_name_scope())))
         outputs, gradient = function(*args)
 
-        def in_scope(*upstream: Any, **variables: Any) -> Any:
+        def in_scope(*upstream: tf.Tensor, **variables: Any) -> Any:
             with tf.name_scope(f"{scope}/"):
                 return gradient(*upstream, **variables)
 
@@ -67,7 +67,7 @@ def graph_scoped_gradients() -> Iterator[None]:
 
 def _hand_over(registered: dict[str, dict[str, Any]], name: str) -> None:
     gradient = registered[name]["type"]
-    graph = _graph_of(gradient)
+    graph = _find_graph(gradient)
     if graph is None:  # handed over before, or registered under a name of its own
         return
     graph.custom_gradients = [*getattr(graph, "custom_gradients", []), gradient]
@@ -76,11 +76,11 @@ def _hand_over(registered: dict[str, dict[str, Any]], name: str) -> None:
     weakref.finalize(graph, registered.pop, name, None).atexit = False
 
 
-def _graph_of(gradient: Callable[..., Any]) -> Any:
-    """The graph of the tensors whose gradient it is."""
-    results = tf.nest.flatten(_nonlocals(_nonlocals(gradient).get("tape_grad_fn")).get("result"))
+def _find_graph(gradient: Callable[..., Any]) -> tf.Graph | None:
+    """Returns the graph of the tensors that a gradient function differentiates."""
+    results = tf.nest.flatten(_get_nonlocals(_get_nonlocals(gradient).get("tape_grad_fn")).get("result"))
     return next((t.graph for t in results if tf.is_tensor(t) and hasattr(t, "graph")), None)
 
 
-def _nonlocals(function: Any) -> Any:
+def _get_nonlocals(function: Any) -> Any:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}

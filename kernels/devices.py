@@ -1,4 +1,4 @@
-"""What the machine offers: whether there is a GPU, which one, and its memory."""
+"""Facts about the machine: whether there is a GPU, which one, and its memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether TensorFlow sees a GPU: programs then run on it, and their results are not waited for."""
+    """Returns whether TensorFlow sees a GPU: programs then run on it, and Python does not wait for their results."""
     return bool(tf.config.list_logical_devices("GPU"))
 
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """CUDA's, of the first GPU: (9, 0) for an H100 or H200, (0, 0) without one that has it."""
+    """Returns the CUDA compute capability of the first GPU: (9, 0) for an H100 or H200, (0, 0) without one."""
     gpus = tf.config.get_visible_devices("GPU")
     details = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
     return details.get("compute_capability", (0, 0))
@@ -26,7 +26,7 @@ def compute_capability() -> tuple[int, int]:
 
 @functools.cache
 def device_memory() -> int:
-    """Bytes of memory of the first GPU; 16 GiB where there is none, or its driver does not say."""
+    """Returns the bytes of memory of the first GPU; 16 GiB without one, or if its driver does not say."""
     size, device = ctypes.c_size_t(), ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1") if has_gpu() else None
@@ -36,5 +36,5 @@ def device_memory() -> int:
 
 
 def has_op_determinism() -> bool:
-    """Whether `tf.config.experimental.enable_op_determinism()` was called, or TF_DETERMINISTIC_OPS is set."""
+    """Returns whether `tf.config.experimental.enable_op_determinism()` was called, or TF_DETERMINISTIC_OPS is set."""
     return is_op_determinism_enabled()

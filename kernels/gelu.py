@@ -12,7 +12,7 @@ from fastaccum.kernels.gradients import accumulator_dtype
 
 
 def gelu(x: tf.Tensor) -> tf.Tensor:
-    """`0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))` (Hendrycks and Gimpel, 2016,
+    """Computes `0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))` (Hendrycks and Gimpel, 2016,
     https://arxiv.org/abs/1606.08415), on a GPU in float32 and rounded once.
 
     x is of any floating dtype, and the result of the same. On a GPU its gradient is computed from x alone.

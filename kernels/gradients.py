@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ FEWEST_STEPS = 4
 
 
 class SumAccumulator:
-    """An accumulator that starts from `total`, to which the gradient of each micro-batch is added."""
+    """Accumulator that starts from `total` and adds the gradient of each micro-batch."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices):
         terms = [gradient] if isinstance(gradient, tf.IndexedSlices) else summands(gradient)
@@ -28,26 +28,26 @@ class SumAccumulator:
         self._total = total
 
     def start(self) -> list[tf.Tensor]:
-        """What the loop carries, before the first micro-batch."""
+        """Returns what the loop carries before the first micro-batch."""
         return [self._total]
 
-    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
-        """What it carries after micro-batch `i`, which handed over `terms`."""
+    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
+        """Returns what the loop carries after micro-batch `i`, which handed over `terms`."""
         return [_added(carried[0], terms)]
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
-        """The sum over all micro-batches, from what the loop carried out."""
+        """Returns the sum over all micro-batches, from what the loop carried out."""
         return carried[0]
 
 
 class AddedAccumulator(SumAccumulator):
-    """A `SumAccumulator` to which a kernel adds (`kernels.accumulators`), all but some terms of the gradient."""
+    """`SumAccumulator` to which a kernel adds (`kernels.accumulators`) all but some terms of the gradient."""
 
     def __init__(self, total: tf.Tensor, added: tf.Tensor, terms: Sequence[tf.Tensor]):
         super().__init__(total, added)
         self.terms = [added, *map(_by_rows, terms)]
 
-    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
+    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
         return [_added(terms[0], terms[1:])]
 
 
@@ -60,8 +60,8 @@ def suppress_densify_warning() -> Iterator[None]:
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    """A term of a sum as it came: TensorFlow makes a whole table of `IndexedSlices` that are added to a dense gradient,
-    as those of a tied embedding are.
+    """Returns a term of a sum as `IndexedSlices` where TensorFlow made a whole table of them to add it to a dense
+    gradient, as of a tied embedding.
     """
     if term.op.type == "UnsortedSegmentSum" and term.op.inputs[1].shape.rank == 1:
         return tf.IndexedSlices(*term.op.inputs[:2])
@@ -81,7 +81,7 @@ def _added(total: tf.Tensor, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> t
 
 
 class LookupAccumulator(SumAccumulator):
-    """A `SumAccumulator` of `IndexedSlices` that marks the rows that it met, in `met`, bool [rows]."""
+    """`SumAccumulator` of `IndexedSlices` that marks the rows that occurred, in `met`, bool [rows]."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, met: tf.Tensor):
         super().__init__(total, gradient)
@@ -90,19 +90,19 @@ class LookupAccumulator(SumAccumulator):
     def start(self) -> list[tf.Tensor]:
         return [*super().start(), self._met]
 
-    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[Any]) -> list[tf.Tensor]:
+    def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
         *total, met = carried
         indices = terms[0].indices[:, tf.newaxis]
         marks = tf.fill(tf.shape(indices)[:1], True)
         return [*super().add(i, total, terms), tf.tensor_scatter_nd_update(met, indices, marks)]
 
     def met(self, carried: list[tf.Tensor]) -> tf.Tensor:
-        """Which rows it met, from what the loop carried out."""
+        """Returns which rows occurred, from what the loop carried out."""
         return carried[1]
 
 
 class FactoredAccumulator:
-    """The sum of `a_i^T @ b_i` over micro-batches i, as one product `a^T @ b` over the rows of them all.
+    """Sum of `a_i^T @ b_i` over micro-batches i, computed as one product `a^T @ b` over the rows of all of them.
 
     The loop only writes the factors down. Where they are smaller than the accumulator they replace, this saves one
     pass over it for each micro-batch, and the one product has more rows to run fast on.
@@ -129,10 +129,10 @@ class FactoredAccumulator:
 
 
 def accumulator(
-    total: tf.Tensor, gradient: Any, steps: int, whole: Callable[[tf.Tensor], tf.Tensor | None]
+    total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices, steps: int, whole: Callable[[tf.Tensor], tf.Tensor | None]
 ) -> SumAccumulator | FactoredAccumulator:
-    """A `FactoredAccumulator` where the gradient is a matrix product whose factors, over all micro-batches, take no
-    more memory than the accumulator; else a `SumAccumulator`.
+    """Chooses a `FactoredAccumulator` where the gradient is a matrix product whose factors, over all micro-batches,
+    take no more memory than the accumulator; else a `SumAccumulator`.
 
     Args:
         total: what to start from: zeros of the variable's shape, in the accumulator's dtype.
@@ -150,8 +150,8 @@ def accumulator(
     return FactoredAccumulator(total, factors, wholes, steps)
 
 
-def _factors(gradient: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """a and b, matrices of known shape, where the gradient is `a^T @ b`, unrounded."""
+def _factors(gradient: tf.Tensor | tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Returns a and b, matrices of known shape, where the gradient is `a^T @ b`, unrounded; else None."""
     if not isinstance(gradient, tf.Tensor):
         return None
     op = gradient.op
@@ -173,7 +173,7 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 
 class Reduced(NamedTuple):
-    """What one pass over the accumulators yields: scalars."""
+    """Scalars that one pass over the accumulators yields."""
 
     norm: tf.Tensor  # float32, the global norm of the unscaled gradient, before clipping
     finite: tf.Tensor  # bool, whether every element of every gradient is finite
@@ -181,7 +181,7 @@ class Reduced(NamedTuple):
 
 
 def accumulator_dtype(dtype: tf.DType) -> tf.DType:
-    """float64 for float64 variables, float32 for every other floating dtype."""
+    """Returns float64 for float64 variables, float32 for every other floating dtype."""
     return tf.float64 if dtype == tf.float64 else tf.float32
 
 
@@ -195,7 +195,8 @@ def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
 
 
 def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm: float | None = None) -> Reduced:
-    """Norm, finite check and the one factor that unscales and clips, in a single read of the accumulators.
+    """Computes the norm, the finite check and the one factor that unscales and clips, in a single read of the
+    accumulators.
 
     With `g = accumulator / denominator` for every accumulator, and `norm = sqrt(sum(sum(g ** 2)))`:
 

@@ -1,9 +1,10 @@
-"""The loops over a stack of layers: one forward, which keeps what the policy says, and one backward."""
+"""Loops over a stack of layers: one forward, which keeps the residuals that the policy names, and one backward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -11,11 +12,12 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from tensorflow.python.eager import record
 
 from fastaccum.kernels import stackable
+from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import device_memory, has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.layer_graph import LayerGraph
+from fastaccum.kernels.recomputed_function import Policy, RecomputedFunction
 from fastaccum.kernels.rounded import allow_outer_casts, rounded_layer
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
@@ -25,11 +27,16 @@ OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.Unimpleme
 
 
 class Form(NamedTuple):
-    """`policy` and `unroll` of a `LayerStack`."""
+    """Pair of the `policy` and `unroll` of a `LayerStack`."""
 
-    policy: str | Sequence[str]
+    policy: Policy
     unroll: bool | Literal["auto"]
 
+
+_DRAWS = (
+    "A layer of a LayerStack draws random numbers, in {drawn}, that would be others when it is computed again: draw "
+    "them by keras.random with a SeedGenerator of the layer, or outside of the stack."
+)
 
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
 
@@ -50,8 +57,8 @@ class Body(NamedTuple):
         return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
 
     def __call__(self, i, x, shared, weights, state):
-        """The output of layer `i`, and by its place the new value of each state that the layer assigns."""
-        shared, name = iter(shared), stackable.called(self.template)
+        """Returns the output of layer `i` and, by its place, the new value of each state that the layer assigns."""
+        shared, name = iter(shared), stackable.describe(self.template)
         mask, kwargs = tf.nest.map_structure(lambda t: next(shared) if tf.is_tensor(t) else t, self.arguments)
         scope = keras.StatelessScope(collect_losses=True)
         for value in (*zip(self.weights, weights, strict=True), *zip(self.state, state, strict=True)):
@@ -80,10 +87,60 @@ class Body(NamedTuple):
         return y, {k: new for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old}
 
 
-def unrolled(
+class LayerGraph(RecomputedFunction):
+    """A `Body` traced once, to be copied into loops over many layers.
+
+    Args:
+        body: the layer.
+        specs: of its arguments: the layer's number, x, shared tensors, weights and state.
+
+    Attributes:
+        after: the new states, as tensors of the graph.
+    """
+
+    def __init__(self, body: Body, specs: list[Any]):
+        with collected_names() as names:
+            function = tf.function(body, autograph=False).get_concrete_function(*specs)
+        self._y, self.after = function.structured_outputs
+        self._inputs = tf.nest.pack_sequence_as(specs, function.inputs[: len(tf.nest.flatten(specs))])
+        _, x, shared, weights, _ = self._inputs
+        super().__init__(function, names, [x], [self._y], [x, *_floating(shared), *weights])
+
+    @property
+    def keeps_input(self) -> bool:
+        """True if x is a residual, which is then the first."""
+        return any(t.name == self._inputs[1].name for t in self.residuals)
+
+    @property
+    def residual_bytes(self) -> float:
+        """Bytes of one layer's residuals; infinite where a size is not known."""
+        sizes = [math.inf if None in t.shape else math.prod(t.shape) for t in self.residuals]
+        return sum(t.dtype.size * size for t, size in zip(self.residuals, sizes, strict=True))
+
+    def forward(self, *arguments: Any) -> Any:
+        """Copies the forward pass: y, the new states and the residuals."""
+        fetches = [self._y, self.after, self.residuals]
+        return self.copy("forward", fetches, self.feed(self._inputs, arguments), self._graph.control_outputs)
+
+    def backward(self, dy: tf.Tensor, residuals: list[tf.Tensor], *arguments: Any) -> list[tf.Tensor]:
+        """Copies the gradients of x, of the floating shared tensors, and of the weights.
+
+        Args:
+            dy: the gradient of y.
+            residuals: from `forward`.
+            *arguments: those of `forward` without x.
+        """
+        number, _, *others = self._inputs
+        found = self.gradients([dy], self.feed([number, *others, self.residuals], [*arguments, residuals]), _DRAWS)
+        _, shared, weights, _ = arguments
+        like = [dy, *_floating(shared), *weights]
+        return [tf.zeros_like(t) if g is None else tf.convert_to_tensor(g) for t, g in zip(like, found, strict=True)]
+
+
+def run_plainly(
     body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
 ) -> Result:
-    """`looped` as plain calls and plain autodiff, which keeps everything."""
+    """Computes `run_loops` as plain calls with plain autodiff, which keeps everything."""
     states = []
     layers = zip(_layers(depth, weights), _layers(depth, state), strict=True)
     for i, (own_weights, own_state) in enumerate(layers):
@@ -92,13 +149,10 @@ def unrolled(
     return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
 
 
-def looped(
+def run_loops(
     body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
 ) -> Result:
-    """The last layer's output, and by its place the new value of each stacked state that the layers assign.
-
-    By a loop each way, or by these loops unrolled.
-    """
+    """Computes the last layer's output and, by its place, each new stacked state, in a loop each way or unrolled."""
     accumulators = {k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))}
     assigned: list[int] = []
 
@@ -108,7 +162,7 @@ def looped(
         with allow_outer_casts():
             layer = LayerGraph(body, specs)
         unroll = body.training and _choose(layer, form, depth, weights)
-        repeat, buffer = (_repeat, _Apart.of) if unroll else (loop, _buffer)
+        repeat, buffer = (_repeat, lambda dtype, shape: UnrolledBuffer()) if unroll else (loop, _buffer)
         assigned.extend(layer.after)
 
         # Inputs that are kept lie where the layer before has written its output: no layer copies its own.
@@ -119,33 +173,34 @@ def looped(
                 x, inputs = x.read(i), x
             y, after, values = layer.forward(i, x, shared, _at(i, weights), _at(i, state))
             y, values = (inputs.write(i + 1, y), values[1:]) if chained else (y, values)
-            return [y, _written(i, kept, values), _written(i, states, list(after.values()))]
+            return [y, _write(i, kept, values), _write(i, states, list(after.values()))]
 
         # An eager tape would keep what the loop computes.
         with record.stop_recording():
             start = buffer(x.dtype, [depth + 1, *x.shape]).write(0, x) if chained else x
-            buffers = [buffer(t.dtype, [depth, *t.shape]) for t in layer.kept[chained:]]
+            buffers = [buffer(t.dtype, [depth, *t.shape]) for t in layer.residuals[chained:]]
             states = [buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]
             y, buffers, states = repeat(depth, forward, [start, buffers, states])
-            kept, after = [_whole(b) for b in buffers], [b.stack() for b in states]
+            kept, after = [_read_all(b) for b in buffers], [b.stack() for b in states]
             if chained:
-                y, kept = y.read(depth), [_whole(y), *kept]
+                y, kept = y.read(depth), [_read_all(y), *kept]
 
         def gradient(dy, *_, variables=None):
             if variables:
                 raise ValueError(
-                    f"{stackable.called(body.template)} uses variables that are not its own, so that they get no "
+                    f"{stackable.describe(body.template)} uses variables that are not its own, so that they get no "
                     f"gradient: {[v.name for v in variables]}. Pass them to the LayerStack's call by keyword."
                 )
-            floating = [t for t in shared if t.dtype.is_floating]
+            floating = _floating(shared)
 
             def backward(i, dy, sums, buffers, totals):
                 at = depth - 1 - i
                 own = _at(at, kept), at, shared, _at(at, weights), _at(at, state)
-                dx, d_floating, d_weights = layer.backward(dy, *own)
+                dx, *found = layer.backward(dy, *own)
+                d_floating, d_weights = found[: len(floating)], found[len(floating) :]
                 sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]
                 totals = {k: _add_at(at, total, d_weights[k]) for k, total in totals.items()}
-                return [dx, sums, _written(at, buffers, d_weights), totals]
+                return [dx, sums, _write(at, buffers, d_weights), totals]
 
             sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
             buffers = [buffer(w.dtype, w.shape) for w in weights]
@@ -170,16 +225,20 @@ def _choose(layer: LayerGraph, form: Form, depth: int, weights: list[tf.Tensor])
     budget = (device_memory() - 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)) / 2
     if form.unroll:
         layer.keep("everything_saveable")
-        if form.unroll is True or (has_gpu() and depth * layer.kept_bytes <= budget):
+        if form.unroll is True or (has_gpu() and depth * layer.residual_bytes <= budget):
             return True
     layer.keep(form.policy)
-    if form.policy == "auto" and depth * layer.kept_bytes > budget:
+    if form.policy == "auto" and depth * layer.residual_bytes > budget:
         layer.keep("nothing_saveable")
     return False
 
 
+def _floating(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [t for t in tensors if t.dtype.is_floating]
+
+
 def _specs(tensors: Any, axis: int | None = None) -> Any:
-    """Of tensors, or of one layer's part of stacks."""
+    """Returns the specs of tensors, or of one layer's part of stacked tensors."""
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape if axis is None else t.shape[1:], t.dtype), tensors)
 
 
@@ -187,13 +246,13 @@ def _layers(depth: int, stacks: list[tf.Tensor]) -> list[Any]:
     return list(zip(*(tf.unstack(stack) for stack in stacks), strict=True)) if stacks else [()] * depth
 
 
-def _written(i: tf.Tensor, buffers: list[tf.TensorArray], values: list[tf.Tensor]) -> list[tf.TensorArray]:
+def _write(i: int | tf.Tensor, buffers: list[Buffer], values: list[tf.Tensor]) -> list[Buffer]:
     return [buffer.write(i, value) for buffer, value in zip(buffers, values, strict=True)]
 
 
-def _at(i: Any, stacks: Sequence[Any]) -> list[tf.Tensor]:
+def _at(i: int | tf.Tensor, stacks: Sequence[tf.Tensor | UnrolledBuffer]) -> list[tf.Tensor]:
     if isinstance(i, int):
-        return [stack.read(i) if isinstance(stack, _Apart) else stack[i] for stack in stacks]
+        return [stack.read(i) if isinstance(stack, UnrolledBuffer) else stack[i] for stack in stacks]
     return [tf.gather(stack, i) for stack in stacks]
 
 
@@ -203,20 +262,16 @@ def _add_at(i: tf.Tensor, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
 
 
 def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:
-    """A stack that a loop writes in place."""
+    """Returns a stack that a loop writes in place."""
     array, memory = tf.TensorArray(dtype, shape[0], element_shape=shape[1:]), unfilled(shape, dtype)
     return array if memory is None else array.unstack(memory)
 
 
-class _Apart(dict[int, tf.Tensor]):
-    """What a `tf.TensorArray` would hold, where no loop writes it: its values stay where they were computed."""
+class UnrolledBuffer(dict[int, tf.Tensor]):
+    """Stand-in for a `tf.TensorArray` in an unrolled loop: its values stay where they were computed."""
 
-    @classmethod
-    def of(cls, dtype: tf.DType, shape: Sequence[int | None]) -> _Apart:
-        return cls()
-
-    def write(self, i: int, value: tf.Tensor) -> _Apart:
-        return _Apart({**self, i: value})
+    def write(self, i: int, value: tf.Tensor) -> UnrolledBuffer:
+        return UnrolledBuffer({**self, i: value})
 
     def read(self, i: int) -> tf.Tensor:
         return self[i]
@@ -225,12 +280,15 @@ class _Apart(dict[int, tf.Tensor]):
         return tf.stack([self[i] for i in sorted(self)])
 
 
-def _whole(buffer: Any) -> Any:
-    return buffer if isinstance(buffer, _Apart) else buffer.stack()
+Buffer: TypeAlias = "tf.TensorArray | UnrolledBuffer"
+
+
+def _read_all(buffer: Buffer) -> tf.Tensor | UnrolledBuffer:
+    return buffer if isinstance(buffer, UnrolledBuffer) else buffer.stack()
 
 
 def _repeat(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
-    """`loop`, unrolled."""
+    """Runs `loop` unrolled."""
     for i in range(steps):
         values = body(i, *values)
     return values

@@ -1,4 +1,4 @@
-"""Many layers of one kind as one traced body: a loop forward, and one backward, which recomputes what is not kept."""
+"""`LayerStack`: layers of one kind as one traced body, looped forward and backward; not all residuals are kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from keras.src.backend.common.variables import AutocastScope
 
 from fastaccum.kernels import stackable
 from fastaccum.kernels.checks import as_tensor, naming, object_name, one_of, shown, true_or_false, whole_number
-from fastaccum.kernels.layer_graph import require_policy
-from fastaccum.kernels.layer_loop import OF_LAYERS, Body, Form, looped, unrolled
+from fastaccum.kernels.layer_loop import OF_LAYERS, Body, Form, run_loops, run_plainly
+from fastaccum.kernels.recomputed_function import require_policy
 
 # Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
 _SEED_STRIDE = 1_000_003
@@ -23,7 +23,7 @@ _SEED_STRIDE = 1_000_003
 
 @keras.saving.register_keras_serializable("fastaccum")
 class LayerStack(keras.layers.Layer):
-    """`depth` layers of one kind, one after the other, traced and compiled once whatever the depth.
+    """Chain of `depth` layers of one kind that is traced and compiled once, whatever the depth.
 
     Equal to
 
@@ -112,7 +112,7 @@ class LayerStack(keras.layers.Layer):
         if isinstance(make_layer, keras.layers.Layer):
             with naming("make_layer", *OF_LAYERS):
                 make_layer = functools.partial(type(make_layer).from_config, make_layer.get_config())
-        template = stackable.made(make_layer)
+        template = stackable.make(make_layer)
         super().__init__(name=name, dtype=template.dtype_policy)
         # Past Keras's tracking: the template's variables are not the model's.
         object.__setattr__(self, "template", template)
@@ -137,9 +137,9 @@ class LayerStack(keras.layers.Layer):
         self._x_shape = sizes
         # Out of a graph that is being traced, and of the outer layer's autocast.
         with tf.init_scope(), AutocastScope(None):
-            layers = [self._built(self.template)]
+            layers = [self._build_layer(self.template)]
             # One after the other, so that random values are drawn in the order of plain layers.
-            layers += [self._built(self._made()) for _ in range(self.depth - 1)]
+            layers += [self._build_layer(self._make()) for _ in range(self.depth - 1)]
             stackable.require_same_variables(layers)
             stackable.require_same_settings(layers)
             stackable.require_supported(self.template)
@@ -168,20 +168,20 @@ class LayerStack(keras.layers.Layer):
 
     @property
     def _stacked_variables(self) -> list[keras.Variable]:
-        """In the order of `stackable.variables(self.template)`."""
+        """The stack's variables, in the order of `stackable.variables(self.template)`."""
         if not self.built:
             raise ValueError(f"{self.name!r} has no weights yet: call it, or `build(x_shape)`, first.")
         return [*self._stacked_weights, *(seeds.state for seeds in self._seeds)]
 
-    def _made(self) -> keras.layers.Layer:
-        layer = stackable.made(self.make_layer)
+    def _make(self) -> keras.layers.Layer:
+        layer = stackable.make(self.make_layer)
         if not self.template.trainable:
             layer.trainable = False
         return layer
 
-    def _built(self, layer: keras.layers.Layer) -> keras.layers.Layer:
+    def _build_layer(self, layer: keras.layers.Layer) -> keras.layers.Layer:
         parts = layer._flatten_layers(include_self=False)
-        with naming(f"{stackable.called(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS):
+        with naming(f"{stackable.describe(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS):
             if getattr(layer.build, "_is_default", False) and not all(part.built for part in parts):
                 layer(keras.KerasTensor(self._x_shape, self.compute_dtype))
             elif not layer.built:
@@ -199,7 +199,7 @@ class LayerStack(keras.layers.Layer):
         mask = get_keras_mask(x)
         if mask is not None and not self.supports_masking:
             raise ValueError(
-                f"x has a Keras mask, but {stackable.called(self.template)} does not support masking, so that later "
+                f"x has a Keras mask, but {stackable.describe(self.template)} does not support masking, so that later "
                 "layers would not see it. Set supports_masking=True in the layer, or pass x without the mask."
             )
         if x.dtype.is_floating:
@@ -208,7 +208,7 @@ class LayerStack(keras.layers.Layer):
         weights, state = self._split(self._stacked_variables)
         own_weights, own_state = self._split(stackable.variables(self.template))
         body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
-        run = unrolled if self.implementation == "reference" or tf.executing_eagerly() else looped
+        run = run_plainly if self.implementation == "reference" or tf.executing_eagerly() else run_loops
         # Read before the state is assigned: the recomputation starts from the same seeds.
         y, after = run(body, self.depth, Form(self.policy, self.unroll), x, _read(weights), _read(state))
         for k, value in after.items():
@@ -216,17 +216,17 @@ class LayerStack(keras.layers.Layer):
         return y
 
     def _split(self, variables: list[keras.Variable]) -> tuple[list[keras.Variable], list[keras.Variable]]:
-        """Those that are learned, and the others."""
+        """Splits variables into those that are learned and the others."""
         marked = list(zip(variables, self._learned, strict=True))
         return [v for v, learned in marked if learned], [v for v, learned in marked if not learned]
 
     def unstack(self) -> list[keras.layers.Layer]:
-        """The plain layers: `depth` new ones, built, with copies of the stack's weights and seeds.
+        """Returns the plain layers: `depth` new ones, built, with copies of the stack's weights and seeds.
 
         Where `fp32_weight_gradients` has switched the stack, they are not switched.
         """
         weights = self._stacked_variables
-        layers = [self._built(self._made()) for _ in range(self.depth)]
+        layers = [self._build_layer(self._make()) for _ in range(self.depth)]
         for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
             for i, variable in enumerate(copies):
                 variable.assign(stacked.value[i])
@@ -256,7 +256,7 @@ class LayerStack(keras.layers.Layer):
 
 
 class _Seeds(keras.random.SeedGenerator):
-    """The states of one seed generator in every layer: int64 `[depth, 2]`."""
+    """Seed generator whose state stacks those of one generator in every layer: int64 `[depth, 2]`."""
 
     def __init__(self, generators: Sequence[keras.random.SeedGenerator]):
         super().__init__(seed=0)

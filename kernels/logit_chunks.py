@@ -14,7 +14,7 @@ from fastaccum.kernels.xla_ops import dot, dynamic_add_slice
 
 
 class Cut(NamedTuple):
-    """An axis in pieces of one length. The last begins early if it must, on what the one before has covered."""
+    """Axis in pieces of one length. The last piece begins early if it must, on what the one before has covered."""
 
     pieces: int
     length: int
@@ -28,17 +28,17 @@ class Cut(NamedTuple):
         return tf.minimum(i * self.length, self.size - self.length)
 
     def fresh(self, i: tf.Tensor) -> tf.Tensor:
-        """Which places of piece i no piece before it has covered: bool [length]."""
+        """Returns the places of piece i that no piece before it has covered: bool [length]."""
         return self.start(i) + tf.range(self.length) >= i * self.length
 
     def cut_up(self, t: tf.Tensor) -> tf.Tensor:
-        """The pieces of a vector, [pieces, length], with 0 in places that a piece before has covered."""
+        """Cuts a vector into its pieces, [pieces, length], with 0 in places that a piece before has covered."""
         last = (self.pieces - 1) * self.length
         return tf.reshape(tf.concat([t[:last], tf.zeros([self.overlap]), t[last:]], 0), [self.pieces, self.length])
 
 
 def cut(size: int, chunk: int) -> Cut:
-    """Even pieces of at most `chunk`, of a multiple of 32 where that is to be had: matrix units want it."""
+    """Cuts an axis into even pieces of at most `chunk`, of a multiple of 32 where possible: matrix units want it."""
     if not size:
         return Cut(0, 0, 0)
     length = min(size, chunk, 32 * math.ceil(size / math.ceil(size / chunk) / 32))
@@ -55,14 +55,14 @@ class Chunk(NamedTuple):
     label_n: tf.Tensor  # from the first column on; none of the columns where it is in another chunk
 
     def at_label(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether the label is in this chunk, and its logit there: bool and float32 [n]."""
+        """Returns whether the label is in this chunk, and its logit there: bool and float32 [n]."""
         columns = self.logits_nv.shape[1]
         here_n = (self.label_n >= 0) & (self.label_n < columns)
         return here_n, tf.gather(self.logits_nv, tf.clip_by_value(self.label_n, 0, columns - 1), batch_dims=1)
 
 
 class Head(NamedTuple):
-    """A linear layer, what it is given, and how its logits are cut into chunks."""
+    """Linear layer, its inputs, and how its logits are cut into chunks."""
 
     hidden_ND: tf.Tensor
     kernel: tf.Tensor  # [D, V]; [V, D] where `transposed`
@@ -73,7 +73,7 @@ class Head(NamedTuple):
     columns: Cut
 
     def of(self, hidden_ND: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> Head:
-        """The same layer from other tensors, its kernel as it is multiplied: cast once, not in each chunk."""
+        """Replaces the tensors; casts the kernel to hidden's dtype once, and not in each chunk."""
         kernel = tf.cast(kernel, hidden_ND.dtype) if self.copy is None else self.copy
         return self._replace(hidden_ND=hidden_ND, kernel=kernel, bias=bias)
 
@@ -93,7 +93,7 @@ class Head(NamedTuple):
         return Chunk((n, v), (row, column), hidden_nD, kernel, logits_nv, label_n - v)
 
     def mean(self) -> tf.Tensor:
-        """Of each token's logits, float32 [N]: hidden @ (the mean of the kernel)."""
+        """Returns the mean of each token's logits, float32 [N]: hidden @ (the mean of the kernel)."""
         mean_D = tf.reduce_mean(tf.cast(self.kernel, tf.float32), 0 if self.transposed else 1)
         mean_N = tf.linalg.matvec(tf.cast(self.hidden_ND, tf.float32), mean_D)
         for b_V in self.bias:
@@ -109,7 +109,7 @@ class Head(NamedTuple):
         dtarget_n: tf.Tensor,
         smoothing: float,
     ) -> list[tf.Tensor]:
-        """Gradients of hidden, kernel and bias, in float32, with the share of a chunk."""
+        """Adds the share of a chunk to the gradients of hidden, kernel and bias, in float32."""
         dhidden_ND, dkernel, *dbias = sums
         n, v = chunk.start
         smoothed_nv = tf.where(tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis], 1 - smoothing, 0.0)

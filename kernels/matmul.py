@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ from fastaccum.kernels.xla_ops import HALF, dot, sizes
 
 
 def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
-    """`x @ tf.cast(kernel, x.dtype)`, with the kernel's gradient computed as one dot with a float32 result.
+    """Computes `x @ tf.cast(kernel, x.dtype)`, with the kernel's gradient as one dot with a float32 result.
 
     Plain autodiff under mixed precision (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740) gives
     `cast(x^T @ dy, float32)`: rounded to x's dtype, and in float16 infinite past 65504. Here, with x's dtype being
@@ -55,7 +54,7 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = 
 
 
 def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
-    """`tf.einsum(equation, x, tf.cast(kernel, x.dtype))`, with gradients as in `matmul_fp32_wgrad`.
+    """Computes `tf.einsum(equation, x, tf.cast(kernel, x.dtype))`, with gradients as in `matmul_fp32_wgrad`.
 
     Both operands are turned and flattened to one matmul, batched over the axes that all three terms share; "..." may
     stand for axes of x and the output.
@@ -80,13 +79,13 @@ def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor, copy: tf.T
     lead = [size[a] for a in batch]
     width, width_out = (math.prod(size[a] for a in axes) for axes in (inner, outer))
 
-    x_TI = tf.reshape(_turned(x, of_x, batch + rows + inner), [*lead, -1, width])
+    x_TI = tf.reshape(_transpose(x, of_x, batch + rows + inner), [*lead, -1, width])
     kernel_IO, copy_IO = (
-        None if t is None else tf.reshape(_turned(t, of_kernel, batch + inner + outer), [*lead, width, width_out])
+        None if t is None else tf.reshape(_transpose(t, of_kernel, batch + inner + outer), [*lead, width, width_out])
         for t in (kernel, copy)
     )
     y = tf.reshape(_product(x_TI, kernel_IO, copy_IO), [size[a] for a in batch + rows + outer])
-    return _turned(y, batch + rows + outer, of_y)
+    return _transpose(y, batch + rows + outer, of_y)
 
 
 def convolution_fp32_wgrad(
@@ -95,7 +94,7 @@ def convolution_fp32_wgrad(
     kernel: tf.Tensor,
     copy: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """`convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient computed in float32.
+    """Computes `convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient in float32.
 
     `dx` is that of autodiff; `dkernel` is that of `convolution`, which is linear in each argument, on float32 copies
     of x and dy.
@@ -132,7 +131,7 @@ def convolution_fp32_wgrad(
 
 
 def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor, copy_IO: tf.Tensor | None) -> tf.Tensor:
-    """The matmul, of any number of leading axes that both share."""
+    """Multiplies two matrices, with any number of leading axes that both share."""
     if x_TI.dtype not in HALF:
         return tf.matmul(x_TI, kernel_IO)
 
@@ -159,9 +158,9 @@ def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:
         )
 
 
-def matmul_axes(equation: str, x: Any, kernel: Any) -> tuple[str, str, str] | None:
-    """The letters of x's axes, of the kernel's and of the output's, with other signs for those under "..."; None for
-    an einsum that is no matmul of these two.
+def matmul_axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str] | None:
+    """Returns the letters of x's axes, of the kernel's and of the output's, with other signs for those under "...";
+    None for an einsum that is no matmul of these two.
     """
     operands, _, of_y = equation.replace(" ", "").partition("->")
     of_x, _, of_kernel = operands.partition(",")
@@ -175,6 +174,6 @@ def matmul_axes(equation: str, x: Any, kernel: Any) -> tuple[str, str, str] | No
     return terms if fits else None
 
 
-def _turned(x: tf.Tensor, axes: str | list[str], to: str | list[str]) -> tf.Tensor:
+def _transpose(x: tf.Tensor, axes: str | list[str], to: str | list[str]) -> tf.Tensor:
     order = [axes.index(axis) for axis in to]
     return x if order == sorted(order) else tf.transpose(x, order)

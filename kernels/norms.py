@@ -16,7 +16,8 @@ from fastaccum.kernels.xla_ops import HALF
 def layer_norm(
     x: tf.Tensor, scale: tf.Tensor | None = None, offset: tf.Tensor | None = None, *, epsilon: float
 ) -> tf.Tensor:
-    """Every row less its mean, over its standard deviation (Ba et al., 2016, https://arxiv.org/abs/1607.06450).
+    """Subtracts each row's mean and divides by its standard deviation (Ba et al., 2016,
+    https://arxiv.org/abs/1607.06450).
 
     Computed in float32 (float64 for float64) and rounded to x's dtype:
 
@@ -32,7 +33,7 @@ def layer_norm(
 
 
 def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) -> tf.Tensor:
-    """Every row over its root mean square (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+    """Divides each row by its root mean square (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
         y = x * rsqrt(mean(x**2, -1, keepdims=True) + epsilon) * scale
 

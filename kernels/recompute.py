@@ -1,11 +1,11 @@
-"""A function of tensors whose gradient computes its values again, instead of keeping them."""
+"""`recomputed`: a function of tensors whose gradient recomputes its values, instead of keeping them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 from tensorflow.compiler.tf2xla.python import xla
@@ -16,12 +16,17 @@ from fastaccum.kernels.accumulators import Accumulator
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.layer_graph import DRAWS, Keeping, copied, drawing, fed_by_name, needed_for, require_policy
+from fastaccum.kernels.recomputed_function import DRAWS, Gradient, Policy, RecomputedFunction, Values, require_policy
 from fastaccum.kernels.rounded import allow_outer_casts, stateless_scope
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import in_xla
 
 _ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
+_DRAWS = (
+    "What is to be computed again draws random numbers in {drawn}, a loop, a branch or a function of its own, that "
+    "would be others then: draw them by keras.random with a SeedGenerator of the layer, or leave that layer out of "
+    "what is recomputed."
+)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -29,9 +34,9 @@ def recomputed(
     function: Callable[..., Any],
     *inputs: Any,
     policy: str | Sequence[str] = "nothing_saveable",
-    layers: Sequence[Any] = (),
+    layers: Sequence[keras.layers.Layer] = (),
 ) -> Any:
-    """`function(*inputs)`, of whose values none are kept for the gradient but those that `policy` names.
+    """Calls `function(*inputs)` and keeps none of its values for the gradient but those that `policy` names.
 
     The backward pass computes the others again (Chen et al., 2016, https://arxiv.org/abs/1604.06174) from the inputs
     and the variables as they were, once the gradients of the outputs are there: an optimization barrier ties the two,
@@ -91,14 +96,14 @@ def recomputed(
     return block.packed(run(y, block.given, values))
 
 
-class _Block(Keeping):
+class _Block(RecomputedFunction):
     """A function traced for its inputs, in the graph of the caller's.
 
     Attributes:
         given: the tensors that the function is given, then those that it takes from outside.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layers: list[Any]):
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layers: list[keras.layers.Layer]):
         self._layers = layers
         flat = tf.nest.flatten(inputs, expand_composites=True)
         masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(inputs)]
@@ -113,8 +118,8 @@ class _Block(Keeping):
 
         with collected_names() as names, allow_outer_casts():
             specs = [tf.TensorSpec.from_tensor(t) for t in passed]
-            self._function = tf.function(traced, autograph=False).get_concrete_function(*specs)
-        graph = self._function.graph
+            concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
+        graph = concrete.graph
         self._handles = [(outer, inner) for outer, inner in graph.captures if inner.dtype == tf.resource]
         captured = [(outer, inner) for outer, inner in graph.captures if inner.dtype != tf.resource]
         self.given = [*passed, *(outer for outer, _ in captured)]
@@ -126,17 +131,21 @@ class _Block(Keeping):
         same: dict[str, tf.Tensor] = {}
         self._follow_state(graph, same)
         known = [id(outer) in self._variables or inner.name in self._read for outer, inner in self._handles]
-        self._sources = [each for each, is_known in zip(self._handles, known, strict=True) if is_known]
-        super().__init__(graph, self._inputs, names, same)
-        self.kept = self._with_draws()
+        self._states = [each for each, is_known in zip(self._handles, known, strict=True) if is_known]
+        sources = [t if _is_floating(t) else None for t in self._inputs]
+        reads = [(t, self._read.get(t.name)) for _, t in self._states]
+        sources += [t if value is None or _is_floating(value) else None for t, value in reads]
+        targets = [t for t in graph.outputs if _is_floating(t)]
+        super().__init__(concrete, names, self._inputs, targets, sources, same)
+        self.residuals = self._with_draws()
 
-    def keep(self, policy: str | Sequence[str]) -> None:
+    def keep(self, policy: Policy) -> None:
         super().keep(policy)
-        self.kept = self._with_draws()
+        self.residuals = self._with_draws()
 
     def _with_draws(self) -> list[tf.Tensor]:
-        """What is kept, and what is made of numbers from TensorFlow's own generators, which would be others again."""
-        kept = {t.name: t for t in self.kept}
+        """Adds what is made of numbers from TensorFlow's own generators to the residuals: the next draw differs."""
+        kept = {t.name: t for t in self.residuals}
         for op in self._graph.get_operations():
             for t in op.outputs if op.type in DRAWS else ():
                 smallest = t
@@ -149,9 +158,9 @@ class _Block(Keeping):
                 kept[smallest.name] = smallest
         return list(kept.values())
 
-    def _follow_state(self, graph: Any, same: dict[str, tf.Tensor]) -> None:
-        """Finds which value every variable has where it is read, so that no copy has to read or to assign one."""
-        elsewhere: dict[str, Any] = {}
+    def _follow_state(self, graph: tf.Graph, same: dict[str, tf.Tensor]) -> None:
+        """Finds the value that every variable has where it is read, so that no copy has to read or to assign one."""
+        elsewhere: dict[str, tf.Operation] = {}
         handles = {inner.name: outer for outer, inner in self._handles}
         for op in graph.get_operations():
             own = [t for t in op.inputs if t.name in handles]
@@ -172,7 +181,7 @@ class _Block(Keeping):
         for name in elsewhere.keys() & self._assigned.keys():
             raise ValueError(self._untraceable(elsewhere[name], handles, [name]))
 
-    def _combined(self, op: Any, name: str) -> tf.Tensor:
+    def _combined(self, op: tf.Operation, name: str) -> tf.Tensor:
         value, combine = op.inputs[1], _ASSIGNS[op.type]
         if combine is None:
             return value
@@ -181,7 +190,7 @@ class _Block(Keeping):
                 self._read[name] = tf.raw_ops.ReadVariableOp(resource=op.inputs[0], dtype=value.dtype)
             return combine(self._assigned.get(name, self._read.get(name)), value)
 
-    def _untraceable(self, op: Any, handles: dict[str, Any], names: list[str]) -> str:
+    def _untraceable(self, op: tf.Operation, handles: dict[str, tf.Tensor], names: list[str]) -> str:
         found = [self._variables.get(id(handles[name])) for name in names if name in handles]
         variables = [v.name for v in found if v is not None] or names
         return (
@@ -191,7 +200,7 @@ class _Block(Keeping):
         )
 
     def _collected(self, outputs: Any) -> list[tf.Tensor]:
-        """The tensors among what the function returns, their masks, and what layers put aside while it is traced."""
+        """Returns the tensors that the function returns, their masks, and what layers store while it is traced."""
         graph = tf.compat.v1.get_default_graph()
         self._outputs = outputs
         self._flat = tf.nest.flatten(outputs, expand_composites=True)
@@ -203,12 +212,12 @@ class _Block(Keeping):
         holders += [getattr(scope, "losses", None), getattr(scope, "state_mapping", None)]
         holders = list({id(each): each for each in holders if each}.values())
         places = [(each, key) for each in holders for key in (each if isinstance(each, dict) else range(len(each)))]
-        self._aside = [(each, k) for each, k in places if _is_tensor(each[k]) and _graph(each[k]) is graph]
+        self._aside = [(each, k) for each, k in places if tf.is_symbolic_tensor(each[k]) and each[k].graph is graph]
         aside = [place[key] for place, key in self._aside]
         return [t for t in [*self._flat, *self._masks, *aside] if _is_tensor(t)]
 
     def packed(self, y: Sequence[tf.Tensor]) -> Any:
-        """What the function returns, from its floating tensors."""
+        """Packs floating tensors into what the function returns."""
         floating = iter(y)
         values = iter([next(floating) if _is_floating(t) else t for t in self._found])
         flat, masks = ([next(values) if _is_tensor(t) else t for t in ts] for ts in (self._flat, self._masks))
@@ -219,52 +228,43 @@ class _Block(Keeping):
         return outputs
 
     def read(self) -> list[tf.Tensor]:
-        """The values of the variables, each read once."""
+        """Reads each of the variables once."""
         return [
             tf.convert_to_tensor(self._variables[id(outer)])
             if id(outer) in self._variables
             # One that is only added to is known by its handle alone.
             else tf.raw_ops.ReadVariableOp(resource=outer, dtype=self._read[inner.name].dtype)
-            for outer, inner in self._sources
+            for outer, inner in self._states
         ]
 
     def accumulators(self) -> list[Accumulator | None]:
-        """What the gradients of the variables are summed in, where that is offered."""
-        return [accumulator_of(self._variables.get(id(outer))) for outer, _ in self._sources]
+        """Returns the accumulators of the variables' gradients, where the step offers them."""
+        return [accumulator_of(self._variables.get(id(outer))) for outer, _ in self._states]
 
-    def _fed(self, values: list[tf.Tensor]) -> dict[str, tf.Tensor]:
-        reads = zip(self._sources, values, strict=True)
+    def _fed(self, values: list[tf.Tensor]) -> Values:
+        reads = zip(self._states, values, strict=True)
         read = {self._read[t.name].name: value for (_, t), value in reads if t.name in self._read}
-        return {**fed_by_name(self._inputs, self.given), **read}
+        return {**self.feed(self._inputs, self.given), **read}
+
+    @property
+    def _kept(self) -> list[tf.Tensor]:
+        """The residuals beside the roots."""
+        return [t for t in self.residuals if t.name not in self._root_names]
 
     def forward(self, values: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The floating tensors among the outputs, and what is kept; assigns the variables."""
-        kept = [t for t in self.kept if t.name not in self._roots]
+        """Copies the forward pass: the floating outputs and what is kept; assigns the variables."""
         after = [(outer, self._assigned[inner.name]) for outer, inner in self._handles if inner.name in self._assigned]
         state = {"ReadVariableOp", *_ASSIGNS}
         effects = [op for op in self._graph.control_outputs if op.type not in state]
-        fetches = [self._graph.outputs, kept, [value for _, value in after]]
-        fed = self._fed(values)
-        self._found, kept, after_values = copied("forward", self._function, fetches, fed, effects, self._same)
+        fetches = [self._graph.outputs, self._kept, [value for _, value in after]]
+        self._found, kept, after_values = self.copy("forward", fetches, self._fed(values), effects)
         for (handle, _), value in zip(after, after_values, strict=True):
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         return [t for t in self._found if _is_floating(t)], kept
 
-    def backward(self, dy: list[tf.Tensor], values: list[tf.Tensor], kept: list[tf.Tensor]) -> list[Any]:
-        """The gradients of what is given, then of the variables."""
-        of_y, gradients = self._gradients
-        of_kept = [t for t in self.kept if t.name not in self._roots]
-        state = {self._read[t.name].name for _, t in self._sources if t.name in self._read}
-        fed = {**self._fed(values), **fed_by_name([of_y, of_kept], [dy, kept])}
-        found = [g for g in gradients if g is not None]
-        parts = tf.nest.flatten(found, expand_composites=True)
-        needed = needed_for(parts, dict(fed), self._same)
-        if drawn := drawing(self._graph, needed.values()):
-            raise ValueError(
-                f"What is to be computed again draws random numbers in {drawn}, a loop, a branch or a function of its "
-                "own, that would be others then: draw them by keras.random with a SeedGenerator of the layer, or leave "
-                "that layer out of what is recomputed."
-            )
+    def backward(self, dy: list[tf.Tensor], values: list[tf.Tensor], kept: list[tf.Tensor]) -> list[Gradient]:
+        """Copies the gradients of what is given, then of the variables."""
+        state = {self._read[t.name].name for _, t in self._states if t.name in self._read}
 
         def tied(given):
             # Sizes among the integers have to stay known; seeds are tied too, or the numbers drawn would be kept.
@@ -275,35 +275,13 @@ class _Block(Keeping):
             after = dict(zip(map(id, each), xla.optimization_barrier(*each), strict=True))
             return {name: after[id(given[name])] for name in names}
 
-        parts = copied("recomputed", self._function, parts, fed, (), self._same, tied)
-        found = iter(tf.nest.pack_sequence_as(found, parts, expand_composites=True))
-        return [g if g is None else _as_gradient(next(found)) for g in gradients]
-
-    @functools.cached_property
-    def _gradients(self) -> tuple[list[tf.Tensor], list[Any]]:
-        """The gradients of the outputs, to be given, and those that follow, in the function's graph."""
-        floating = [t for t in self._graph.outputs if _is_floating(t)]
-        handles = [(t, self._read.get(t.name)) for _, t in self._sources]
-        with self._graph.as_default():
-            self._forward_operations = {op.name for op in self._graph.get_operations()}
-            of_y = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in floating]
-            inputs = [t if _is_floating(t) else None for t in self._inputs]
-            sources = [t if value is None or _is_floating(value) else None for t, value in handles]
-            wanted = [t for t in [*inputs, *sources] if t is not None]
-            found = iter(tf.gradients(floating, wanted, of_y))
-        return of_y, [t if t is None else next(found) for t in [*inputs, *sources]]
-
-    @property
-    def _own_residuals(self) -> list[tf.Tensor]:
-        of_y, gradients = self._gradients
-        parts = tf.nest.flatten([g for g in gradients if g is not None], expand_composites=True)
-        needed = needed_for(parts, fed_by_name(of_y, of_y), self._same).values()
-        inputs = [t for op in needed if op.name not in self._forward_operations for t in op.inputs]
-        return [t for t in inputs if t.op.name in self._forward_operations]
+        fed = {**self._fed(values), **self.feed(self._kept, kept)}
+        found = self.gradients(dy, fed, _DRAWS, tied)
+        return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in found]
 
 
-def _in_turn(gradients: list[Any], count: int, accumulators: list[Accumulator | None]) -> list[Any]:
-    """The gradients, of which the first `count` wait for the others to be added to their accumulators.
+def _in_turn(gradients: list[Gradient], count: int, accumulators: list[Accumulator | None]) -> list[Gradient]:
+    """Makes the first `count` gradients wait until the others have been added to their accumulators.
 
     XLA would put off the weights' gradients, since it does not see that they are added in place, and hold for each what
     it is computed from. No barrier is left when it orders a program's operations, so that it takes an operand: 0 times
@@ -324,7 +302,7 @@ def _in_turn(gradients: list[Any], count: int, accumulators: list[Accumulator | 
 
 
 class _Rows(tf.IndexedSlices):
-    """A gradient of some rows that a custom gradient hands on as it is, and not its values alone."""
+    """Gradient of some rows that a custom gradient returns as `IndexedSlices`, and not as their values alone."""
 
     class _Whole:
         def get_gradient_components(self, value: Any) -> Any:
@@ -336,12 +314,8 @@ class _Rows(tf.IndexedSlices):
     __composite_gradient__ = _Whole()
 
 
-def _as_gradient(g: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | _Rows:
-    return _Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g
-
-
-def _refuse_second_derivatives(gradients: Sequence[Any], sources: Sequence[tf.Tensor]) -> None:
-    """What was copied is constant to a tape, so that second derivatives would be wrong."""
+def _refuse_second_derivatives(gradients: Sequence[Gradient], sources: Sequence[tf.Tensor]) -> None:
+    """Raises where a tape asks for second derivatives: to a tape the copies are constant, so they would be wrong."""
 
     def refuse(*_):
         raise LookupError("What is computed again has no second derivatives: compute it plainly.")
@@ -350,14 +324,10 @@ def _refuse_second_derivatives(gradients: Sequence[Any], sources: Sequence[tf.Te
     record.record_operation("recomputed", parts, list(sources), refuse)
 
 
-def _set_masks(nest: Any, masks: Sequence[Any]) -> None:
+def _set_masks(nest: Any, masks: Sequence[tf.Tensor | None]) -> None:
     for t, mask in zip(tf.nest.flatten(nest), masks, strict=True):
         if mask is not None:
             set_keras_mask(t, mask)
-
-
-def _graph(t: tf.Tensor) -> Any:
-    return getattr(t, "graph", None)  # an eager one has none
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which layers a LayerStack can hold: of one kind, sharing nothing, with nothing that it would silently drop."""
+"""Checks that a LayerStack can hold layers: of one kind, sharing nothing, with nothing that it would silently drop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerato
 
 
 def variables(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The weights, then the states of the seed generators."""
+    """Returns the weights, then the states of the seed generators."""
     return [*layer.weights, *(generator.state for generator in seed_generators(layer))]
 
 
-def made(make_layer: Callable[[], keras.layers.Layer]) -> keras.layers.Layer:
+def make(make_layer: Callable[[], keras.layers.Layer]) -> keras.layers.Layer:
     with naming("make_layer"):
         layer = make_layer() if callable(make_layer) else None
     if not isinstance(layer, keras.layers.Layer):
         raise TypeError(f"make_layer={shown(make_layer)} must be a Keras layer or a function that returns a new one.")
     if getattr(layer.dtype_policy, "quantization_mode", None):
         raise ValueError(
-            f"make_layer returned {called(layer)}, which is quantized: a LayerStack has none of its kernels."
+            f"make_layer returned {describe(layer)}, which is quantized: a LayerStack has none of its kernels."
         )
     return layer
 
 
-def called(layer: keras.layers.Layer) -> str:
+def describe(layer: keras.layers.Layer) -> str:
     return f"layer {layer.name!r} ({type(layer).__name__})"
 
 
@@ -47,7 +47,7 @@ def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
         alike = isinstance(layer, type(layers[0])) or isinstance(layers[0], type(layer))
         if not alike or shapes[i] != expected:
             raise ValueError(
-                f"Layer {i}, {called(layer)}, has variables {shapes[i]}, but the first, {called(layers[0])}, has "
+                f"Layer {i}, {describe(layer)}, has variables {shapes[i]}, but the first, {describe(layers[0])}, has "
                 f"{expected}. The layers of a LayerStack must be of one kind, built for one shape."
             )
         for variable in variables(layer):
@@ -70,7 +70,7 @@ def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
 
 
 def _settings(layer: keras.layers.Layer) -> Any:
-    """A layer's configuration, without what may differ between the layers of a stack: names and seeds."""
+    """Returns a layer's configuration without what may differ between the layers of a stack: names and seeds."""
     names: list[Any] = []
 
     def comparable(config):
@@ -93,10 +93,10 @@ def require_supported(layer: keras.layers.Layer) -> None:
     """Raises ValueError for what a LayerStack would silently drop."""
     for part in layer._flatten_layers():
         if part._metrics:
-            raise ValueError(f"{called(layer)} holds metrics, which a LayerStack would not update: move them out.")
+            raise ValueError(f"{describe(layer)} holds metrics, which a LayerStack would not update: move them out.")
         if isinstance(part, keras.layers.Embedding):
             raise ValueError(
-                f"{called(layer)} holds {called(part)}, whose ids a LayerStack cannot check: embed outside."
+                f"{describe(layer)} holds {describe(part)}, whose ids a LayerStack cannot check: embed outside."
             )
     for variable in layer.weights:
         if variable.constraint is not None or not isinstance(variable.regularizer, SUMMED_REGULARIZERS):

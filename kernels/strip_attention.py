@@ -14,6 +14,7 @@ from typing import NamedTuple
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from fastaccum.kernels.blockwise_attention import Segments
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.xla_ops import dot, first_order, sizes
@@ -26,8 +27,6 @@ _MOST_BYTES = 2**30
 _MOST_STRIPS = 8
 _LEAST_ROWS = 512
 
-_Segments = tuple[tf.Tensor, tf.Tensor] | None
-
 
 class _Strip(NamedTuple):
     """Scores that are computed at once: of queries [first, last) with keys [start, stop)."""
@@ -39,7 +38,8 @@ class _Strip(NamedTuple):
 
 
 def strip_rows(query_shape: Sequence[int | None], key_shape: Sequence[int | None], causal: bool) -> int | None:
-    """The most queries in a strip, and on the way back the most keys; None where strips would take too much memory.
+    """Returns the most queries in a strip forward, and the most keys backward; None where strips would take too much
+    memory.
 
     Args:
         query_shape, key_shape: [B, T, H, K] and [B, S, G, K].
@@ -62,9 +62,9 @@ def strip_rows(query_shape: Sequence[int | None], key_shape: Sequence[int | None
 
 
 def strip_attention(
-    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, causal: bool, segments: _Segments, rows: int
+    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, causal: bool, segments: Segments, rows: int
 ) -> tf.Tensor:
-    """`attention`, forward in strips of queries with all keys they see, backward in strips of keys.
+    """Computes `attention`, forward in strips of queries with all keys they see, backward in strips of keys.
 
     A strip of queries has its whole softmax at once. On the way back, strips of keys have their gradients at once, and
     only those of the queries are summed over strips; the scores are computed again. `segments` are integers [B, T] and
@@ -74,15 +74,15 @@ def strip_attention(
     _, queries, heads, width = query.shape
     keys = key.shape[1]
     later = keys - queries  # query t sees keys up to t + later
-    masked = _masked(queries, keys, causal, segments, groups, heads // groups)
+    masked = _make_mask(queries, keys, causal, segments, groups, heads // groups)
 
     @custom_gradient
     def run(query, key, value):
-        query_NTPK, key_NSPK, value_NSPK = (_by_group(t, groups) for t in (query, key, value))
+        query_NTPK, key_NSPK, value_NSPK = (_split(t, groups) for t in (query, key, value))
 
         def scores(strip):
-            query_NqK = _rows(query_NTPK[:, strip.first : strip.last])
-            key_NkK = _rows(key_NSPK[:, strip.start : strip.stop])
+            query_NqK = _merge(query_NTPK[:, strip.first : strip.last])
+            key_NkK = _merge(key_NSPK[:, strip.start : strip.stop])
             return query_NqK, key_NkK, masked(scale * dot(query_NqK, key_NkK, transpose_b=True), strip)
 
         with record.stop_recording():  # an eager tape would keep what is computed again
@@ -92,19 +92,19 @@ def strip_attention(
                 value_NSPK,
                 heads // groups,
             )
-        output = checkpoint_name(_by_time(acc_NTPK, query), "attention")
+        output = checkpoint_name(_join(acc_NTPK, query), "attention")
         lse_NTP1 = checkpoint_name(lse_NTP1, "attention")
 
         def gradient(doutput):
             delta = tf.reduce_sum(tf.cast(doutput, tf.float32) * tf.cast(output, tf.float32), -1, keepdims=True)
-            doutput_NTPK, delta_NTP1 = _by_group(doutput, groups), _by_group(delta, groups)
+            doutput_NTPK, delta_NTP1 = _split(doutput, groups), _split(delta, groups)
             dqueries_NTPK, dkeys_NkK, dvalues_NkK = [], [], []
             for start, stop in _cut(keys, rows):
                 first = max(0, start - later) if causal else 0
                 query_NqK, key_NkK, scores_Nqk = scores(_Strip(first, queries, start, stop))
-                doutput_NqK, delta_Nq1, lse_Nq1 = (_rows(t[:, first:]) for t in (doutput_NTPK, delta_NTP1, lse_NTP1))
+                doutput_NqK, delta_Nq1, lse_Nq1 = (_merge(t[:, first:]) for t in (doutput_NTPK, delta_NTP1, lse_NTP1))
                 weights_Nqk = tf.exp(scores_Nqk - lse_Nq1)
-                dweights_Nqk = dot(doutput_NqK, _rows(value_NSPK[:, start:stop]), transpose_b=True)
+                dweights_Nqk = dot(doutput_NqK, _merge(value_NSPK[:, start:stop]), transpose_b=True)
                 if query.dtype == tf.bfloat16:  # of float32's range: written and read as the unfused expression has it
                     dweights_Nqk = tf.cast(tf.cast(dweights_Nqk, query.dtype), tf.float32)
                 dscores_Nqk = tf.cast(weights_Nqk * (dweights_Nqk - delta_Nq1), query.dtype)
@@ -117,9 +117,9 @@ def strip_attention(
                 for parts in (dkeys_NkK, dvalues_NkK)
             )
             gradients = (
-                _by_time(scale * tf.add_n(dqueries_NTPK), query),
-                _by_time(dkey_NSPK, key),
-                _by_time(dvalue_NSPK, value),
+                _join(scale * tf.add_n(dqueries_NTPK), query),
+                _join(dkey_NSPK, key),
+                _join(dvalue_NSPK, value),
             )
             return first_order(gradients, "attention in blocks")
 
@@ -131,7 +131,7 @@ def strip_attention(
 def _forward(
     strips: list[_Strip], scores: Callable[[_Strip], tf.Tensor], value_NSPK: tf.Tensor, per_group: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The output [N, T, P, K] in float32, and the log-sum-exp of each query's scores."""
+    """Computes the output [N, T, P, K] in float32, and the log-sum-exp of each query's scores."""
     count, _, _, width = sizes(value_NSPK)
     parts = []
     for strip in strips:
@@ -140,7 +140,7 @@ def _forward(
             row_max_Nq1 = tf.reduce_max(scores_Nqk, -1, keepdims=True)
             weights_Nqk = tf.exp(scores_Nqk - row_max_Nq1)
             row_sum_Nq1 = tf.reduce_sum(weights_Nqk, -1, keepdims=True)
-            acc_NqK = dot(tf.cast(weights_Nqk, value_NSPK.dtype), _rows(value_NSPK[:, : strip.stop]))
+            acc_NqK = dot(tf.cast(weights_Nqk, value_NSPK.dtype), _merge(value_NSPK[:, : strip.stop]))
         else:  # no key is early enough
             rows = [count, (strip.last - strip.first) * per_group]
             row_max_Nq1, row_sum_Nq1 = tf.fill([*rows, 1], _UNSEEN), tf.ones([*rows, 1])
@@ -154,13 +154,13 @@ def _forward(
     return tuple(tf.reshape(t, [count, -1, per_group, t.shape[-1]]) for t in (output_NtK, lse_Nt1))
 
 
-def _masked(
-    queries: int, keys: int, causal: bool, segments: _Segments, groups: int, per_group: int
+def _make_mask(
+    queries: int, keys: int, causal: bool, segments: Segments, groups: int, per_group: int
 ) -> Callable[[tf.Tensor, _Strip], tf.Tensor]:
-    """A function of a strip's scores [N, q, k]: `_UNSEEN` where a query does not see a key."""
+    """Returns a function that sets a strip's scores [N, q, k] to `_UNSEEN` where a query does not see a key."""
     if segments is not None:
-        query_NTP1 = _by_group(tf.repeat(segments[0][:, :, None, None], groups * per_group, 2), groups)
-        key_NSP1 = _by_group(tf.repeat(segments[1][:, :, None, None], groups, 2), groups)
+        query_NTP1 = _split(tf.repeat(segments[0][:, :, None, None], groups * per_group, 2), groups)
+        key_NSP1 = _split(tf.repeat(segments[1][:, :, None, None], groups, 2), groups)
 
     def masked(scores_Nqk, strip):
         conditions = []
@@ -169,8 +169,8 @@ def _masked(
             conditions.append(tf.range(strip.start, strip.stop)[None, :] <= t_q1 + (keys - queries))
         if segments is not None:
             query_Nq1, key_Nk1 = (
-                _rows(query_NTP1[:, strip.first : strip.last]),
-                _rows(key_NSP1[:, strip.start : strip.stop]),
+                _merge(query_NTP1[:, strip.first : strip.last]),
+                _merge(key_NSP1[:, strip.start : strip.stop]),
             )
             conditions.append(query_Nq1 == tf.linalg.matrix_transpose(key_Nk1))
         if not conditions:
@@ -184,22 +184,22 @@ def _cut(size: int, rows: int) -> list[tuple[int, int]]:
     return [(first, min(size, first + rows)) for first in range(0, size, rows)]
 
 
-def _by_group(t: tf.Tensor, groups: int) -> tf.Tensor:
-    """[B, T, H, K] as [N, T, P, K]."""
+def _split(t: tf.Tensor, groups: int) -> tf.Tensor:
+    """Rearranges [B, T, H, K] as [N, T, P, K]."""
     batch, time, heads, width = sizes(t)
     t = tf.transpose(tf.reshape(t, [batch, time, groups, heads // groups, width]), [0, 2, 1, 3, 4])
     return tf.reshape(t, [batch * groups, time, heads // groups, width])
 
 
-def _by_time(t_NTPK: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """The inverse of `_by_group`, in the shape and dtype of `like`."""
+def _join(t_NTPK: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Inverts `_split`, to the shape and dtype of `like`."""
     batch, time, heads, width = sizes(like)
     per_group = t_NTPK.shape[2]
     t = tf.reshape(t_NTPK, [batch, heads // per_group, time, per_group, width])
     return tf.reshape(tf.cast(tf.transpose(t, [0, 2, 1, 3, 4]), like.dtype), [batch, time, heads, width])
 
 
-def _rows(t_NTPK: tf.Tensor) -> tf.Tensor:
-    """[N, T, P, K] as [N, T P, K]."""
+def _merge(t_NTPK: tf.Tensor) -> tf.Tensor:
+    """Reshapes [N, T, P, K] to [N, T P, K]."""
     count, time, per_group, width = sizes(t_NTPK)
     return tf.reshape(t_NTPK, [count, time * per_group, width])

@@ -1,10 +1,10 @@
-"""What every kernel is made of: loops of known length, parts written in place, products summed in float32."""
+"""Building blocks of every kernel: loops of known length, parts written in place, products summed in float32."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
@@ -14,15 +14,16 @@ from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 
 HALF = (tf.float16, tf.bfloat16)
+Size: TypeAlias = "int | tf.Tensor"  # a tensor where the size is not known when the program is traced
 
 
 def in_xla() -> bool:
-    """Whether XLA compiles what is being traced: some ops it alone has, others it lacks."""
+    """Returns whether XLA compiles what is being traced: some operations only XLA has, others it lacks."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
-    """`for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip count XLA knows.
+    """Runs `for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip count XLA knows.
 
     Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes and dtypes.
 
@@ -41,7 +42,8 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) 
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:
-    """`a @ b` of one dtype, summed and returned in float32: half x half -> float32, rounded nowhere. No gradient.
+    """Computes `a @ b` of one dtype, summed and returned in float32: half x half -> float32, rounded nowhere. No
+    gradient.
 
     >>> dot(tf.fill([1, 300], tf.constant(300.0, tf.float16)), tf.ones([300, 1], tf.float16)).numpy().item()
     90000.0
@@ -52,8 +54,8 @@ def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool
     return tf.matmul(tf.cast(a, tf.float32), tf.cast(b, tf.float32), transpose_a, transpose_b)
 
 
-def product(a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], Any] = lambda dy: 1.0) -> tf.Tensor:
-    """`dot(a, cast(b, a.dtype))`, with gradients summed in float32, of dtypes of the inputs.
+def product(a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], tf.Tensor | float] = lambda dy: 1.0) -> tf.Tensor:
+    """Computes `dot(a, cast(b, a.dtype))`, with gradients summed in float32, of dtypes of the inputs.
 
     `factor(dy)` multiplies dy before it is rounded to a's dtype, and divides the gradients.
     """
@@ -74,7 +76,7 @@ def product(a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], Any] = lam
 
 
 def unfilled(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor | None:
-    """A tensor of whatever its memory holds, for a loop to write in full; None where there are only filled ones."""
+    """Allocates a tensor without filling it, for a loop to write in full; returns None where that is not possible."""
     if not (has_gpu() and in_xla() and tf.TensorShape(shape).is_fully_defined()):
         return None
     with tf.init_scope():
@@ -88,7 +90,7 @@ def _allocated(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor:
 
 @functools.cache
 def _allocates(device: str) -> bool:
-    """Whether XLA takes its own `AllocateBuffer` on a device (on CPUs it does not): tried once in a process."""
+    """Returns whether XLA takes its own `AllocateBuffer` on a device (on CPUs it does not): tried once in a process."""
 
     @tf.function(jit_compile=True, autograph=False)
     def write():
@@ -102,12 +104,13 @@ def _allocates(device: str) -> bool:
 
 
 def unfolded(t: tf.Tensor) -> tf.Tensor:
-    """`t`, of which a program for a GPU computes what follows, where it would hold that as a constant."""
+    """Returns `t`, and keeps XLA on a GPU from computing a constant of what follows."""
     return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else t
 
 
 def max_and_exp_sum(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """`m = max(x)` and `sum(exp(x - m))` over the last axis of a float32 matrix; m is finite where all are -inf.
+    """Computes `m = max(x)` and `sum(exp(x - m))` over the last axis of a float32 matrix; m is finite where all are
+    -inf.
 
     >>> [t.numpy().tolist() for t in max_and_exp_sum(tf.constant([[3.0, 3.0]]))]
     [[3.0], [2.0]]
@@ -130,8 +133,8 @@ def max_and_exp_sum(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return row_max, row_sum
 
 
-def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
-    """`whole` with `part` written at `start`: in place, once compiled."""
+def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) -> tf.Tensor:
+    """Returns `whole` with `part` written at `start`: in place, once compiled."""
     begin = tf.stack(start)
     if in_xla():
         return xla.dynamic_update_slice(whole, part, begin)
@@ -140,19 +143,19 @@ def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]
     )
 
 
-def dynamic_add_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Any]) -> tf.Tensor:
-    """`whole` with `part` added at `start`: in place, once compiled."""
+def dynamic_add_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) -> tf.Tensor:
+    """Returns `whole` with `part` added at `start`: in place, once compiled."""
     return dynamic_update_slice(whole, tf.slice(whole, start, tf.shape(part)) + part, start)
 
 
 def first_order(gradients: Sequence[tf.Tensor | None], what: str) -> list[tf.Tensor | None]:
-    """The gradients of a custom gradient, with an error where one asks for theirs: what a loop computed is constant to
-    autodiff, so that second derivatives would be wrong.
+    """Returns the gradients of a custom gradient, with an error where one asks for theirs: a loop's results are
+    constant to autodiff, so that second derivatives would be wrong.
     """
     message = f'{what} has no second derivatives: pass implementation="reference".'
     return [None if g is None else tf.raw_ops.PreventGradient(input=g, message=message) for g in gradients]
 
 
-def sizes(t: tf.Tensor) -> list[Any]:
-    """The shape, with tensors only where a size is not known."""
+def sizes(t: tf.Tensor) -> list[Size]:
+    """Returns the shape, with tensors only where a size is not known."""
     return [tf.shape(t)[i] if size is None else size for i, size in enumerate(t.shape)]

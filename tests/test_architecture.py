@@ -20,7 +20,7 @@ BUDGETS = {
     "checkpoint": 1_400,
     "data": 1_526,
     "distribute": 942,
-    "kernels": 4_459,
+    "kernels": 4_439,
     "memory": 1_492,
     "step": 3_091,
     "training": 879,

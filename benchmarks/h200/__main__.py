@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.h200 import golden, programs, report, roofline, summary
-from fastaccum.kernels.layer_graph import POLICIES
+from fastaccum.kernels.recomputed_function import POLICIES
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
 

@@ -21,7 +21,7 @@ PARTS = (MATMULS, RECOMPUTED, ATTENTION, LOSS, NORMS, ELEMENTWISE, MOVES, SUMS, 
 
 _LOSS = re.compile(r"linear_cross_entropy|\(loss\)")
 _CORE = re.compile(r"attention/attention/|/dot_product/")  # attention without its projections
-_AGAIN = re.compile(r"rematted_computation|/blocks/while/recomputed/")
+_AGAIN = re.compile(r"rematted_computation|/blocks/while/backward/(?!gradient)")
 
 
 def part(kernel: Kernel, sizes: Gpt) -> str:

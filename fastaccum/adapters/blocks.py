@@ -32,33 +32,33 @@ class Segment(NamedTuple):
     """
 
     nodes: list[Any]
-    inputs: list[Any]
-    outputs: list[Any]
+    inputs: list[keras.KerasTensor]
+    outputs: list[keras.KerasTensor]
     recomputed: bool
 
     @property
-    def layers(self) -> list[Any]:
-        """Those among the operations, with the layers within them."""
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers among the operations, with the layers inside them."""
         layers = [node.operation for node in self.nodes if isinstance(node.operation, keras.layers.Layer)]
         return [part for layer in layers for part in layer._flatten_layers()]
 
 
 class Block(NamedTuple):
-    """A layer whose whole `call` is computed again; or, with `segments`, a functional model that is cut."""
+    """Layer whose whole `call` is recomputed; or, with `segments`, a functional model that is cut."""
 
-    layer: Any
+    layer: keras.layers.Layer | keras.Function
     segments: list[Segment] | None = None
 
     @property
-    def layers(self) -> list[Any]:
-        """The layers that are computed again."""
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers that are recomputed."""
         if self.segments is None:
             return [self.layer]
         return [layer for segment in self.segments if segment.recomputed for layer in segment.layers]
 
 
-def find(model: Any) -> list[Block]:
-    """The blocks of a model, from the outermost layers inwards; none where nothing repeats and no graph is worth a cut.
+def find(model: keras.Model) -> list[Block]:
+    """Finds the blocks of a model, outermost layers first; none where nothing repeats and no graph is worth a cut.
 
     Layers of one class side by side are blocks, unless most of each is in blocks of its own. A functional or Sequential
     model whose blocks hold less than that is cut into segments itself.
@@ -69,8 +69,8 @@ def find(model: Any) -> list[Block]:
     return found if segments is None else [Block(graph, segments)]
 
 
-def refusal(layer: Any) -> str | None:
-    """Why a layer cannot be computed again, as what it is or holds; None where it can."""
+def refusal(layer: keras.layers.Layer) -> str | None:
+    """Returns why a layer cannot be recomputed, as a predicate of the layer; None where it can."""
     parts = list(layer._flatten_layers())
     if hasattr(layer, "update_state"):
         return "is a metric"
@@ -83,14 +83,14 @@ def refusal(layer: Any) -> str | None:
     return "is an input" if type(layer).__name__ == "InputLayer" else None
 
 
-def _found(layer: Any, known: dict[int, list[Block]], root: Any) -> list[Block]:
+def _found(layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer) -> list[Block]:
     if id(layer) not in known:
         known[id(layer)] = []  # for a layer that holds itself
         known[id(layer)] = _search(layer, known, root)
     return known[id(layer)]
 
 
-def _search(layer: Any, known: dict[int, list[Block]], root: Any) -> list[Block]:
+def _search(layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer) -> list[Block]:
     children = list({id(c): c for c in layer._flatten_layers(include_self=False, recursive=False)}.values())
     children = [child for child in children if _is_composite(child)]
     number = collections.Counter(map(type, children))
@@ -108,29 +108,29 @@ def _search(layer: Any, known: dict[int, list[Block]], root: Any) -> list[Block]
     return found if segments is None else [Block(graph, segments)]
 
 
-def _is_composite(layer: Any) -> bool:
-    """Whether it is made of layers, and not one of Keras's own that happens to be."""
+def _is_composite(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer is made of layers, and not one of Keras's own layers that happens to be."""
     if of_keras(type(layer)) and not {"keras.Model", "tf_keras.Model"} & kinds(layer).keys():
         return False
     return bool(layer.weights) and any(part.weights for part in layer._flatten_layers(include_self=False))
 
 
-def _holds_most(blocks: list[Block], layer: Any) -> bool:
+def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
     within = {id(w) for block in blocks for part in block.layers for w in part.weights}
     others = {id(w) for embedding, _ in embeddings.find_lookups(layer._flatten_layers()) for w in embedding.weights}
     own = {id(w) for w in layer.weights} - others
     return bool(within) and len(within & own) >= _MOST * len(own)
 
 
-def graph_of(layer: Any) -> Any:
-    """What calls the layers of a functional or Sequential model, node by node; None for a call of a class's own."""
+def graph_of(layer: keras.layers.Layer) -> keras.Function | None:
+    """Returns the node graph of a functional or Sequential model; None for a model with a `call` of its own."""
     if isinstance(layer, keras.Sequential):
         layer = layer._functional
     return layer if isinstance(layer, keras.Function) and package(type(layer).call) == "keras" else None
 
 
-def _cut(graph: Any, is_last: bool, worth: float = _WORTH) -> list[Segment] | None:
-    """The segments of a graph whose kept boundaries and largest inside take the least memory, both by its shapes.
+def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Segment] | None:
+    """Cuts a graph where the kept boundaries and the largest inside of a segment take the least memory.
 
     Args:
         is_last: whether nothing but a loss comes after it: its last segment is then kept, as the way back begins there.
@@ -156,8 +156,8 @@ def _cut(graph: Any, is_last: bool, worth: float = _WORTH) -> list[Segment] | No
     return segments
 
 
-def _ordered(graph: Any) -> tuple[list[Any], set[int]]:
-    """The nodes that a call runs, in Keras's order, and the places of those that no block may hold.
+def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
+    """Returns the nodes that a call runs, in Keras's order, and the places of those that no block may hold.
 
     These come first where they can, as what they do to ids and masks would part what others compute.
     """
@@ -176,7 +176,7 @@ def _ordered(graph: Any) -> tuple[list[Any], set[int]]:
 
 
 def _enter(node: Any, ready: set[int]) -> bool:
-    """Whether a node's inputs are ready; its outputs then are too."""
+    """Returns whether a node's inputs are ready, and marks its outputs as ready if they are."""
     if not all(id(t) in ready for t in node.input_tensors):
         return False
     ready.update(id(t) for t in node.outputs)
@@ -200,7 +200,7 @@ class _Cost(NamedTuple):
 
 
 def _least(costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
-    """Where segments end, and their kept boundaries and largest inside; what is apart is a segment by itself."""
+    """Returns where segments end and their bytes, boundaries and largest inside; a node apart is a segment."""
     total = sum(cost.inside for cost in costs)
     bound = max((cost.inside for k, cost in enumerate(costs) if k not in apart), default=0.0)
     best: tuple[list[int], float] = [len(costs)], math.inf
@@ -211,7 +211,7 @@ def _least(costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
 
 
 def _within(bound: float, costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
-    """As `_least`, with the least boundaries where no inside is larger than `bound`."""
+    """Returns what `_least` does, with the least boundaries where no inside is larger than `bound`."""
     # Of the first j nodes: what is kept at least, where the last segment of them begins, and the largest inside.
     best: list[tuple[float, int, float]] = [(0.0, 0, 0.0)]
     for j in range(1, len(costs) + 1):
@@ -232,7 +232,7 @@ def _within(bound: float, costs: list[_Cost], apart: set[int]) -> tuple[list[int
     return ends, kept + largest
 
 
-def _segment(part: list[Any], outputs: list[Any], nodes: list[Any], recomputed: bool) -> Segment:
+def _segment(part: list[Any], outputs: list[keras.KerasTensor], nodes: list[Any], recomputed: bool) -> Segment:
     made = {id(t): t for node in part for t in node.outputs}
     taken = {id(t): t for node in part for t in node.input_tensors if id(t) not in made}
     inside = {id(node) for node in part}
@@ -241,15 +241,15 @@ def _segment(part: list[Any], outputs: list[Any], nodes: list[Any], recomputed: 
     return Segment(part, list(taken.values()), given, recomputed)
 
 
-def _size(t: Any) -> float:
-    """Bytes of a KerasTensor for one row."""
+def _size(t: keras.KerasTensor) -> float:
+    """Returns the bytes of a KerasTensor for one row."""
     rows, *sizes = t.shape or (1,)
     width = 2 if "16" in str(t.dtype) else 4
     return float(width * (rows or 1) * math.prod(size or _LENGTH for size in sizes))
 
 
 def _inside(node: Any) -> float:
-    """Bytes that a node's gradient reads, about: an output for each layer within, and attention's scores."""
+    """Estimates the bytes that a node's gradient reads: an output for each layer within, and attention's scores."""
     layer, out = node.operation, sum(map(_size, node.outputs))
     graph = graph_of(layer) if isinstance(layer, keras.layers.Layer) else None
     if graph is not None:

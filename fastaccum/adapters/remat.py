@@ -15,10 +15,10 @@ from fastaccum.adapters import blocks, interceptors
 from fastaccum.adapters.blocks import Block, Segment
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.packages import kinds
-from fastaccum.kernels.layer_graph import require_policy
 from fastaccum.kernels.recompute import recomputed
+from fastaccum.kernels.recomputed_function import Policy, require_policy
 
-AnyModel = TypeVar("AnyModel", bound=Any)
+AnyModel = TypeVar("AnyModel", bound=keras.Model)
 _changes = 0  # of any model, in this process
 
 
@@ -28,7 +28,7 @@ def remat(
     policy: str | Sequence[str] | None = "nothing_saveable",
     layer_names: Sequence[str] | None = None,
 ) -> AnyModel:
-    """Saves memory on a GPU: a model's blocks are computed again in the backward pass, instead of being kept for it.
+    """Saves memory on a GPU: recomputes a model's blocks in the backward pass, instead of keeping their values for it.
 
     Of each block only the inputs are kept (Chen et al., 2016, arXiv:1604.06174). The gradients are the same, to
     rounding, for about a third more arithmetic. Dropout drops the same elements, and moving statistics move once. This
@@ -61,10 +61,10 @@ def remat(
     kind = kinds(model)
     if "keras.Model" not in kind and "tf_keras.Model" not in kind:
         raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
-    keeps_all = policy is None or policy == "everything_saveable"
-    found = [] if keeps_all else _blocks(model, require_policy(policy), layer_names)
-    replacing = [_interceptor(block, policy) for block in found]
-    if found:  # Keras's own rematerialisation fails here
+    replacing: list[Interceptor] = []
+    if policy is not None and require_policy(policy) != "everything_saveable":
+        replacing = [_interceptor(block, policy) for block in _blocks(model, layer_names)]
+        # Keras's own rematerialisation fails here.
         scoped = [layer for layer in _with_graphs(model) if scope_mode(layer) not in (None, "activations")]
         replacing += [Interceptor(layer, "rematerialized_call", _call_plainly, Role.RECOMPUTE) for layer in scoped]
     _replace(model, replacing)
@@ -74,8 +74,8 @@ def remat(
 
 
 @contextlib.contextmanager
-def recomputing(model: Any, policy: str | Sequence[str] | None) -> Iterator[None]:
-    """Within the scope, a model as `remat(model, policy)` leaves it, or with None as it is; then as it was before."""
+def recomputing(model: keras.Model, policy: Policy | None) -> Iterator[None]:
+    """Applies `remat(model, policy)` inside the block and restores the model on exit; None changes nothing."""
     if policy is None:
         yield
         return
@@ -88,23 +88,23 @@ def recomputing(model: Any, policy: str | Sequence[str] | None) -> Iterator[None
 
 
 def changes() -> int:
-    """How often `remat` has changed a model in this process."""
+    """Returns how often `remat` has changed a model in this process."""
     return _changes
 
 
-def installed(model: Any) -> list[Interceptor]:
-    """Lists the interceptors of `remat` in a model: the same objects until it is called on the model again."""
+def installed(model: keras.Model) -> list[Interceptor]:
+    """Returns what `remat` has put into a model: the same objects until `remat` changes the model again."""
     return [each for layer in _with_graphs(model) for each in interceptors.installed(layer, Role.RECOMPUTE)]
 
 
-def _replace(model: Any, replacing: list[Interceptor]) -> None:
+def _replace(model: keras.Model, replacing: list[Interceptor]) -> None:
     for each in installed(model):
         interceptors.remove(each)
     for each in replacing:
         interceptors.install(each)
 
 
-def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[Block]:
+def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[Block]:
     if layer_names is not None:
         return [Block(layer) for layer in _named(model, layer_names)]
     if not model.weights:
@@ -122,7 +122,7 @@ def _blocks(model: Any, policy: Any, layer_names: Sequence[str] | None) -> list[
     return found
 
 
-def _named(model: Any, layer_names: Sequence[str]) -> list[Any]:
+def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.Layer]:
     if isinstance(layer_names, str) or not layer_names or not all(isinstance(name, str) for name in layer_names):
         raise TypeError(f"layer_names={layer_names!r} must be a list of names of layers, or left out.")
     by_name = {layer.name: layer for layer in reversed(list(model._flatten_layers()))}
@@ -137,8 +137,8 @@ def _named(model: Any, layer_names: Sequence[str]) -> list[Any]:
     return [by_name[name] for name in layer_names]
 
 
-def scope_mode(layer: Any) -> str | None:
-    """By what a `keras.RematScope` in which it was made has it computed again."""
+def scope_mode(layer: keras.layers.Layer) -> str | None:
+    """Returns the mode of the `keras.RematScope` in which a layer was made, if the scope recomputes the layer."""
     scope: Any = getattr(layer, "_remat_mode", None)
     listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)
     return scope.mode if listed else None
@@ -148,14 +148,14 @@ def _call_plainly(rematerialized_call: Callable, call: Callable, *args: Any, **k
     return call
 
 
-def _with_graphs(model: Any) -> list[Any]:
-    """Every layer, and the functional models in Sequential ones."""
+def _with_graphs(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns every layer, and the functional models in Sequential ones."""
     layers = list(model._flatten_layers())
     graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]
     return list({id(layer): layer for layer in [*layers, *graphs]}.values())
 
 
-def _interceptor(block: Block, policy: Any) -> Interceptor:
+def _interceptor(block: Block, policy: Policy) -> Interceptor:
     layer, segments = block
     if segments is None:
         return Interceptor(layer, "call", functools.partial(_recompute, layer, policy), Role.RECOMPUTE)
@@ -163,7 +163,7 @@ def _interceptor(block: Block, policy: Any) -> Interceptor:
     return Interceptor(layer, "_run_through_graph", walk, Role.RECOMPUTE)
 
 
-def _recompute(layer: Any, policy: Any, call: Callable, *args: Any, **kwargs: Any) -> Any:
+def _recompute(layer: keras.layers.Layer, policy: Policy, call: Callable, *args: Any, **kwargs: Any) -> Any:
     def run(args, kwargs):
         return call(*args, **kwargs)
 
@@ -171,9 +171,9 @@ def _recompute(layer: Any, policy: Any, call: Callable, *args: Any, **kwargs: An
 
 
 def _walk(
-    graph: Any,
+    graph: keras.Function,
     segments: list[Segment],
-    policy: Any,
+    policy: Policy,
     call: Callable,
     inputs: Any,
     operation_fn: Callable = lambda operation: operation,

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from fastaccum.adapters.attributes import Nest, Variable, raw
-from fastaccum.kernels.layer_graph import DRAWS
+from fastaccum.kernels.recomputed_function import DRAWS
 
 # Of a batch that is only traced: no other axis of a model is as long.
 TELLING_ROWS = 1031

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fastaccum.kernels import attention, attention_implementation, cudnn_attention
 from fastaccum.kernels.strip_attention import strip_attention, strip_rows
 from fastaccum.step import compiler_ir as compiled
+from fastaccum.step.program import Program
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 
@@ -175,7 +176,7 @@ def program(time, causal=True, block_size=32, implementation="blockwise"):
     def run(*tensors):
         return outcome(tensors, None, causal=causal, block_size=block_size, implementation=implementation)
 
-    return compiled.Program(run), make(batch=1, time=time, heads=2, groups=2, width=16)[0]
+    return Program(run), make(batch=1, time=time, heads=2, groups=2, width=16)[0]
 
 
 @pytest.mark.parametrize(("causal", "pairs"), [(True, 8 * 9 // 2), (False, 8 * 8)])

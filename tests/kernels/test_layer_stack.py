@@ -16,7 +16,7 @@ from keras import layers
 import fastaccum as fa
 from fastaccum.adapters import traces
 from fastaccum.kernels import checkpoint_name, layer_loop
-from fastaccum.kernels.layer_graph import LayerGraph
+from fastaccum.kernels.layer_loop import LayerGraph
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.step import compiler_ir as compiled
 from fastaccum.transformer import TransformerBlock
@@ -216,8 +216,8 @@ def test_the_way_back_reads_what_is_kept(plain_outcome, monkeypatch):
     forward = LayerGraph.forward
 
     def spoiled(self, *arguments):
-        y, after, kept = forward(self, *arguments)
-        return y, after, [2.0 * t for t in kept]
+        y, after, residuals = forward(self, *arguments)
+        return y, after, [2.0 * t for t in residuals]
 
     monkeypatch.setattr(LayerGraph, "forward", spoiled)
     stack, _ = stack_and_plain(everything_block, depth=2)
@@ -246,7 +246,7 @@ def kept(make_layer, policy="auto", training=True):
     with mock.patch.object(layer_loop, "LayerGraph", spied):
         tf.function(lambda x: stack(x, training=training)).get_concrete_function(x)
     (graph,) = graphs
-    return sorted(t.shape.num_elements() / x.shape.num_elements() for t in graph.kept)
+    return sorted(t.shape.num_elements() / x.shape.num_elements() for t in graph.residuals)
 
 
 @pytest.mark.parametrize(
