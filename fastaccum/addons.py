@@ -96,7 +96,7 @@ class _Finder:
 
 
 def _other_finders() -> list[Any]:
-    """Without that of this module, nor of the same before a reload."""
+    """Lists the finders without that of this module, and of the same before a reload."""
     return [finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__]
 
 
@@ -138,8 +138,8 @@ def _mend(addons: ModuleType) -> None:
 
 
 def _inline(module: ModuleType) -> None:
-    """In a graph its tf.functions become part of that: else the gradient of a `tf.tile` in one takes the shape from
-    among the function's results, and XLA, to which a shape is a constant, compiles each step anew.
+    """Inlines a module's tf.functions into graphs that call them. Else the gradient of a `tf.tile` takes the shape from
+    a function's results, and XLA, to which a shape is a constant, compiles each step anew.
     """
     import tensorflow as tf
 
@@ -155,7 +155,7 @@ def _inline(module: ModuleType) -> None:
 
 
 class _Refused:
-    """In the place of the library of a compiled operation."""
+    """Stand-in for the library of a compiled operation, which refuses the operation by name."""
 
     def __getattr__(self, operation: str) -> NoReturn:
         if operation not in _COMPILED:
@@ -168,8 +168,8 @@ class _Refused:
 
 
 def _follow_weights(swa: Any) -> None:
-    """Until `start_averaging`, the averages are the weights, as those of MovingAverage are; they would be 0, and so
-    would be the weights that are evaluated with averages swapped in.
+    """Makes the averages of SWA follow the weights until `start_averaging`, as those of MovingAverage do. They would be
+    0, and so would be the weights that are evaluated with averages swapped in.
     """
     average_op = vars(swa)["average_op"]
 
@@ -184,7 +184,7 @@ def _follow_weights(swa: Any) -> None:
 
 
 def _assign_to_keras_3(wrapper: Any) -> None:
-    """`assign_average_vars` takes the variables of Keras 3's models too, which it would leave as they are."""
+    """Lets `assign_average_vars` take the variables of Keras 3's models, which it would leave as they are."""
     assign = wrapper.assign_average_vars
 
     def assign_average_vars(self: Any, var_list: Any) -> Any:
@@ -228,7 +228,7 @@ def _bind_tf_keras(tf: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _keras_src_engine() -> Iterator[None]:
-    """`from keras.src.engine import keras_tensor` finds tf_keras's, while this lasts."""
+    """Lets `from keras.src.engine import keras_tensor` find tf_keras's inside the block."""
     # Keras 3 in full first: nothing of it may be imported while the name is there.
     import keras  # noqa: F401
     import tf_keras.src.engine.keras_tensor

@@ -17,8 +17,8 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 BUDGETS = {
     "adapters": 4_604,
     "app": 1_505,
-    "checkpoint": 1_400,
-    "data": 1_526,
+    "checkpoint": 1_415,
+    "data": 1_528,
     "distribute": 942,
     "kernels": 4_439,
     "memory": 1_492,
@@ -28,7 +28,7 @@ BUDGETS = {
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
-MAY_OPEN_OTHERWISE = {"adapters", "checkpoint", "data", "kernels"}
+MAY_OPEN_OTHERWISE = {"adapters", "kernels"}
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 

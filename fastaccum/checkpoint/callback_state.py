@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import json
 import reprlib
-from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.packages import of_keras
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
+from fastaccum.checkpoint.files import Json
 from fastaccum.checkpoint.state import plain
 from fastaccum.lines import warn
 
@@ -26,8 +27,8 @@ COUNTERS = {
 }
 
 
-def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
-    """The callbacks whose state is saved, each with a name of its own."""
+def _stateful(callbacks: Callbacks) -> list[tuple[str, keras.callbacks.Callback]]:
+    """Lists the callbacks whose state is saved, by names that differ."""
     found, counts = [], collections.Counter[str]()
     for callback in callbacks.list.callbacks:
         if _kind(callback) in COUNTERS or hasattr(callback, "get_state"):
@@ -37,18 +38,18 @@ def _stateful(callbacks: Callbacks) -> list[tuple[str, Any]]:
     return found
 
 
-def _kind(callback: Any) -> str | None:
-    """The name of the callback's class among Keras's own."""
+def _kind(callback: keras.callbacks.Callback) -> str | None:
+    """Returns the name of the callback's class among Keras's own."""
     names = (c.__name__ for c in type(callback).__mro__ if of_keras(c))
     return next(names, None)
 
 
-def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray]]:
-    """Each callback's plain values, with the class of Keras's that it is, and all their arrays, by name."""
-    values: dict[str, dict[str, Any]] = {}
+def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]:
+    """Returns each callback's plain values and Keras class, by name, and the arrays of all callbacks."""
+    values: dict[str, Json] = {}
     arrays: dict[str, np.ndarray] = {}
     for name, callback in _stateful(callbacks):
-        own: dict[str, Any] = {}
+        own: Json = {}
         values[name] = {"kind": _counted(callback), "state": own}
         if hasattr(callback, "get_state"):
             given = callback.get_state()
@@ -70,12 +71,12 @@ def state(callbacks: Callbacks) -> tuple[dict[str, dict[str, Any]], dict[str, np
     return values, arrays
 
 
-def _counted(callback: Any) -> str | None:
-    """The class of Keras's whose counters are saved; None where `get_state` says what is."""
+def _counted(callback: keras.callbacks.Callback) -> str | None:
+    """Returns the Keras class whose counters are saved; None for a callback with `get_state`."""
     return None if hasattr(callback, "get_state") else _kind(callback)
 
 
-def restore(callbacks: Callbacks, values: dict[str, dict[str, Any]], arrays: dict[str, tf.Tensor]) -> None:
+def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.Tensor]) -> None:
     """Puts back what `state` returned.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whether a GPU computes the same bits again in another process."""
+"""A check that a GPU computes the same bits again in another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastaccum.lines import warn
 
 
 def deterministic(flags: str, op_determinism: bool, gpus: Sequence[str], jit_compile: bool) -> bool:
-    """Whether a step gives the same bits in every process on the same machine, as far as flags can make it.
+    """Tells if a step gives the same bits in every process on the same machine, as far as flags can ensure it.
 
     Args:
         flags: those of XLA, as XLA_FLAGS has them.
@@ -55,7 +55,7 @@ def warn_on_gpu(jit_compile: bool) -> None:
 
 
 def _xla_flags() -> str:
-    """Those of the environment, which may name a file of them."""
+    """Returns XLA's flags from the environment, which may name a file of flags."""
     flags = os.environ.get("XLA_FLAGS", "")
     if not flags.strip() or flags.lstrip().startswith("-"):
         return flags

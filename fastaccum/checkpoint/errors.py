@@ -1,4 +1,4 @@
-"""What a checkpoint is refused with."""
+"""Errors of reading and writing checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastaccum import lines
 
 
 class _CheckpointError(ValueError):
-    """Quotes what the checkpoint holds, which others may have written: in one line, with escapes."""
+    """Error that quotes a checkpoint, which others may have written: in one line, with escapes."""
 
     def __init__(self, message: str):
         super().__init__(lines.one_line(message))

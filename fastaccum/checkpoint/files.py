@@ -1,4 +1,4 @@
-"""Files in a folder that others may have written to: what is read is no link, and bounded."""
+"""Files in a folder that others may have written to: no link is followed, and no more than a bound is read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
+
+Json = dict[str, Any]  # an object of JSON
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -20,14 +22,14 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def opened(file: Path) -> BinaryIO:
-    """`file`, for reading; OSError if it is a link, which could lead out of the folder, or a device."""
+    """Opens `file` for reading; OSError if `file` is a link, which could lead out of the folder, or a device."""
     if not stat.S_ISREG(os.lstat(file).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(file))
     return os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def read(file: Path, most: int) -> bytes:
-    """What such a file holds; OSError if that is more than `most` bytes."""
+    """Reads a plain file; OSError if the file has more than `most` bytes."""
     with opened(file) as stream:
         content = stream.read(most + 1)
     if len(content) > most:
@@ -35,8 +37,8 @@ def read(file: Path, most: int) -> bytes:
     return content
 
 
-def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` of JSON in which no name may stand twice."""
+def without_twins(pairs: list[tuple[str, Any]]) -> Json:
+    """Makes a dict of JSON's pairs (as `object_pairs_hook`); ValueError if a name stands twice."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
         raise ValueError(f"{max(names, key=names.count)!r:.100} is in it twice")
@@ -44,7 +46,7 @@ def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """To the disk: a file, or a folder's list of names."""
+    """Flushes to the disk: a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,7 +55,7 @@ def flush(path: Path) -> None:
 
 
 def sha256(file: BinaryIO) -> str:
-    """Of what is left to read of it."""
+    """Returns the SHA-256 of what is left to read of a file."""
     digest = hashlib.sha256()
     while block := file.read(2**20):
         digest.update(block)

@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock that the system takes back from a process however it ends."""
+"""A lock of a folder for one process, which the system releases however the process ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import stat
 import time
 from pathlib import Path
-from typing import Any
 
 from fastaccum.lines import warn
 
@@ -20,14 +19,14 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderInUseError(RuntimeError):
-    """Another process, or something else in this one, works in the folder; the message names both."""
+    """Error that another process, or something else in this one, works in the folder; the message names both."""
 
 
 class FolderLock:
-    """While entered, nobody else can enter a lock of the same folder, in this process or another.
+    """Lock of a folder, which nobody else can enter meanwhile, in this process or another.
 
-    It is a flock on a hidden file, which is removed at the end. What a killed process left is no obstacle, and a forked
-    child does not hold what its parent had.
+    The lock is a flock on a hidden file, which is removed at the end. The file of a killed process is no obstacle, and
+    a forked child does not hold its parent's lock.
 
     Raises:
         FolderInUseError: raised if another has it.
@@ -43,11 +42,11 @@ class FolderLock:
         self.acquire()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lock where it is not held, or was removed with its folder, which is made anew."""
+        """Acquires the lock unless it is held; a folder that was removed with its lock is made anew."""
         if self._descriptor is not None and self._is_in_place(self._descriptor):
             return
         self.release()
@@ -70,7 +69,7 @@ class FolderLock:
         raise FolderInUseError(self._in_use(held_by.decode("utf-8", "replace")))
 
     def release(self) -> None:
-        """Gives the lock back, if it is held."""
+        """Releases the lock, if it is held."""
         if self._descriptor is None:
             return
         if self._is_in_place(self._descriptor):
@@ -126,7 +125,7 @@ _held: set[FolderLock] = set()
 
 
 def _forget_in_child() -> None:
-    """A child that outlived its parent would hold the lock through the descriptor that they share."""
+    """Closes the descriptors that a forked child shares with its parent, whose locks it would hold for longer."""
     for lock in _held:
         if lock._descriptor is not None:
             os.close(lock._descriptor)

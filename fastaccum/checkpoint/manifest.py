@@ -7,12 +7,12 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastaccum.checkpoint import files
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from fastaccum.checkpoint.files import Json
 from fastaccum.checkpoint.state import PACKAGES, versions
 from fastaccum.lines import one_line, warn
 
@@ -33,7 +33,7 @@ _PARTS = {
 }
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Json:
     """Reads the manifest in the checkpoint folder `path`.
 
     Raises:
@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _of_another_version(path: Path, manifest: Mapping[str, Any]) -> str:
+def _of_another_version(path: Path, manifest: Json) -> str:
     saved = manifest.get("versions")
     wrote = ", ".join(f"{k} {v}" for k, v in saved.items()) if isinstance(saved, dict) else "an earlier fastaccum"
     return (
@@ -85,7 +85,7 @@ def _require(key: str, wanted: Any, value: Any) -> None:
         _require(f"{key}.{name}", part, value[name])
 
 
-def warn_of_other_versions(path: Path, manifest: Mapping[str, Any]) -> None:
+def warn_of_other_versions(path: Path, manifest: Json) -> None:
     """Warns with the versions that wrote a checkpoint, if this process has others."""
     saved, now = manifest["versions"], versions()
     others = [f"{name} {saved[name]}, now {now[name]}" for name in now if now[name] != saved[name]]
@@ -96,21 +96,21 @@ def warn_of_other_versions(path: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
-def history_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def history_in(manifest: Json) -> Json:
     """Returns `History.history`, of plain values; some versions set apart what a user's callback had made of it."""
     others = manifest["history"].get("others", {})  # an empty list for a log that a callback had removed
     return manifest["history"]["history"] | {name: values for name, values in others.items() if values != []}
 
 
-def written(manifest: Mapping[str, Any]) -> bytes:
+def written(manifest: Json) -> bytes:
     """Returns the content of manifest.json; raises CorruptCheckpointError if that would be too large to read."""
-    plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
+    plain: Json = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
     content = (json.dumps({**plain, "sha256": digest(plain)}, indent=1) + "\n").encode()
     if len(content) > LARGEST:
         raise CorruptCheckpointError(f"{MANIFEST} would be larger than {LARGEST} bytes")
     return content
 
 
-def digest(manifest: Mapping[str, Any]) -> str:
+def digest(manifest: Json) -> str:
     """Returns the checksum of all that a manifest holds but the checksum."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A fit that is saved on its way, and taken up again."""
+"""Saves a fit on its way, and resumes it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fastaccum import checks
 from fastaccum.checkpoint import callback_state, determinism, files, state, store
 from fastaccum.checkpoint import manifest as manifests
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
+from fastaccum.checkpoint.files import Json
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Training, plain
@@ -30,7 +31,7 @@ _TRIES = 5  # to write into a folder that somebody removes
 
 
 class Saver:
-    """Saves the state of a fit, and takes it up again.
+    """Saves the state of a fit, and resumes it.
 
     The state is copied between two train steps and written by a thread, one write at a time. While entered, SIGTERM
     saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the others go on after
@@ -98,7 +99,7 @@ class Saver:
                 self._preemption.__exit__()
 
     def resume(self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int) -> Position:
-        """The position at which the last good checkpoint leaves off; the beginning without one.
+        """Returns the position at which the last good checkpoint leaves off; the beginning without one.
 
         Raises:
             ValueError: raised if no checkpoint is good; nothing was changed.
@@ -168,14 +169,14 @@ class Saver:
         return self.stopped or self._position.epoch >= epochs
 
     def begin(self) -> None:
-        """Called after `on_train_begin`."""
+        """Restores the state, after `on_train_begin`."""
         if self.directory is not None:
             callback_state.state(self._training.callbacks)  # raises what would otherwise come with the first save
         if self._resumed is not None:
             self._restore()
 
     def begin_epoch(self, epoch: int) -> int:
-        """Called after `on_epoch_begin`; returns the train steps that are done of the epoch."""
+        """Returns the train steps that are done of an epoch, after `on_epoch_begin`."""
         if self._resumed is not None:
             # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for it before.
             if self._position.step:
@@ -202,7 +203,7 @@ class Saver:
                 variable.assign(self._tensors[f"{group}/{name}"])
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """An epoch's dispatches. Each has been executed by the time that the next is asked for."""
+        """Yields the dispatches of an epoch, and saves between them: one is executed before the next is asked for."""
         dispatch = next(dispatches, None)
         self._cut_short = True  # unless it is read to its end
         while dispatch is not None:
@@ -218,7 +219,7 @@ class Saver:
         self._cut_short = False
 
     def end_epoch(self, last: bool) -> None:
-        """Called after `on_epoch_end`; raises ValueError where the next epoch would begin within this one's pass."""
+        """Saves after `on_epoch_end`; raises ValueError where the next epoch would begin within this one's pass."""
         if self.directory is not None and self._cut_short and not last:
             raise ValueError(
                 f"A callback set model.stop_training within epoch {self._position.epoch + 1} and took it back at its "
@@ -237,8 +238,8 @@ class Saver:
         crossed = self.every is not None and self._done // self.every > self._saved // self.every
         return crossed or (self._preemption.requested and self._is_chief)
 
-    def _state(self, stopped: bool) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """A manifest and tensors: copies, in host memory; None where there is no state to go on from."""
+    def _state(self, stopped: bool) -> tuple[Json, dict[str, tf.Tensor | np.ndarray]] | None:
+        """Copies a manifest and tensors to host memory; returns None where there is no state to go on from."""
         if not self._training.require_savable():
             return None
         tensors = {
@@ -263,7 +264,7 @@ class Saver:
         }
         return manifest, tensors
 
-    def _save(self, manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _save(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
         self._wait()
         self._saved = manifest["progress"]["step"]
         if not self._is_chief:
@@ -275,7 +276,7 @@ class Saver:
             print(f"saved {path}: the same fit goes on from there", file=sys.stderr, flush=True)
             raise Preempted(path)
 
-    def _written(self, manifest: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _written(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
         for left in reversed(range(_TRIES)):
             try:
                 self._lock.acquire()  # which a folder that was removed took along
@@ -350,7 +351,7 @@ def _warn_of_draws(operations: Sequence[str]) -> None:
         )
 
 
-def _writable(directory: Any) -> Path:
+def _writable(directory: str | os.PathLike[str]) -> Path:
     if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str) or directory == "":
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:

@@ -7,13 +7,13 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class EndRequest:
-    """While entered, the first signal `number` prints `notice` and sets `requested`; a second one ends the process.
+    """Scope in which the first signal `number` prints `notice` and sets `requested`; a second one ends the process.
 
-    Only the main thread can do so: in another, signals stay as they were, as they do in a forked child.
+    Only the main thread can handle signals: in another thread, and in a forked child, they stay as they were.
     """
 
     entered: ClassVar[dict[int, EndRequest]] = {}  # now, by number
@@ -29,12 +29,12 @@ class EndRequest:
             self._previous = signal.signal(self._number, self._on_signal)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.entered.pop(self._number, None)
         if self._main:
             signal.signal(self._number, self._previous or signal.SIG_DFL)
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, *_: object) -> None:
         self.requested = True
         # The default action needs no Python, which a second signal could find inside a long compilation.
         signal.signal(self._number, signal.SIG_DFL)
@@ -43,7 +43,7 @@ class EndRequest:
 
 
 def _leave_in_child() -> None:
-    """A data loader's process would otherwise not end at the first signal, nor say why."""
+    """Restores the handlers in a forked child: a data loader's process is to end at the first signal."""
     for request in list(EndRequest.entered.values()):
         request.__exit__()
 
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class Preempted(SystemExit):
-    """Raised by `fit` after SIGTERM, once the state is saved; uncaught, it ends the process with code 143.
+    """Exit that `fit` raises after SIGTERM, once the state is saved; uncaught, the process ends with code 143.
 
     Attributes:
         checkpoint: the folder that it was saved to.

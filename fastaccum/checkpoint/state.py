@@ -1,4 +1,4 @@
-"""What a checkpoint of a fit holds, and what of a fit must be the same for it to go on."""
+"""Description of a fit for its checkpoints, and the differences between two descriptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ import tensorflow as tf
 from fastaccum.adapters import fingerprint
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.checkpoint.files import Json
 from fastaccum.data.arrays import ArrayStacks
 from fastaccum.data.datasets import DatasetStacks
 
@@ -27,9 +28,18 @@ NUMBER = r"_\d+(?=[_/]|$)"
 PACKAGES = ("tensorflow", "keras", "numpy", "fastaccum")
 
 
+class Workers(Protocol):
+    """The workers that train together: `Replicas`, of a room above."""
+
+    @property
+    def is_chief(self) -> bool: ...
+    def barrier(self) -> None: ...
+    def require_same(self, advice: str, **numbers: float) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A fit, as far as a checkpoint is concerned.
+    """The parts of a fit that a checkpoint needs.
 
     Attributes:
         model: the user's model, for its `history` and `stop_training`.
@@ -42,12 +52,12 @@ class Training:
         require_savable: returns False while steps are skipped until an error that is still to be read, and raises
             ValueError if indices out of range were seen: neither leaves a state to go on from.
         note_changes: called as the fit ends, to tell what training changed from what is changed after it.
-        workers: the `Replicas` that train together, from the room above; None for a single process.
+        workers: those that train together; None for a single process.
     """
 
-    model: Any
-    variables: Mapping[str, Sequence[Any]]
-    description: Mapping[str, Any]
+    model: keras.Model
+    variables: Mapping[str, Sequence[tf.Variable | keras.Variable]]
+    description: Json
     cut: Mapping[str, int]
     split_sensitive_layers: Sequence[str]
     unsaved_draws: Sequence[str]
@@ -55,7 +65,7 @@ class Training:
     callbacks: Callbacks
     require_savable: Callable[[], bool]
     note_changes: Callable[[], None]
-    workers: Any = None
+    workers: Workers | None = None
 
 
 class ChangesOfTraining:
@@ -67,10 +77,10 @@ class ChangesOfTraining:
     """
 
     def __init__(self) -> None:
-        self._start: Any = None
-        self._end: Any = None
+        self._start: Json | None = None
+        self._end: Json | None = None
 
-    def begin(self, describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def begin(self, describe: Callable[[], Json]) -> Json:
         """Returns the description of a fit that begins."""
         self._describe, self._beginning = describe, _undo(describe(), self._end, self._start)
         return self._beginning
@@ -95,7 +105,7 @@ def _undo(now: Any, end: Any, start: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON holds it: numbers as Python's, arrays as lists, anything unknown as its type's name."""
+    """Converts `value` for JSON: numbers to Python's, arrays to lists, anything unknown to its type's name."""
     if isinstance(value, (np.generic, np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
         return np.asarray(value).tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -109,8 +119,8 @@ def plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def name_variables(groups: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, tf.Variable]]:
-    """Each group's variables, once each, by names that are the same in every process."""
+def name_variables(groups: Mapping[str, Sequence[tf.Variable | keras.Variable]]) -> dict[str, dict[str, tf.Variable]]:
+    """Names each group's variables, once each, alike in every process."""
     found: dict[str, dict[str, tf.Variable]] = {group: {} for group in groups}
     for group, variables in groups.items():
         seen = set()
@@ -130,8 +140,8 @@ def free_name(path: str, taken: Container[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def checksums(groups: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Of the values of the model's and the optimizer's variables, by readable names; of one number, itself."""
+def checksums(groups: Mapping[str, Sequence[tf.Variable | keras.Variable]]) -> Json:
+    """Returns checksums of the model's and the optimizer's variables, by name; a single number stands for itself."""
     read = {
         f"{group}/{name}": np.array(variable.read_value())
         for group, named in name_variables({group: groups[group] for group in ("model", "optimizer")}).items()
@@ -141,12 +151,12 @@ def checksums(groups: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Those of what a training's bits hang on."""
+    """Returns the versions of the packages that a training's bits depend on."""
     return {"python": platform.python_version(), **{name: sys.modules[name].__version__ for name in PACKAGES}}
 
 
 def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved, now {}") -> list[str]:
-    """Each item in which two descriptions differ, as "optimizer.learning_rate: 0.1 was saved, now 0.2"."""
+    """Lists the items in which two descriptions differ, as "optimizer.learning_rate: 0.1 was saved, now 0.2"."""
     if isinstance(saved, dict) and isinstance(now, dict):
         pairs = {name: (saved.get(name, "nothing"), now.get(name, "nothing")) for name in dict.fromkeys([*saved, *now])}
         before, after = pairs.get("class", (None, None))
@@ -163,7 +173,7 @@ def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved
 
 
 def other_product(saved: Mapping[str, Any], now: Mapping[str, Any], wanted: int | None) -> str:
-    """What is said of another number of rows in an update, by the cuts of arrays, or "" where that is not at fault."""
+    """Returns what to say of an update with another number of rows of arrays; "" where the number is right."""
     size, steps = now.get("batch_size"), now["gradient_accumulation_steps"]
     if wanted is None or size is None:
         return ""
@@ -178,7 +188,7 @@ def other_product(saved: Mapping[str, Any], now: Mapping[str, Any], wanted: int 
 
 
 def other_pieces(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In what two cuts differ, as "batch_size 8 x 4 instead of 16 x 2"."""
+    """Returns how two cuts differ, as "batch_size 8 x 4 instead of 16 x 2"."""
     pairs = {name: (now[name], saved[name]) for name in now}
     size, steps = pairs["batch_size"], pairs["gradient_accumulation_steps"]
     if None not in size and (size[0] != size[1] or steps[0] != steps[1]):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a folder each, written whole or not at all, and read only if it is as it was written.
+"""Checkpoints on disk: folders that are written whole or not at all, and read only if they are as they were written.
 
     run/checkpoints/step-00000050/
         manifest.json               what the training state is, and the size and sha256 of every file
@@ -21,12 +21,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.checkpoint import files
 from fastaccum.checkpoint import manifest as manifests
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from fastaccum.checkpoint.files import Json
 from fastaccum.checkpoint.manifest import MANIFEST
 from fastaccum.lines import warn
 
@@ -46,25 +48,25 @@ class Checkpoint:
     """
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Json
 
     @property
     def step(self) -> int:
-        """Train steps done."""
+        """Returns the number of train steps done."""
         return self.manifest["progress"]["step"]
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that training goes on in."""
+        """Returns the epoch, from 0, that training goes on in."""
         return self.manifest["progress"]["epoch"]
 
     @property
     def history(self) -> dict[str, list[Any]]:
-        """The logs of the epochs that ended, as in `History.history`."""
+        """Returns the logs of the epochs that ended, as in `History.history`."""
         return manifests.history_in(self.manifest)
 
     def tensors(self) -> dict[str, tf.Tensor]:
-        """Every tensor by name, in host memory; CorruptCheckpointError if they were changed meanwhile."""
+        """Reads every tensor, by name, to host memory; CorruptCheckpointError if they were changed meanwhile."""
         specs = self.manifest["tensors"]
         try:
             with tf.device("CPU:0"):
@@ -80,7 +82,7 @@ class Checkpoint:
 
 
 def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest good checkpoint in the `checkpoint_dir` of a fit; None if there is none at all.
+    """Finds the newest good checkpoint in the `checkpoint_dir` of a fit; None if there is none at all.
 
     Warns of each newer one that is not good, and says why.
 
@@ -113,7 +115,7 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def paths(directory: str | os.PathLike[str]) -> list[Path]:
-    """The folders of checkpoints, good or not, newest first."""
+    """Lists the folders of checkpoints, good or not, newest first."""
     try:
         names = os.listdir(checks.path("directory", directory))
     except FileNotFoundError:
@@ -128,10 +130,10 @@ def _step(path: Path) -> int:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """The checkpoint in a folder.
+    """Reads the checkpoint in a folder.
 
     Raises:
-        CorruptCheckpointError: raised unless every byte is as it was written, and every value can be right.
+        CorruptCheckpointError: raised unless every byte is as it was written.
         IncompatibleCheckpointError: raised if another version wrote it.
     """
     manifest = manifests.read(path)
@@ -145,7 +147,7 @@ def inspect(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def _require_files(path: Path, listed: dict[str, Any]) -> None:
+def _require_files(path: Path, listed: Json) -> None:
     if sorted(listed) != FILES:
         raise CorruptCheckpointError(f"{MANIFEST} lists the files {sorted(listed)}, which are not {FILES}")
     for name, written in listed.items():
@@ -157,7 +159,7 @@ def _require_files(path: Path, listed: dict[str, Any]) -> None:
                 raise CorruptCheckpointError(f"{name} was changed after it was written: its checksum differs")
 
 
-def _require_tensors(path: Path, specs: dict[str, Any], size: int) -> None:
+def _require_tensors(path: Path, specs: Json, size: int) -> None:
     try:
         reader = tf.train.load_checkpoint(str(path / TENSORS))
         shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
@@ -173,7 +175,7 @@ def _require_tensors(path: Path, specs: dict[str, Any], size: int) -> None:
         raise CorruptCheckpointError(f"its tensors would be of {claimed} bytes, in a file of {size}")
 
 
-def write(directory: Path, manifest: dict[str, Any], tensors: Mapping[str, Any], keep: int) -> Path:
+def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.ndarray], keep: int) -> Path:
     """Writes one checkpoint, all of it or nothing, then removes all but the `keep` newest; returns its folder.
 
     Everything goes to a hidden folder beside it, is flushed to the disk, and then takes its name in one operation of
@@ -233,7 +235,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _hidden(path: Path, what: str) -> Path:
-    """A name beside `path` that nobody else has."""
+    """Returns a name beside `path` that nobody else has."""
     return path.with_name(f".{path.name}.{what}-{os.getpid()}-{secrets.token_hex(4)}")
 
 

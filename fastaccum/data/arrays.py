@@ -18,14 +18,14 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.data import rows
-from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, warn_short
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Place, Position, group_steps, warn_short
 from fastaccum.lines import warn
 
 PREFETCH = 2
 
 
 class ArraySource:
-    """In-memory arrays that `rows.as_arrays` checked; `seed` shuffles every epoch anew, None keeps the order."""
+    """Arrays in memory that `rows.as_arrays` checked; `seed` shuffles each epoch anew, None keeps the order."""
 
     read_once = False
     what = "x, y and sample_weight"
@@ -35,25 +35,25 @@ class ArraySource:
         self.rows = rows.count(self.what, arrays)
         if not self.rows:
             raise ValueError("x is empty: it has 0 rows.")
-        self.cut_anew(batch_size)
+        self.rebatch(batch_size)
 
     @property
     def sample(self) -> Batch:
-        """Specs of one micro-batch."""
+        """Returns specs of one micro-batch."""
         return tf.nest.map_structure(
             lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], rows.model_dtype(a)), self.arrays
         )
 
     def most_rows(self, workers: int) -> int | None:
-        """Of a micro-batch that `cut_anew` can make; None for any number."""
+        """Returns the most rows of a micro-batch that `rebatch` can make; None for any number."""
         return self.rows
 
-    def cut_anew(self, batch_size: int) -> None:
-        """Takes micro-batches of so many rows."""
+    def rebatch(self, batch_size: int) -> None:
+        """Sets the rows of a micro-batch."""
         self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> ArrayStacks:
-        """The stacks that the rows become: an epoch is a pass, or a part of it after the last epoch's."""
+        """Makes stacks of the rows; an epoch is a pass, or the part of a pass that follows the last epoch's."""
         return ArrayStacks(self, layout, steps_per_epoch)
 
 
@@ -79,15 +79,15 @@ class ArrayStacks:
         for size in {self._batch_size, self._rows % self._batch_size or self._batch_size}:
             self.layout.columns(size)
 
-    def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
-        """What `restore` needs beside the steps done: the order follows from the seed."""
+    def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
+        """Returns what `restore` needs beside the steps done: the order follows from the seed."""
         return {"seed": self._seed, "checksum": self.checksum()}, {}
 
     def track(self) -> None:
-        """Keeps what `position` needs: nothing."""
+        """Does nothing: `position` needs no record of the passes."""
 
-    def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
-        """Takes up the order of the fit that `saved` comes from; warns if the rows are not what they were."""
+    def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
+        """Restores the order of the fit that `saved` comes from; warns if the rows are not what they were."""
         self._seed = saved["seed"]
         if saved["checksum"] != self.checksum():
             warn(
@@ -95,17 +95,17 @@ class ArrayStacks:
                 "training, name another checkpoint_dir."
             )
 
-    def find(self, saved: dict[str, Any], pieces: str, recut: bool) -> None:
-        """Takes it up in other pieces, of as many rows a step, in which the place is counted."""
+    def find(self, saved: Place, pieces: str, recut: bool) -> None:
+        """Restores the order for other pieces; a step has as many rows as before, so that the place stays."""
         self.restore(saved, {})
 
     def checksum(self) -> int:
-        """Of some rows from all over the arrays: of other rows it is another."""
+        """Returns a checksum of 64 rows from all over the arrays."""
         some = np.linspace(0, self._rows - 1, min(self._rows, 64)).astype(int)
         return rows.checksum(tf.nest.map_structure(lambda a: rows.take(a, some), self._arrays))
 
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
-        """One iterator of dispatches per epoch, from a position on, without end."""
+        """Yields an iterator of dispatches for each epoch from a position on, without end."""
         whole, wanted = self._steps_per_pass, self.steps_per_epoch
         # As in Keras, an epoch ends where a pass does.
         lengths = [min(wanted, whole - start) for start in range(0, whole, wanted)]
@@ -129,7 +129,7 @@ class ArrayStacks:
             warn_short(self.what, length, self.steps_per_epoch)
 
     def _chunks(self, per_dispatch: int) -> list[tuple[int, int]]:
-        """(rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""
+        """Lists (rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""
         left, chunks = self._rows, []
         while left > 0:
             whole = left >= per_dispatch * self._rows_per_step or not self.layout.exact_rows
@@ -139,7 +139,7 @@ class ArrayStacks:
         return chunks
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, in the order of their use: int64 [rows]."""
+        """Returns the rows of an epoch in the order of their use: int64 [rows]."""
         if self._seed is None:
             return np.arange(self._rows)
         return np.random.default_rng((self._seed, epoch)).permutation(self._rows)
@@ -174,7 +174,7 @@ class ArrayStacks:
 
 
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
-    """Endless items, made in a thread up to `depth` ahead of their use; the thread ends with the iterator.
+    """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator.
 
     At the latest it ends with the interpreter, which would otherwise take TensorFlow down under it.
     """
@@ -215,7 +215,7 @@ def _end_threads() -> None:
 
 
 def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tuple]:
-    """The first rows of every array, and the last `fraction` of them, as Keras's `validation_split` does."""
+    """Splits off the last `fraction` of the rows of every array, as Keras's `validation_split` does."""
     if not rows.is_array_nest(arrays[0]):
         raise ValueError(
             f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."

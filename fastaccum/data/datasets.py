@@ -15,7 +15,7 @@ from fastaccum.adapters.data_adapters import as_dataset, is_read_once, wrap_sequ
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
-from fastaccum.data.stacks import Batch, Dispatch, Layout, Position, group_steps, reshape, split_rows, warn_short
+from fastaccum.data.stacks import Batch, Dispatch, Layout, Place, Position, group_steps, reshape, split_rows, warn_short
 from fastaccum.lines import warn
 
 
@@ -65,12 +65,12 @@ class DatasetSource:
 
     @property
     def sample(self) -> Batch:
-        """Specs of one micro-batch, its rows unknown."""
+        """Returns specs of one micro-batch, whose number of rows is unknown."""
         spec = self.dataset.element_spec
         return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec)
 
     def most_rows(self, workers: int) -> int | None:
-        """As `ArraySource.most_rows`; ValueError where Python cuts the batches, or each of several workers its own."""
+        """Returns None; ValueError where Python code makes the batches, or where several workers share them."""
         if self.origin.python or workers > 1:
             among = f"which {workers} workers share" if workers > 1 else "of its own"
             raise ValueError(
@@ -80,14 +80,14 @@ class DatasetSource:
             )
         return None
 
-    def cut_anew(self, batch_size: int) -> None:
-        """Has batches of so many rows, the same ones in the same order."""
+    def rebatch(self, batch_size: int) -> None:
+        """Rebatches the dataset: the same rows in the same order."""
         self.dataset, self.batch_size = self.dataset.rebatch(batch_size), batch_size
         self.batches = int(self.dataset.cardinality())
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
-        """The stacks that the batches become: an epoch is a pass, or part of one, which goes on where the last one
-        ended (a Sequence's begins anew); raises ValueError if the data does not last for `epochs`, or never ends.
+        """Makes stacks of the batches. An epoch is a pass, or part of a pass that goes on where the last epoch ended (a
+        Sequence's begins anew). Raises ValueError if the data does not last for `epochs`, or never ends.
         """
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.origin)
@@ -141,23 +141,23 @@ class DatasetStacks:
             pipeline = dataset.prefetch(PREFETCH * micro_batches)
         self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike)
 
-    def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
-        """What `restore` needs to go on after the dispatch given out last."""
+    def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
+        """Returns what `restore` needs to go on after the dispatch consumed last."""
         plain, tensors = self._passes.position()
         return {"batch_size": self._batch_size, "first_step": self._first_step, **plain}, tensors
 
     def track(self) -> None:
-        """Keeps what `position` needs, from the first pass on."""
+        """Records what `position` needs, from the first pass on."""
         self._passes.tracked = True
 
-    def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
+    def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned; raises ValueError if that is of another dataset."""
         self._batch_size, self._first_step = saved["batch_size"], saved["first_step"]
         self._rows_before = None if self._first_step is None else self._first_step["rows"]
         self._passes.restore(saved, tensors)
 
-    def find(self, saved: dict[str, Any], pieces: str, recut: bool) -> None:
-        """Goes to that place in other pieces, by reading again what was given out of the pass; raises ValueError if the
+    def find(self, saved: Place, pieces: str, recut: bool) -> None:
+        """Goes to that place in other pieces, by reading again what was consumed of the pass; raises ValueError if the
         same rows do not make the same steps.
         """
         given, first = saved.get("given", saved), saved["first_step"]
@@ -171,8 +171,8 @@ class DatasetStacks:
                 "the pieces that were saved, or name another checkpoint_dir."
             )
 
-    def _read_again(self, given: dict[str, Any], first: dict[str, int]) -> str | None:
-        """Drops the steps given out; returns in what they are other steps, if they are."""
+    def _read_again(self, given: Place, first: dict[str, int]) -> str | None:
+        """Drops the steps that were consumed; returns how they differ from those that were saved, or None."""
         ended = self._passes.read_again(given)
         dropped, steps = self._passes.begin(), self._pooled()
         sizes, check, full = [], None, first["rows"]
@@ -199,21 +199,21 @@ class DatasetStacks:
         return None
 
     def checksum(self) -> int:
-        """Of the first step of the pass begun last, where workers must read the same; else 0."""
+        """Returns that of the first step of the pass begun last, where workers must read the same; else 0."""
         return self._checksum
 
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
-        """One iterator of dispatches per epoch, from a position on."""
-        held, ended = self._passes.take_held()
+        """Yields an iterator of dispatches for each epoch, from a position on."""
+        held, ended = self._passes.pop_prefetched()
         if not self._full_rows:
             self._rest = itertools.chain(held, () if ended else self._pass())
         done = at.step
         while not self._exhausted():
-            yield self._passes.given_out(group_steps(self._epoch(done), self.layout))
+            yield self._passes.mark_consumed(group_steps(self._epoch(done), self.layout))
             done = 0
 
     def _exhausted(self) -> bool:
-        """Whether data that is read once has no step left for an epoch."""
+        """Tells if data that is read once has no step left for an epoch."""
         if not (self._read_once and self._given_steps):
             return False
         first = next(self._rest, None)
@@ -224,7 +224,7 @@ class DatasetStacks:
         return False
 
     def _epoch(self, done: int) -> Iterator[Dispatch]:
-        """The steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
+        """Yields the steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
         wanted = self._given_steps - done if self._given_steps else None
         taken = 0
         while True:
@@ -266,7 +266,7 @@ class DatasetStacks:
         yield from self._steps(steps)
 
     def _steps(self, steps: Iterator[tuple[Batch, list[int]]]) -> Iterator[Dispatch]:
-        """The rest of a pass."""
+        """Yields the rest of a pass."""
         before = self._full_rows
         for pooled, lengths in steps:
             rows = count(f"{self.what}: x, y and sample_weight", pooled)
@@ -302,7 +302,7 @@ class DatasetStacks:
             )
 
     def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
-        """The rows of each step's batches, one after the other, and how many each batch had."""
+        """Yields the rows of each step's batches, joined, and the number of rows of each batch."""
         batches = self._passes.iterator()
         if self._equal_rows:
             for batch, lengths in batches:
@@ -340,7 +340,7 @@ class DatasetStacks:
 
 
 def _without_masks(batches: Iterator, what: str) -> Iterator:
-    """The batches; raises TypeError at a masked array, whose mask TensorFlow would drop."""
+    """Yields the batches; raises TypeError at a masked array, whose mask TensorFlow would drop."""
     for batch in batches:
         for leaf in tf.nest.flatten(batch):
             require_unmasked(what, leaf)
@@ -348,7 +348,7 @@ def _without_masks(batches: Iterator, what: str) -> Iterator:
 
 
 def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
-    """The layout for a dataset of which each worker reads all, or with a sharding policy of OFF its own part."""
+    """Returns the layout for a dataset of which each worker reads all, or its own part under a policy of OFF."""
     policy, policies = dataset.options().experimental_distribute.auto_shard_policy, tf.data.experimental.AutoShardPolicy
     if layout.all_here or policy in (policies.AUTO, policies.DATA):
         return layout
@@ -363,7 +363,7 @@ def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
 
 
 def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
-    """The rows of several batches, one after the other, and how many each batch had."""
+    """Joins the rows of several batches; returns the number of rows of each batch, too."""
     first = tf.nest.flatten(batch)[0]
     if isinstance(first, tf.RaggedTensor):
         lengths = first.row_lengths()
@@ -379,7 +379,7 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
 
 
 def _dense(tensor: Any) -> Any:
-    """A sparse tensor as a dense one; any other as it is."""
+    """Returns a sparse tensor as a dense one, and any other as it is."""
     if not isinstance(tensor, tf.SparseTensor):
         return tensor
     return tf.ensure_shape(tf.sparse.to_dense(tf.sparse.reorder(tensor)), tensor.shape)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.data.stacks import Batch, Dispatch, Place
 from fastaccum.lines import warn
 
 _ITERATOR, _START = "iterator", "start of the pass"
@@ -27,20 +27,20 @@ _OF_BATCHES = {
 
 
 class Origin(NamedTuple):
-    """What yields the batches, by the name `what` in messages."""
+    """The source of the batches; messages name it by `what`."""
 
     what: str
     read_once: bool  # a second pass is impossible
     python: bool  # Python code yields the elements
     shuffled: bool = False  # each pass draws its order from Python's `random`, as Keras does for a PyDataset
     anew: bool = False  # every epoch begins a pass, as tf_keras has it for a Sequence
-    begin: Callable[[], Any] = lambda: None
-    end: Callable[[], Any] = lambda: None
+    begin: Callable[[], object] = lambda: None
+    end: Callable[[], object] = lambda: None
     steps: str = "steps_per_epoch"  # the argument that says how much of it is read at a time
 
 
 def used_up(origin: Origin) -> ValueError:
-    """The error of data that would be read a second time."""
+    """Returns the error of data that would be read a second time."""
     return ValueError(
         f"{origin.what} is used up after one pass, and cannot be read again: pass {origin.steps} that it lasts for, a "
         "keras.utils.PyDataset or a tf.data.Dataset."
@@ -48,12 +48,12 @@ def used_up(origin: Origin) -> ValueError:
 
 
 class Passes:
-    """One iterator after the other over a dataset, and the steps that were read from them.
+    """The iterators over a dataset, one after the other, and the steps that were read from them.
 
-    The place is what was given out, not what was read ahead. It is saved as TensorFlow's own iterator state, shuffle
-    buffers and random numbers included. Where TensorFlow cannot save that (Python code in the pipeline, several
-    shuffles, a cache of shuffled elements), and with several workers, it is the number of steps: they are read again,
-    and dropped.
+    The place is what was consumed, not what was prefetched. The place is saved as TensorFlow's own iterator state,
+    shuffle buffers and random numbers included. Where TensorFlow cannot save that state (Python code in the pipeline,
+    several shuffles, a cache of shuffled elements), and with several workers, the place is the number of steps, which
+    are read again and dropped.
 
     Args:
         structure: specs of a batch.
@@ -71,7 +71,7 @@ class Passes:
         self._ended = self._skip = 0
         self._random: Any = None
         self._saved_random: Any = None
-        self._given: dict[str, Any] = {}
+        self._given: Place = {}
         self._held: list[Dispatch] = []
         self._iterator: Any = None
         self._resumed: Any = None
@@ -97,7 +97,7 @@ class Passes:
         return self.steps
 
     def iterator(self) -> Iterator:
-        """The pass's iterator."""
+        """Returns the iterator of the pass."""
         if self._resumed is None:
             self._iterator = iter(self._pipeline)
             if self.tracked and self._savable and not _endless(self._pipeline):
@@ -107,7 +107,7 @@ class Passes:
         return self._told(self._iterator) if _caches(self._pipeline) else self._iterator
 
     def _told(self, elements: Iterator) -> Iterator:
-        """The elements of a pipeline with a cache in a file."""
+        """Yields the elements of a pipeline with a cache in a file; explains a cache that was left half-written."""
         try:
             yield from elements
         except tf.errors.AlreadyExistsError as error:
@@ -130,15 +130,15 @@ class Passes:
 
     # What becomes of the steps read.
 
-    def given_out(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """The dispatches that the steps were grouped to: those given out are no longer held."""
+    def mark_consumed(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """Yields the dispatches that the steps were grouped to, and no longer holds their steps."""
         for dispatch in dispatches:
             for _ in range(dispatch.steps):
                 self._read.popleft()
             yield dispatch
 
-    def take_held(self) -> tuple[list[Dispatch], bool]:
-        """Steps that had been read but not given out where training is resumed, and whether they end their pass."""
+    def pop_prefetched(self) -> tuple[list[Dispatch], bool]:
+        """Returns the steps that were prefetched but not consumed before a resume, and whether they end their pass."""
         held, self._held = self._held, []
         for step in held:
             self._read.append((self._given, step))
@@ -148,8 +148,8 @@ class Passes:
 
     # Its place.
 
-    def position(self) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
-        """The place after the dispatch given out last, as plain values and tensors."""
+    def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
+        """Returns the place after the dispatch consumed last, as plain values and tensors."""
         given = self._read[0][0] if self._read else self._mark()
         if not self._savable:
             return given, {}
@@ -170,8 +170,8 @@ class Passes:
         }
 
     def _forgets_seeds(self, state: tf.Tensor) -> bool:
-        """Whether a state lacks how many seeds a shuffle has drawn: where the last batch of an endless repetition was
-        read ahead, TensorFlow has let go of what comes before `batch`, and would begin with the first's order again.
+        """Tells if a state lacks how many seeds a shuffle has drawn. Once the last batch of an endless repetition is
+        prefetched, TensorFlow has dropped what comes before `batch`, and would begin with the first order again.
         """
         shuffles = _parts(self._pipeline, "ShuffleDataset")
         if not shuffles or not any(_parts(d, "BatchDataset") for d in _parts(self._pipeline, "RepeatDataset")):
@@ -186,7 +186,7 @@ class Passes:
 
     @functools.cached_property
     def _savable(self) -> bool:
-        """Whether TensorFlow can save the iterator's state; warns where it cannot."""
+        """Tells if TensorFlow can save the iterator's state; warns where it cannot."""
         if self._alike or self._origin.python:
             return False
         obstacle = _obstacle(self._pipeline)
@@ -209,13 +209,13 @@ class Passes:
             )
         return obstacle is None
 
-    def _mark(self) -> dict[str, Any]:
-        mark: dict[str, Any] = {"passes": self._ended, "steps": self.steps, "rows": self.rows}
+    def _mark(self) -> Place:
+        mark: Place = {"passes": self._ended, "steps": self.steps, "rows": self.rows}
         if self._origin.shuffled:
             mark["random"] = self._random or random.getstate()
         return mark
 
-    def restore(self, saved: dict[str, Any], tensors: dict[str, tf.Tensor]) -> None:
+    def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned; raises ValueError if the state is not of such a dataset."""
         if "held" not in saved:
             self.read_again(saved)
@@ -235,7 +235,7 @@ class Passes:
             flat = [[tensors[f"held/{i}/{j}/{k}"] for k in range(leaves)] for j in range(stacks)]
             self._held.append(Dispatch(tuple(tf.nest.pack_sequence_as(with_valid, each) for each in flat)))
 
-    def read_again(self, given: dict[str, Any]) -> Any:
+    def read_again(self, given: Place) -> Any:
         """Goes to a place by its number of steps, with hooks and shuffles as the passes that ended had left them;
         returns the first element of the last of these, where that was read.
         """
@@ -253,7 +253,7 @@ class Passes:
         return first
 
     def in_other_pieces(self, recut: bool) -> str | None:
-        """What keeps rows from coming in the same order again, in other batches if `recut`."""
+        """Returns what keeps rows from coming in the same order again, in other batches if `recut`; else None."""
         if not self._origin.python and _unseeded(self._pipeline):
             return "it shuffles without a seed, so that its order cannot be found again"
         if recut and self._origin.shuffled:
@@ -277,7 +277,7 @@ class Passes:
 
 
 def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """A dataset and all that it is made from, the last transformation first."""
+    """Lists a dataset and all that it is made from, the last transformation first."""
     return [dataset, *(each for source in dataset._inputs() for each in _chain(source))]
 
 
@@ -286,7 +286,7 @@ def _parts(dataset: tf.data.Dataset, kind: str) -> list[tf.data.Dataset]:
 
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
-    """The rows of a batch, as the last `batch` of a pipeline has them; None where there is none to be seen."""
+    """Returns the rows of a batch, as the last `batch` of a pipeline has them; None where no `batch` is seen."""
     sizes = (getattr(each, "_batch_size", None) for each in _parts(dataset, "BatchDataset"))
     return next((int(size) for size in sizes if size is not None), None)
 
@@ -296,7 +296,7 @@ def _unseeded(dataset: tf.data.Dataset) -> bool:
 
 
 def _caches(dataset: tf.data.Dataset) -> list[str]:
-    """The files that a pipeline caches elements in."""
+    """Lists the files that a pipeline caches elements in."""
     names = (each._filename.numpy().decode() for each in _parts(dataset, "CacheDataset"))
     return [name for name in names if name]
 
@@ -306,14 +306,14 @@ def _endless(dataset: tf.data.Dataset) -> bool:
 
 
 def _moves_state(dataset: tf.data.Dataset) -> bool:
-    """Whether a function assigns variables, as augmentation layers do to their seeds, which go on from pass to pass."""
+    """Tells if a function assigns variables, as augmentation layers assign seeds that go on from pass to pass."""
     graphs = (f.function.graph.as_graph_def() for each in _chain(dataset) for f in each._functions())
     nodes = (node for g in graphs for nodes in (g.node, *(f.node_def for f in g.library.function)) for node in nodes)
     return any("Assign" in node.op or node.op == "RngReadAndSkip" for node in nodes)
 
 
 def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
-    """What holds shuffles of its own that begin anew, or not, where a pass does not."""
+    """Returns which part of a pipeline holds shuffles that begin anew at other moments than a pass; else None."""
     for kind, what in _HOLDERS.items():
         if any(_parts(each, "ShuffleDataset") and not _endless(each) for each in _parts(dataset, kind)):
             return f"{what} of shuffled elements"
@@ -321,7 +321,7 @@ def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
 
 
 def _obstacle(dataset: tf.data.Dataset) -> str | None:
-    """What in a pipeline TensorFlow saves the state of, but not so that later passes go on as they would have."""
+    """Returns the part of a pipeline whose saved state would not let later passes go on as before; else None."""
     if _caches(dataset):
         return "a cache in a file"  # which goes on being written after the state was saved
     if any(len(_parts(shuffle, "ShuffleDataset")) > 1 for shuffle in _parts(dataset, "ShuffleDataset")):

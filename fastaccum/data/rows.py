@@ -28,7 +28,7 @@ DENSE = (
 
 
 def is_array_nest(x: Any) -> bool:
-    """Whether `x` is an array, or a nest that holds arrays or numbers alone, dense or not."""
+    """Tells if `x` is an array, or a nest that holds arrays or numbers alone, dense or not."""
     if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__"):
         return False
     leaves = tf.nest.flatten(x)
@@ -41,7 +41,7 @@ def is_array_nest(x: Any) -> bool:
 
 
 def as_arrays(batch: tuple, text: bool = False) -> Batch:
-    """Nests of arrays, checked and as they are: NumPy's are not copied. With `text` x may hold strings."""
+    """Checks nests of arrays, and copies none of NumPy's. With `text` x may hold strings."""
     return Batch(
         *(
             tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf, text and name == "x"), nest)
@@ -51,19 +51,19 @@ def as_arrays(batch: tuple, text: bool = False) -> Batch:
 
 
 def without_none(batch: Sequence[Any]) -> list[Any]:
-    """Inputs, and nests of targets and weights with () for None: a nest without leaves."""
+    """Returns inputs, and nests of targets and weights with (), a nest without leaves, for None."""
     x, *others = batch
     return [x, *(tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest) for nest in others)]
 
 
 def as_tensors(name: str, nest: Any, text: bool = False) -> Any:
-    """A nest of arrays as tensors, float64 as Keras's default float, as in Keras."""
+    """Converts a nest of arrays to tensors, float64 to Keras's default float, as Keras does."""
     return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf, text), ...), nest)
 
 
 def as_stack(stack: Any, needs_targets: bool = True, text: bool = False) -> Batch:
-    """`(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays as tensors; a `Batch` as it is. Without
-    `needs_targets` also `(x,)`; with `text` x may hold strings.
+    """Converts `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays to tensors; a `Batch` stays.
+    Without `needs_targets` also `(x,)`; with `text` x may hold strings.
     """
     if isinstance(stack, Batch):
         return stack
@@ -88,7 +88,7 @@ def as_stack(stack: Any, needs_targets: bool = True, text: bool = False) -> Batc
 
 
 def count(what: str, batch: Batch) -> int:
-    """The number of rows: the first axis that all arrays share; raises ValueError if it differs between them."""
+    """Counts the rows: the first axis of all arrays; raises ValueError if that differs between them."""
     sizes = {name: [int(t.shape[0]) for t in tf.nest.flatten(nest)] for name, nest in batch._asdict().items()}
     sizes = {name: rows for name, rows in sizes.items() if rows}
     first, *others = set(itertools.chain.from_iterable(sizes.values()))
@@ -146,13 +146,13 @@ def require_unmasked(name: str, leaf: Any) -> None:
 
 
 def model_dtype(array: np.ndarray | tf.Tensor | SparseRows) -> tf.DType:
-    """The dtype in which an array reaches the model: float64 as Keras's default float, as in Keras."""
+    """Returns the dtype in which an array reaches the model: for float64, Keras's default float, as in Keras."""
     dtype = tf.as_dtype(array.dtype)
     return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
 
 
 def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
-    """Rows of an array as a tensor; all of them for `...`."""
+    """Takes rows of an array as a tensor; all of them for `...`."""
     if isinstance(array, tf.Tensor):
         return tf.cast(array if rows is ... else tf.gather(array, rows), model_dtype(array))
     dtype = np.dtype(model_dtype(array).as_numpy_dtype)
@@ -171,7 +171,7 @@ def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
-    """An uninitialised array that starts where TensorFlow's own tensors may start."""
+    """Allocates an uninitialised array that starts where TensorFlow's own tensors may start."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + alignment, np.uint8)
     start = -memory.ctypes.data % alignment
@@ -179,7 +179,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np
 
 
 def checksum(nest: Any) -> int:
-    """CRC-32 of the bytes of all tensors of a nest."""
+    """Returns the CRC-32 of the bytes of all tensors of a nest."""
     value = 0
     for tensor in tf.nest.flatten(nest):
         array = tensor.numpy()

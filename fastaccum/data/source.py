@@ -1,4 +1,4 @@
-"""Whatever Keras's `fit` takes as data, checked: arrays, tf.data, PyDatasets and generators."""
+"""Checks of all that Keras's `fit` takes as data, and the choice of the class that reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Batch
 
 
-def of(
+def make_data_source(
     x: Any,
     y: Any = None,
     sample_weight: Any = None,
@@ -31,7 +31,7 @@ def of(
     what: str = "x",
     steps: str = "steps_per_epoch",
 ) -> ArraySource | DatasetSource:
-    """The source of the data in `x`, from which `stacks` makes the stacks of a layout.
+    """Makes the source of the data in `x`; its method `stacks` makes the stacks of a layout.
 
     Args:
         x, y, sample_weight: nests of arrays; or `x` alone: a tf.data.Dataset, `keras.utils.PyDataset`,
@@ -91,7 +91,7 @@ def require_predictable(x: Any, text: bool) -> None:
 
 
 def _batches(x: Any, y: Any, sample_weight: Any, batch_size: int | None, what: str) -> tf.data.Dataset:
-    """Batches of what a model's own preprocessing takes, of which a list is one tensor, as in KerasHub."""
+    """Batches what a model's own preprocessing takes; a list is one tensor, as in KerasHub."""
 
     def tensors(nest):
         if isinstance(nest, tuple):
@@ -118,7 +118,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, batch_size: int | None, what: s
 
 @tf.autograph.experimental.do_not_convert  # `map` would, and warn of what it cannot
 def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any) -> tf.Tensor:
-    """The sample weights times the factors of the classes in `y`, indices or one-hot; 1 for a class that has none."""
+    """Multiplies sample weights by the factors of the classes in `y`, indices or one-hot; 1 for other classes."""
     targets, weights = ([t for t in tf.nest.flatten(nest) if t is not None] for nest in (y, sample_weight))
     if not targets:
         raise ValueError(

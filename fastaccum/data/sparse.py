@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Whether it is a sparse array of any kind."""
+    """Tells if `leaf` is a sparse array of any kind."""
     return isinstance(leaf, tf.SparseTensor) or hasattr(leaf, "tocoo") or hasattr(leaf, "todense")
 
 
@@ -24,7 +24,7 @@ class SparseRows:
 
     @staticmethod
     def of(array: Any) -> SparseRows:
-        """Of any kind of sparse array."""
+        """Converts any kind of sparse array."""
         shape = tuple(int(size) for size in array.shape)
         if isinstance(array, tf.SparseTensor):
             return SparseRows(array.indices.numpy(), array.values.numpy(), shape)
@@ -34,7 +34,7 @@ class SparseRows:
         return SparseRows(np.asarray(array.indices), np.asarray(array.data), shape)
 
     def __getitem__(self, rows: Any) -> np.ndarray:
-        """These rows, dense."""
+        """Returns these rows, dense."""
         rows = np.arange(self.shape[0])[rows]
         taken = rows.ravel()
         counts = self._starts[taken + 1] - self._starts[taken]

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from fastaccum.lines import warn
 
+Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists and dicts of them
+
 
 class Batch(NamedTuple):
     """Inputs, targets, weights and validity: of one micro-batch [rows, ...], or of a stack of them.
@@ -26,18 +28,18 @@ class Batch(NamedTuple):
 
     @property
     def weights(self) -> Any | None:
-        """`sample_weight`, or None."""
+        """Returns `sample_weight`, or None."""
         return self.sample_weight if tf.nest.flatten(self.sample_weight) else None
 
     @property
     def mask(self) -> tf.Tensor | None:
-        """`valid`, or None."""
+        """Returns `valid`, or None."""
         return None if isinstance(self.valid, tuple) else self.valid
 
 
 class Dispatch(NamedTuple):
-    """What one call of the compiled program takes: stacks that together make one step, or if `is_multi_step`, one
-    stack with a leading axis for steps, of which those beyond `steps` hold no valid row.
+    """The argument of one call of the compiled program: stacks that together make one step; or if `is_multi_step`,
+    one stack with a leading axis for steps. Steps beyond `steps` hold no valid row.
     """
 
     stacks: tuple[Batch, ...]
@@ -46,12 +48,12 @@ class Dispatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of steps, those that only fill up the last dispatch of an epoch among them."""
+        """Counts the steps, also those that only fill up the last dispatch of an epoch."""
         return trip_count(self.stacks) if self.is_multi_step else self.steps
 
 
 class Position(NamedTuple):
-    """Where a fit that began with epoch `first` stands: `step` train steps are done of `epoch`."""
+    """The place of a fit that began with epoch `first`: `step` train steps are done of `epoch`."""
 
     first: int
     epoch: int
@@ -59,7 +61,7 @@ class Position(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How rows become stacks."""
+    """The rules by which rows become stacks."""
 
     accumulation: int  # micro-batches in a step
     steps_per_execution: int = 1  # steps in a dispatch
@@ -69,11 +71,11 @@ class Layout(NamedTuple):
 
     @property
     def all_here(self) -> bool:
-        """Whether every shard is for this process."""
+        """Tells if every shard is for this process."""
         return self.shards == slice(0, self.replicas)
 
     def columns(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which of a micro-batch's rows are for this process, and which of these are more than padding."""
+        """Returns the rows of a micro-batch that are for this process, and which of these are more than padding."""
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
             raise ValueError(
@@ -85,7 +87,7 @@ class Layout(NamedTuple):
         return np.minimum(own, rows - 1), own < rows
 
     def shard(self, stack: Batch) -> Batch:
-        """This process's rows of a stack of [micro-batches, rows, ...]."""
+        """Takes this process's rows of a stack of [micro-batches, rows, ...]."""
         if self.replicas == 1:
             return stack
         columns, real = self.columns(int(tf.nest.flatten(stack)[0].shape[1]))
@@ -96,7 +98,7 @@ class Layout(NamedTuple):
 
 
 def warn_short(what: str, steps: int, wanted: int) -> None:
-    """Says that a pass ended, and with it the epoch, before as many steps as were asked for."""
+    """Warns that a pass, and with it the epoch, ended before as many steps as were asked for."""
     warn(
         f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the epoch, as in Keras. "
         "Ask for fewer, or pass a dataset with .repeat().",
@@ -105,7 +107,7 @@ def warn_short(what: str, steps: int, wanted: int) -> None:
 
 
 def trip_count(stack: Any) -> int:
-    """The number of micro-batches in a stack: the leading axis that all its tensors share, else ValueError."""
+    """Counts the micro-batches of a stack: the leading axis that all its tensors share, else ValueError."""
     tensors = [t for t in tf.nest.flatten(stack) if t is not None]
     if not tensors:
         raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
@@ -125,7 +127,7 @@ def trip_count(stack: Any) -> int:
 
 
 def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
-    """Dispatches of `steps_per_execution` steps each; what is left at the end is padded, or stays single."""
+    """Groups `steps_per_execution` steps to a dispatch; what is left at the end is padded, or stays single."""
     size = layout.steps_per_execution
     if size == 1:
         yield from steps
@@ -157,12 +159,12 @@ def _shapes(dispatch: Dispatch) -> list[tuple]:
 
 
 def reshape(batch: Batch, shape: list[int]) -> Batch:
-    """A batch with axes of `shape` in place of its first one."""
+    """Reshapes a batch: axes of `shape` stand in place of the first one."""
     return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
 
 def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
-    """Stacks of equal micro-batches: one per run of equal lengths."""
+    """Splits rows into stacks of equal micro-batches: one for each run of equal lengths."""
     stacks, start = [], 0
     for length, run in itertools.groupby(filter(None, lengths)):
         count = len(list(run))

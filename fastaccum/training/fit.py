@@ -103,7 +103,7 @@ class Fit:
         )
         if self._verbose:
             print(plan.summary)
-        self._source.cut_anew(plan.batch_size)
+        self._source.rebatch(plan.batch_size)
         self._batch_size = plan.batch_size
         return plan
 

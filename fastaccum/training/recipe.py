@@ -75,7 +75,7 @@ class Recipe:
         self, x: Any, y: Any, sample_weight: Any, options: Options, **arguments: Any
     ) -> ArraySource | DatasetSource:
         """Makes the source of data as `fit` takes them; `arguments` are those of `make_data_source`."""
-        return source.of(
+        return source.make_data_source(
             x,
             y,
             sample_weight,

@@ -361,8 +361,8 @@ def test_any_numbers(data):
     first, second = (data.draw(st.sampled_from(divisors), name) for name in ("batch_size", "another batch_size"))
     x = np.arange(count, dtype="float32")[:, None]
     kinds = {
-        "arrays": lambda size: source.of(x, x, batch_size=size, shuffle=True, seed=1),
-        "dataset": lambda size: source.of(
+        "arrays": lambda size: source.make_data_source(x, x, batch_size=size, shuffle=True, seed=1),
+        "dataset": lambda size: source.make_data_source(
             tf.data.Dataset.from_tensor_slices((x, x)).shuffle(9, seed=1).batch(size), batch_size=None
         ),
     }

@@ -255,7 +255,9 @@ def test_endless_batches_at_any_step():
     def stacks():
         tf.random.set_seed(5)
         shuffled = tf.data.Dataset.range(100).shuffle(30, seed=3)
-        made = source.of(shuffled.map(lambda x: (x[None], x[None])).padded_batch(8).repeat(), batch_size=None)
+        made = source.make_data_source(
+            shuffled.map(lambda x: (x[None], x[None])).padded_batch(8).repeat(), batch_size=None
+        )
         made = made.stacks(Layout(3), 50)
         made.track()
         return made

@@ -59,7 +59,7 @@ def used(dispatches, layout):
 
 
 def stacks_of(*args, layout, steps_per_epoch=None, **options):
-    return data.of(*args, **options).stacks(layout, steps_per_epoch)
+    return data.make_data_source(*args, **options).stacks(layout, steps_per_epoch)
 
 
 def epochs_of(stacks, count, first=0):
@@ -131,7 +131,7 @@ class TestArrays:
 
     def test_keep_their_nests_and_integers(self):
         x = {"a": np.zeros((3, 2)), "b": [np.zeros(3, "int32"), np.zeros((3, 1), "uint8")]}
-        source = data.of(x, np.zeros(3), batch_size=2)
+        source = data.make_data_source(x, np.zeros(3), batch_size=2)
         assert source.sample.x["a"] == tf.TensorSpec([2, 2], tf.float32)
         assert [spec.dtype for spec in source.sample.x["b"]] == [tf.int32, tf.uint8]
 
@@ -143,7 +143,7 @@ class TestArrays:
         monkeypatch.setattr(in_rows, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1])
         dtype = tf.bfloat16.as_numpy_dtype if dtype == "bfloat16" else np.dtype(dtype)
         x = np.arange(66).reshape(22, 3).astype(dtype)
-        source = data.of(x, np.zeros(22), batch_size=3, seed=1)
+        source = data.make_data_source(x, np.zeros(22), batch_size=3, seed=1)
         stacks = source.stacks(Layout(2))
         order, before = stacks.order(0), x.copy()
         dispatches = epochs_of(stacks, 1)[0]
@@ -667,7 +667,7 @@ def sparse_kinds():
 @pytest.mark.parametrize("kind", ["tf", "tf, twice", "tf, three axes", "csr", "csc", "coo", "lil", "bsr"])
 def test_sparse_arrays_become_dense_a_stack_at_a_time(kind):
     sparse, dense = sparse_kinds()[kind]
-    source = data.of(sparse, np.zeros(len(dense)), batch_size=2, shuffle=True, seed=3)
+    source = data.make_data_source(sparse, np.zeros(len(dense)), batch_size=2, shuffle=True, seed=3)
     assert source.sample.x == tf.TensorSpec([2, *dense.shape[1:]], tf.float32)
     stacks = source.stacks(Layout(2))
     found = [dispatch.stacks[0] for dispatch in epochs_of(stacks, 1)[0]]

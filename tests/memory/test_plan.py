@@ -191,9 +191,9 @@ def test_a_notebook_is_told_what_is_compiled(planned, monkeypatch, capsys):
     assert tuple(capsys.readouterr()) == ("plan: compiling program 1\n", "")
 
 
-def test_a_dataset_is_cut_anew():
+def test_a_dataset_is_rebatched():
     data = DatasetSource(tf.data.Dataset.from_tensor_slices((X, Y)).batch(10), "x")
-    data.cut_anew(16)
+    data.rebatch(16)
     assert data.batch_size == 16 and [len(b.x) for b in data.dataset] == [16, 16, 8]
     np.testing.assert_array_equal(np.concatenate([b.x for b in data.dataset]), X)
     with pytest.raises(ValueError, match="which 2 workers share"):

@@ -242,7 +242,7 @@ def test_padded_steps_are_not_counted_as_skipped():
 
 
 def test_padded_rows_are_rows_of_the_data():
-    stacks = data.of(X[:7], Y[:7], batch_size=B).stacks(Layout(K))
+    stacks = data.make_data_source(X[:7], Y[:7], batch_size=B).stacks(Layout(K))
     for dispatch in next(stacks.epochs(Position(0, 0))):
         x, valid = (t.numpy() for t in (dispatch.stacks[0].x, dispatch.stacks[0].valid))
         assert all((X[:7] == row).all(1).any() for row in x[~valid])
