@@ -99,8 +99,8 @@ def _in_scope(layer: Any) -> bool:
 
 
 def _switches(layer: Any, inputs: Any, weight: Any) -> bool:
-    """Whether a switched layer may leave Keras's own call: it may have been given LoRA since, or sparse inputs, or
-    read its float32 `weight` without a cast, as one without autocast does within a model.
+    """Returns whether a switched layer may leave Keras's own call: not with LoRA, with sparse inputs, or where autocast
+    is off, so that the layer reads its float32 `weight` without a cast.
     """
     halves = isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype == weight.dtype
     return halves and _in_scope(layer)

@@ -28,7 +28,7 @@ BUDGETS = {
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
-MAY_OPEN_OTHERWISE = {"adapters", "kernels"}
+MAY_OPEN_OTHERWISE = {"adapters"}
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 
