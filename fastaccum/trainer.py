@@ -13,7 +13,6 @@ from fastaccum import checks
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
-from fastaccum.data.stacks import Batch
 from fastaccum.distribute import workers
 from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary
@@ -393,7 +392,3 @@ class Trainer:
     @property
     def _step(self) -> Step | None:
         return self._builder.step
-
-    def _built(self, sample: Batch) -> Step:
-        """Returns the model's step; builds it, and the model, from the specs of the first micro-batch."""
-        return self._builder.get_or_build(sample, self._present_options)

@@ -31,7 +31,8 @@ import keras
 class Role(enum.IntEnum):
     """The use of an interceptor: a later role wraps an earlier one, and of one role the last registered is outermost.
 
-    A method that the user has set on the layer itself is no form of the class's: FORM and PRECISION leave it alone.
+    A method that the user has set on the layer itself is no form of the class's: FORM and PRECISION leave it alone, and
+    so does an interceptor of an `owner`'s method.
     """
 
     FORM = enum.auto()  # another form of the same computation, for XLA or for speed
@@ -114,7 +115,7 @@ class _Intercepted:
         # Looked up now: the layer's class may have changed.
         call = self._own or functools.partial(getattr(self._kind or type(self._layer), self._method), self._layer)
         for each in self.interceptors:
-            if self._own is None or each.role > Role.PRECISION:
+            if self._own is None or (each.role > Role.PRECISION and each.owner is None):
                 call = functools.partial(each.replacement, call)
         return call(*args, **kwargs)
 

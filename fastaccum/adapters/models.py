@@ -1,4 +1,4 @@
-"""One face for Keras 3 and tf_keras models."""
+"""One interface to Keras 3 and tf_keras models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One face for the optimizers of Keras 3, tf_keras (new and legacy) and tensorflow-addons.
+"""One interface to the optimizers of Keras 3, tf_keras (new and legacy) and tensorflow-addons.
 
     optimizer = get("adamw")                      # or any optimizer object
     optimizer.build(variables)                    # creates every slot, before anything is traced

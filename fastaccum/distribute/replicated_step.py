@@ -277,7 +277,7 @@ class ReplicatedStep(Step):
         self._require_all(working)
         return sums, lambda: self._require_in_range(seen, in_range)
 
-    def require(self, executed: Executed, dispatch: Dispatch) -> None:
+    def _require(self, executed: Executed, dispatch: Dispatch) -> None:
         with self._replicas.in_step("outcome"):  # on a GPU it is here that it waits
             if executed.fine:
                 return
@@ -291,7 +291,7 @@ class ReplicatedStep(Step):
             ran = tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks)
             dispatch = dispatch._replace(stacks=ran)
         with first_components():
-            self._step.require(executed, dispatch, place)
+            self._step.require_at(place, executed, dispatch)
         self._require_in_range(executed.indices, False)
 
     def _steps(self, dispatch: Dispatch) -> Iterator[Sequence[Batch]]:

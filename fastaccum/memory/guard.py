@@ -49,7 +49,7 @@ class Guard:
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
             with contextlib.suppress(ValueError):  # XLA cannot compile it: the run's own error says more
-                self._memory = self._measured(run)
+                self._memory = self.measure(run)
             if self._memory is None:
                 yield
                 return
@@ -67,7 +67,8 @@ class Guard:
             self._harmless = error
             raise
 
-    def _measured(self, run: FirstRun) -> StepMemory:
+    def measure(self, run: FirstRun) -> StepMemory:
+        """Compiles the programs of a run and measures their memory."""
         return analysis.measure(self._step, analysis.compile_programs(run.programs))
 
     def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
@@ -123,7 +124,7 @@ class Guard:
         run, jit_compile = self._run, self._step.objective.options.jit_compile
         if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
-                self._memory = self._measured(run)
+                self._memory = self.measure(run)
         return self._memory
 
 

@@ -43,7 +43,7 @@ _announcer = contextvars.ContextVar[Callable[[str], Any]]("announcer", default=s
 
 @contextlib.contextmanager
 def announce(say: Callable[[str], Any] | None) -> Iterator[None]:
-    """Passes parts of a line to `say` while programs are traced and compiled inside the block; None for silence."""
+    """Passes parts of a line to `say` while programs are traced and compiled inside the block; None changes nothing."""
     if say is None:
         yield
         return

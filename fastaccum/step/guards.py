@@ -37,7 +37,7 @@ class StuckSteps(tf.Module):
         self._in_epoch = tf.Variable(0, trainable=False, dtype=tf.int64, name="stuck_in_epoch")
 
     def running(self) -> tf.Tensor:
-        """Returns if steps are still to be applied: bool scalar."""
+        """Returns whether steps are still to be applied: bool scalar."""
         return self._in_a_row < self.patience
 
     def count(self, stuck: tf.Tensor, valid: tf.Tensor) -> None:
@@ -117,7 +117,7 @@ class IndexChecks(tf.Module):
             variable.assign(range_)
 
     def in_range(self) -> tf.Tensor:
-        """Returns if every index seen so far exists: bool scalar."""
+        """Returns whether every index seen so far exists: bool scalar."""
         seen = self.seen()
         return tf.reduce_all((seen[:, 0] >= 0) & (seen[:, 1] < self._sizes))
 

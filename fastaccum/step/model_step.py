@@ -109,8 +109,11 @@ class ModelStep(Step):
         sums, seen = self.compiled_evaluate(*dispatch.stacks)
         return sums, lambda: self.running.index_checks.require(seen)
 
-    def require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
-        """Checks the outcome as `Step.require` does; a NonFiniteError begins with `place`."""
+    def _require(self, executed: Executed, dispatch: Dispatch) -> None:
+        self.require_at("", executed, dispatch)
+
+    def require_at(self, place: str, executed: Executed, dispatch: Dispatch) -> None:
+        """Checks the outcome as `Step.require` does; the message of an error begins with `place`."""
         if executed.fine:
             return
         running = self.running

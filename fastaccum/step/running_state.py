@@ -53,7 +53,7 @@ class RunningState:
         self.index_checks.reset()  # what a fit that broke off had seen is not this one's
 
     def fine(self) -> tf.Tensor:
-        """Returns if steps may be applied: bool scalar."""
+        """Returns whether steps may be applied: bool scalar."""
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:

@@ -76,15 +76,6 @@ class Step(abc.ABC):
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         """Returns the concrete functions that one device runs, in order, for a dispatch of tensors or specs."""
 
-    @abc.abstractmethod
-    def require(self, executed: Executed, dispatch: Dispatch) -> None:
-        """Waits for a dispatch and checks its outcome.
-
-        Raises:
-            ValueError: raised if labels or ids are out of range.
-            NonFiniteError: raised if training can only skip its steps.
-        """
-
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs the train steps of a dispatch, without waiting for the results on a GPU.
 
@@ -108,6 +99,17 @@ class Step(abc.ABC):
         except Exception as error:
             self._reraise(error)
 
+    def require(self, executed: Executed, dispatch: Dispatch) -> None:
+        """Waits for a dispatch and checks its outcome.
+
+        Raises:
+            ValueError: raised if labels or ids are out of range.
+            NonFiniteError: raised if training can only skip its steps.
+            OutOfMemoryError: raised if memory ran out while the cause was looked for.
+        """
+        with self._translate_oom_errors():
+            self._require(executed, dispatch)
+
     def lockstep(
         self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool = True
     ) -> Iterator[Dispatch]:
@@ -129,6 +131,9 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]: ...
+
+    @abc.abstractmethod
+    def _require(self, executed: Executed, dispatch: Dispatch) -> None: ...
 
     def _lockstep(
         self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool

@@ -316,14 +316,14 @@ class TrainStep:
 
 
 def _trace(function: Callable[..., tuple[Any, Any]], *specs: Any) -> tuple[ConcreteFunction, Any]:
-    """Traces a function that returns its outputs and an object of Python's; returns it without, and the object."""
+    """Traces a function that returns `(outputs, extra)`; returns the program of the outputs, and `extra`."""
     found = []
 
     @tf.function(autograph=False)
     @functools.wraps(function)
     def outputs(*args):
-        returned, beside = function(*args)
-        found.append(beside)
+        returned, extra = function(*args)
+        found.append(extra)
         return returned
 
     concrete = outputs.get_concrete_function(*specs)
@@ -337,7 +337,7 @@ def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequenc
 
 
 def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns if no element has become NaN or infinite: bool scalar. A running minimum may start at infinity."""
+    """Returns whether no element has become NaN or infinite: bool scalar. A running minimum may start at infinity."""
     return tf.reduce_all(
         [
             tf.reduce_all(tf.math.is_finite(variable.read_value()) | ~tf.math.is_finite(value))

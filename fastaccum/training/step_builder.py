@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from fastaccum.adapters import own_loss, remat
 from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
@@ -45,6 +46,9 @@ class StepBuilder:
         self._compilation: tuple[Any, Any] = None, None
         self.step: Step | None = None
         self.sample: Batch | None = None
+        self.split_sensitive: list[str] = []
+        self._moving: list[str] = []
+        self._recomputed: list[Interceptor] = []
 
     @graph_scoped_gradients()
     @without_collection()
@@ -57,15 +61,16 @@ class StepBuilder:
         """
         self._model.require_inputs(sample.x)
         if self.step is None:
-            self.step, self.sample = self._build(sample, options), sample
-            self.step.guard = Guard(self.step)
+            step = self._build(sample, options)
+            step.guard = Guard(step)
             self.fingerprint.require_one_program(options, sample)
             if not hasattr(self._model.model, _FITTING):
                 self._compile()
             self._moving = self._model.moving_layers
             with replicas.on_first_replica(self.recipe.replicas):
-                self.split_sensitive = probe(self.step.objective, sample)
+                self.split_sensitive = probe(step.objective, sample)
             self._recomputed = remat.installed(self._model.model)
+            self.step, self.sample = step, sample  # last: a step that is refused may be built again with other options
         if self._recomputed != (now := remat.installed(self._model.model)):
             self._recomputed = now
             self.step.retrace()

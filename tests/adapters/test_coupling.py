@@ -56,7 +56,9 @@ def test_no_row_is_repeated_where_it_would_be_felt(name):
 
 def test_rows_by_themselves_are_padded_as_ever():
     trainer = fa.Trainer(model_with(keras.layers.Lambda(lambda h: tf.reverse(2 * h, [1]))), "sgd", "mse")
-    trainer._built(tf.nest.map_structure(lambda a: tf.TensorSpec([8, *a.shape[1:]]), Batch(X, Y)))
+    trainer._builder.get_or_build(
+        tf.nest.map_structure(lambda a: tf.TensorSpec([8, *a.shape[1:]]), Batch(X, Y)), trainer._present_options
+    )
     assert not trainer._builder.training_layout(trainer._present_options).exact_rows
 
 

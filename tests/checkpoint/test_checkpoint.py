@@ -300,7 +300,9 @@ def changed(what, model=None, **options):
 def test_another_training_is_refused(run, tmp_path, model, options, what):
     run.begin(tmp_path)
     trainer = model()
-    trainer._built(trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=8).sample)
+    trainer._builder.get_or_build(
+        trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=8).sample, trainer._present_options
+    )
     before = bits(trainer)
     with pytest.raises(ValueError, match="is of another training, and nothing was changed") as raised:
         fit(trainer, tmp_path, **options)

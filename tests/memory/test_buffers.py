@@ -19,7 +19,9 @@ def memory():
     model = keras.Sequential([keras.Input((32,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=4)
-    return trainer, dispatch_memory(trainer._built(BATCH), Dispatch((stacked(BATCH, 4),)))
+    return trainer, dispatch_memory(
+        trainer._builder.get_or_build(BATCH, trainer._present_options), Dispatch((stacked(BATCH, 4),))
+    )
 
 
 def test_kinds_add_up_to_the_peak(memory):

@@ -9,6 +9,7 @@ import textwrap
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.memory import analysis, buffers, device, errors, guard
@@ -156,6 +157,17 @@ RUNS_OUT = """
     trainer.fit(x, y, batch_size=256, epochs=2, verbose=0, checkpoint_dir="saved")
     print("went on with", len(trainer.model.history.epoch), "epochs")
 """
+
+
+def test_memory_that_runs_out_while_a_step_is_diagnosed_is_explained(monkeypatch):
+    def run_out(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+
+    monkeypatch.setattr("fastaccum.step.diagnosis.error", run_out)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse", on_nonfinite="raise", jit_compile=False)
+    with pytest.raises(fa.OutOfMemoryError, match="There was no memory left"):
+        trainer.fit(np.full((4, 2), np.inf, "float32"), np.zeros((4, 1)), batch_size=4, verbose=0)
 
 
 @pytest.mark.faults

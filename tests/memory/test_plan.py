@@ -143,6 +143,18 @@ def test_timing_moves_nothing(planned, monkeypatch):
     assert trainer._step.compiled_execute.traces == 1
 
 
+def test_what_is_timed_is_guarded(planned, monkeypatch):
+    """The limit that was passed is above what there is: what does not fit must not run, or its variables are lost."""
+    trainer, before, _, _, _ = planned
+    monkeypatch.setenv("FASTACCUM_MEMORY_LIMIT", "1KiB")
+    monkeypatch.setattr("fastaccum.training.planning.has_gpu", lambda: True)
+    monkeypatch.setattr(planner, "candidates", lambda *_: [2, 4])
+    plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
+    assert plan.batch_size == 4 and {c.seconds for c in plan.considered} == {None}
+    for a, b in zip(before, state(trainer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_of_those_timed_what_runs_out_of_memory_is_not_chosen(planned, monkeypatch):
     def seconds(self, each):
         if each.batch_size == 8:
