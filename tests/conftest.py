@@ -31,9 +31,9 @@ def pytest_runtest_makereport(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
-    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m twin` for the latter."""
+    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m variant` for the latter."""
     if hasattr(item, "callspec") and item.callspec.params.get("K") == "tf_keras":
-        item.add_marker("twin")
+        item.add_marker("variant")
 
 
 def pytest_collection_modifyitems(items):

@@ -230,7 +230,9 @@ def test_what_needs_a_compiled_operation_is_refused_by_name():
 
 
 @needs_addons
-@pytest.mark.parametrize("name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.twin)])
+@pytest.mark.parametrize(
+    "name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.variant)]
+)
 def test_losses_become_part_of_the_graph_that_calls_them(name):
     """What a tf.function passes to its gradient is no constant for XLA, which then compiles each step anew."""
     loss = getattr(fa.addons.losses, name)

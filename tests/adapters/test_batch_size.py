@@ -119,7 +119,7 @@ def test_the_power_of_the_rows_is_found(name):
     assert [o.power for o in trainer._recipe.losses.outputs] == [power]
 
 
-twin = pytest.mark.twin
+variant = pytest.mark.variant
 SCALE = fa.DynamicLossScale(8.0)
 
 
@@ -128,9 +128,9 @@ SCALE = fa.DynamicLossScale(8.0)
     [
         ("tf.shape", "sum_over_batch_size"),
         ("tf.shape", "sum"),
-        pytest.param("ops.size", "mean_with_sample_weight", marks=twin),
-        pytest.param("Python's arithmetic", "sum", marks=twin),
-        pytest.param("a loop", "sum_over_batch_size", marks=twin),
+        pytest.param("ops.size", "mean_with_sample_weight", marks=variant),
+        pytest.param("Python's arithmetic", "sum", marks=variant),
+        pytest.param("a loop", "sum_over_batch_size", marks=variant),
     ],
 )
 def test_a_power_of_the_rows_is_that_of_the_whole_update(name, reduction):
@@ -140,7 +140,7 @@ def test_a_power_of_the_rows_is_that_of_the_whole_update(name, reduction):
 
 @pytest.mark.parametrize(
     "trainer",
-    [{"steps_per_execution": 2, "loss_scale": SCALE}, pytest.param({"jit_compile": True}, marks=twin)],
+    [{"steps_per_execution": 2, "loss_scale": SCALE}, pytest.param({"jit_compile": True}, marks=variant)],
     ids=lambda options: next(iter(options)),
 )
 def test_functions_in_several_steps_of_a_dispatch_and_in_xla(trainer):
@@ -173,12 +173,14 @@ def halved():
     return Halved(inputs, keras.layers.Dense(3)(inputs))
 
 
-@twin
+@variant
 def test_the_compiled_loss_in_a_compute_loss():
     require_equal(halved, loss=as_class("tf.shape", "sum"))
 
 
-@pytest.mark.parametrize("name", ["a logarithm", *(pytest.param(n, marks=twin) for n in OTHERS if n != "a logarithm")])
+@pytest.mark.parametrize(
+    "name", ["a logarithm", *(pytest.param(n, marks=variant) for n in OTHERS if n != "a logarithm")]
+)
 def test_what_is_no_power_is_told_of(name):
     trainer = fa.Trainer(model(), "sgd", OTHERS[name], jit_compile=False)
     with pytest.warns(UserWarning, match="is no sum or mean over the rows of a batch"):
@@ -234,7 +236,7 @@ def told(middle, **options):
     return [each for each in caught if "computes with the number of rows in its batch" in str(each.message)]
 
 
-@pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=twin) for n in LAYERS if n != "a layer")])
+@pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=variant) for n in LAYERS if n != "a layer")])
 def test_layers_are_told_of_where_the_update_has_more_rows(name):
     assert told(LAYERS[name], gradient_accumulation_steps=3)
 
@@ -267,13 +269,13 @@ def test_layers_whose_batch_is_the_update_need_no_word():
         np.testing.assert_allclose(b, a, atol=1e-6)
 
 
-@twin
+@variant
 def test_layers_in_bfloat16_are_told_of():
     with_python = keras.layers.Lambda(lambda h: h * (1.0 / (h.shape[0] or 1)), dtype="bfloat16")
     assert told(with_python, gradient_accumulation_steps=3)
 
 
-@twin
+@variant
 def test_layers_that_only_add_losses_count_or_reshape_need_no_word():
     assert not told(lambda h: Counted()(h), gradient_accumulation_steps=3)
 

@@ -28,7 +28,7 @@ def full_batch_gradients(model, stack):
 FIRST = {"Adam", "Muon", "Lamb", "Lookahead", "SWA", "tf_keras SGD", "legacy Adam"}
 
 
-@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.twin) for n in NAMED])
+@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.variant) for n in NAMED])
 def test_four_micro_batches_are_one_full_batch(name):
     fused, reference = make_model(), make_model()
     optimizer, own = NAMED[name](), NAMED[name]()

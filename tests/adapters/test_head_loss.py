@@ -52,7 +52,7 @@ def make_weights(kind, rows):
 @pytest.mark.parametrize(
     ("dtype", "reduction", "weights"),
     [
-        pytest.param("float32", "sum_over_batch_size", "rows", marks=pytest.mark.twin),
+        pytest.param("float32", "sum_over_batch_size", "rows", marks=pytest.mark.variant),
         ("float32", "mean_with_sample_weight", "tokens"),
         ("mixed_float16", "sum", "none"),
     ],

@@ -374,7 +374,7 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
         np.testing.assert_allclose(trained[name][-1], fitted[name][0], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.twin
+@pytest.mark.variant
 @pytest.mark.parametrize("names", [("keras", "tf_keras"), ("tf_keras", "keras")], ids=" metric of ".join)
 def test_a_metric_of_the_other_keras_is_left_out_of_a_saved_model(names, tmp_path):
     """Which could not be loaded again, or not be saved."""

@@ -109,7 +109,7 @@ NESTS = {
 FIRST = {"dict of lists", "one list for tuples", "some of tuples", "by name"}
 
 
-@pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.twin) for c in NESTS])
+@pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.variant) for c in NESTS])
 def test_losses_and_targets_in_the_structure_of_the_outputs(K, case):
     outputs, y, loss = NESTS[case]
     assert_as_keras(lambda: model_of(K, outputs), y, loss=loss)

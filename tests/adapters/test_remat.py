@@ -155,7 +155,7 @@ def require_equal(plain, recomputed, tolerance):
     [
         ("attended", "mixed_float16"),
         ("subclassed", "float32"),
-        pytest.param("convolved", "float32", marks=pytest.mark.twin),
+        pytest.param("convolved", "float32", marks=pytest.mark.variant),
     ],
 )
 def test_training_is_that_of_the_plain_model(name, dtype):

@@ -326,7 +326,7 @@ def test_what_cannot_work_is_refused_before_training(sides):
     same(weights, ours.model.get_weights())
 
 
-@pytest.mark.twin
+@pytest.mark.variant
 def test_a_profile_holds_the_chosen_steps_under_readable_names(sides, tmp_path):
     K, *_ = sides
     model = K.Sequential([K.Input((4,)), K.layers.Dense(8, name="hidden"), K.layers.Dense(1, name="head")])

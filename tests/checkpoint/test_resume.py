@@ -86,7 +86,7 @@ def test_metrics_that_make_variables_at_their_first_update(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "norm", [pytest.param(False, marks=pytest.mark.twin, id="padded"), pytest.param(True, id="exact rows")]
+    "norm", [pytest.param(False, marks=pytest.mark.variant, id="padded"), pytest.param(True, id="exact rows")]
 )
 def test_arrays_through_steps_per_execution(tmp_path, norm):
     def make():
@@ -190,16 +190,16 @@ def batches(*, seed=None, count=100, repeat=False, known=True):
     [
         pytest.param(lambda: batches(seed=3), {}, id="seeded"),
         pytest.param(batches, {}, id="seeded by Keras"),
-        pytest.param(lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.twin),
+        pytest.param(lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.variant),
         pytest.param(lambda: batches(repeat=True), {"steps_per_epoch": 4}, id="endless"),
-        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.twin),
+        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.variant),
         pytest.param(lambda: batches().cache(), {}, id="shuffled, then cached"),
-        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.twin),
+        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.variant),
         pytest.param(lambda: batches().map(numpy_identity), {}, id="with Python code in it"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot save the iterator.s state:RuntimeWarning")
-@pytest.mark.parametrize("per_execution", [pytest.param(1, marks=pytest.mark.twin), 2])
+@pytest.mark.parametrize("per_execution", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_datasets(tmp_path, dataset, options, per_execution):
     def data():
         keras.utils.set_random_seed(5)  # as a script would: TensorFlow draws the seeds of shuffles from it
@@ -444,7 +444,10 @@ def test_a_lost_place_in_the_data_shows(tmp_path):
     "lost",
     [
         *["iteration", "velocity"],
-        *(pytest.param(x, marks=pytest.mark.twin) for x in ("good_steps", "loss_scale", "seed_generator", "skipped")),
+        *(
+            pytest.param(x, marks=pytest.mark.variant)
+            for x in ("good_steps", "loss_scale", "seed_generator", "skipped")
+        ),
     ],
 )
 def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):

@@ -1,7 +1,7 @@
 """Trainings that go on in other pieces: `python pieces.py COUNT JOBS [PORTS INDEX]`, in a process of COUNT devices.
 
 JOBS is JSON: for each training that is to begin or to end here, how. With PORTS the process is one worker of several.
-`test_elastic.py` starts them, and does the same in its own process, on one device.
+`test_resume_in_other_pieces.py` starts them, and does the same in its own process, on one device.
 """
 
 import contextlib

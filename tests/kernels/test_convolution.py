@@ -68,7 +68,7 @@ def make_layer(kind, family=keras, **options):
 
 
 @pytest.mark.parametrize("taps", [2, 3])
-@pytest.mark.parametrize("family", ["keras", pytest.param("tf_keras", marks=pytest.mark.twin)])
+@pytest.mark.parametrize("family", ["keras", pytest.param("tf_keras", marks=pytest.mark.variant)])
 @pytest.mark.parametrize(("kind", "options"), [(kind, options) for kind, each in LAYERS.items() for options in each])
 def test_other_convolutions_are_those_of_keras(kind, options, family, taps):
     layer = make_layer(kind, importlib.import_module(family), kernel_size=taps, dtype="float64", **options)
@@ -141,7 +141,7 @@ def test_dilated_and_grouped_layers_train_as_in_keras(options, padding):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.twin
+@pytest.mark.variant
 @pytest.mark.parametrize("height", [64, 9])  # where a gradient is summed in parts, and where not
 def test_compiled_models_of_other_convolutions_train_as_in_keras(height):
     def make():

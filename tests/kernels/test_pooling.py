@@ -47,11 +47,11 @@ def test_no_bad_number_is_hidden(bad):
     ("pooling", "fast"),
     [
         ({"pool_size": 2}, True),
-        pytest.param({"pool_size": (3, 1)}, True, marks=pytest.mark.twin),  # two rows remain
+        pytest.param({"pool_size": (3, 1)}, True, marks=pytest.mark.variant),  # two rows remain
         ({"pool_size": 2, "padding": "same"}, True),
         ({"pool_size": (3, 1), "padding": "same"}, False),
-        pytest.param({"pool_size": 3}, False, marks=pytest.mark.twin),
-        pytest.param({"pool_size": 8}, False, marks=pytest.mark.twin),
+        pytest.param({"pool_size": 3}, False, marks=pytest.mark.variant),
+        pytest.param({"pool_size": 8}, False, marks=pytest.mark.variant),
         ({"pool_size": 3, "strides": 2}, False),
     ],
 )

@@ -38,7 +38,7 @@ def draw():
 
 
 @pytest.mark.parametrize(
-    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.twin) for n in DRAWS if n != "dropout")]
+    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.variant) for n in DRAWS if n != "dropout")]
 )
 def test_the_same_numbers_are_drawn(name):
     ours, plain = hoist_prng_key()(DRAWS[name]), DRAWS[name]
@@ -83,7 +83,7 @@ def test_scopes_of_several_threads_overlap_and_leave_nothing_behind():
     assert random_ops_util.get_key_counter_alg is before
 
 
-@pytest.mark.parametrize("api", [pytest.param("Trainer", marks=pytest.mark.twin), "TrainStep"])
+@pytest.mark.parametrize("api", [pytest.param("Trainer", marks=pytest.mark.variant), "TrainStep"])
 def test_a_training_draws_the_same_numbers(api, monkeypatch):
     x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype("float32")
 

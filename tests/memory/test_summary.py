@@ -119,7 +119,7 @@ def test_recomputation_shows_in_flops_and_in_memory():
     assert again.memory.by_kind["activations"] < kept.memory.by_kind["activations"]
 
 
-@pytest.mark.twin
+@pytest.mark.variant
 def test_of_a_tf_keras_model():
     import tf_keras
 

@@ -148,7 +148,7 @@ def _repeats(default, value):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.twin if each == "layers" else ()) for each in KINDS]
+    "kind", [pytest.param(each, marks=pytest.mark.variant if each == "layers" else ()) for each in KINDS]
 )
 def test_every_argument_is_seen(kind):
     silent, false, count = [], [], 0

@@ -51,7 +51,7 @@ def layers(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["LayerStack", "fit with all", *(pytest.param(k, marks=pytest.mark.twin) for k in ("XLA", "float16"))]
+    "kind", ["LayerStack", "fit with all", *(pytest.param(k, marks=pytest.mark.variant) for k in ("XLA", "float16"))]
 )
 def test_a_trainer_is_let_go_with_model_programs_and_graphs(kind, tmp_path):
     paths = iter(range(9))
