@@ -32,6 +32,7 @@ from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.summaries import summarize
 from fastaccum.training.train_step_inputs import TrainStepInputs
 
+_FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")
 _INSTEAD = {"compile": "; pass optimizer, loss and metrics to Trainer(...)", "history": "; fit returns it"}
 
 
@@ -158,6 +159,8 @@ class Trainer:
             value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
             self._options = self._options.replace(name, value, built=self._builder.step is not None)
             value = getattr(self._options, name)
+        elif name in _FIXED and type(self) is Trainer and "_options" in vars(self):
+            raise AttributeError(f"{name} cannot be set, and training would not read it: make a new Trainer with it.")
         elif name[0] != "_" and not hasattr(self, name) and (near := get_close_matches(name, Options.names(), 1, 0.8)):
             raise AttributeError(f"Trainer has no attribute {name!r}: did you mean {near[0]}?", name=name, obj=self)
         super().__setattr__(name, value)

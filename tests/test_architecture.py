@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_605,
+    "adapters": 4_618,
     "app": 1_505,
-    "checkpoint": 1_415,
+    "checkpoint": 1_417,
     "data": 1_528,
     "distribute": 942,
     "kernels": 4_439,

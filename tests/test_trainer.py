@@ -738,6 +738,13 @@ def test_an_attribute_that_is_nearly_an_option_is_refused(name, meant):
         setattr(trainer, name, 1)
 
 
+@pytest.mark.parametrize("name", ["model", "loss", "metrics"])
+def test_an_argument_that_is_no_option_cannot_be_set(name):
+    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
+    with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+        setattr(trainer, name, None)
+
+
 def test_a_subclass_has_attributes_of_its_own():
     class Own(fa.Trainer):
         clip_norms = ()

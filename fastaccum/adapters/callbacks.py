@@ -75,6 +75,13 @@ class _Progress(keras.callbacks.ProgbarLogger):
         super().on_epoch_end(epoch, _worth_saying(logs))
 
 
+def _hook(callback: keras.callbacks.Callback, name: str) -> Callable[[int, Mapping[str, Any]], None]:
+    """Returns a batch hook, which tf_keras calls with the logs by position and Keras by the name `logs`."""
+    hook = getattr(callback, name)
+    by_position = any(kind.startswith("tf_keras.") for kind in kinds(callback))
+    return hook if by_position else lambda batch, logs: hook(batch, logs=logs)
+
+
 def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, Any]:
     says_nothing = {"loss_scale": 1, "skipped_steps": 0}
     in_order = sorted((logs or {}).items(), key=lambda log: log[0] != "loss")
@@ -111,15 +118,15 @@ class Callbacks:
         """Returns the batch-begin and batch-end hooks; logs are made only if a callback asks for them."""
         name = f"on_{kind}_batch_end"
         others = [c for c in self.list.callbacks if not _is(c, "ProgbarLogger")]
-        begins = [getattr(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
-        ends = [(c, getattr(c, name)) for c in others if _overrides(c, kind, "end")]
+        begins = [_hook(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
+        ends = [(c, _hook(c, name)) for c in others if _overrides(c, kind, "end")]
         bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
 
         def begin(batch: int) -> None:
             if batch == 0:
                 self._previous = dict  # the epoch before has nothing to say of this one
             for hook in begins:
-                hook(batch, logs={})
+                hook(batch, {})
 
         boards = [c for c in others if "tf_keras.TensorBoard" in kinds(c)] if kind == "train" else []
 
@@ -128,7 +135,7 @@ class Callbacks:
                 board.model._train_counter.assign(board._global_train_batch)
             logs = read() if ends else {}
             for callback, hook in ends:
-                hook(batch, logs=logs if _records(callback) else {})
+                hook(batch, logs if _records(callback) else {})
             for bar in bars:
                 bar.seen = batch + 1  # tf_keras's may count samples, of which a step says nothing
             if bars and time.monotonic() - self._last_draw > REDRAW_SECONDS:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import replaced
-from fastaccum.adapters.interceptors import Interceptor, Role, intercepting
+from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
 from fastaccum.adapters.packages import package
@@ -210,7 +210,7 @@ def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:
-    return _is_dense(layer) or type(layer) in _REVERSIBLE
+    return (_is_dense(layer) or type(layer) in _REVERSIBLE) and not is_users(layer, "call")
 
 
 def _is_dense(layer: keras.layers.Layer) -> bool:
@@ -242,7 +242,7 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
             "the plain logits. Leave them out."
         )
     if not _is_known(layer):
-        # A layer of one's own may do more with its kernel than its shape tells.
+        # The `call` of a user's layer may do more with its kernel than its shape tells.
         hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=(0, 0))
         logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)
         if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):

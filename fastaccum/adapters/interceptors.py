@@ -100,6 +100,12 @@ def installed(layer: keras.layers.Layer, role: Role) -> list[Interceptor]:
     return [each for intercepted in found for each in intercepted.interceptors if each.role is role]
 
 
+def is_users(layer: keras.layers.Layer, method: str) -> bool:
+    """Returns whether the user has set a method on the layer itself."""
+    found = vars(layer).get(method)
+    return (found._own if isinstance(found, _Intercepted) else found) is not None
+
+
 class _Intercepted:
     """A method of one layer, wrapped by its interceptors."""
 

@@ -141,6 +141,8 @@ def inspect(path: Path) -> Checkpoint:
         _require_files(path, manifest["files"])
     except OSError as error:
         raise CorruptCheckpointError(f"{Path(error.filename or path).name}: {error.strerror}") from error
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{MANIFEST} lists files without size or checksum: {error}") from error
     _require_tensors(path, manifest["tensors"], manifest["files"][FILES[0]]["size"])
     if _step(path) != manifest["progress"]["step"]:
         raise CorruptCheckpointError(f"it is of step {manifest['progress']['step']}, whatever its name says")

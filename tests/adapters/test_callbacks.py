@@ -453,3 +453,20 @@ def test_what_is_set_in_late_logs_stays():
     logs["loss"] = 7.0
     logs.update(mine=1.0)
     assert logs == {"loss": 7.0, "skipped_steps": 2, "mine": 1.0}
+
+
+@pytest.mark.variant
+def test_hooks_of_tf_keras_may_name_their_argument_as_they_like():
+    import tf_keras
+
+    class Counting(tf_keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, step, found=None):
+            self.steps += bool(found)
+
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(2,))])
+    counting = Counting()
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
+    trainer.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, callbacks=[counting], verbose=0)
+    assert counting.steps == 2

@@ -342,6 +342,11 @@ def test_a_head_that_computes_something_else_is_refused():
         fit(model_with(Tempered(CLASSES, name="head")), fa.LinearCrossEntropy())
     with pytest.raises(ValueError, match=r"'head' \(Tempered\) does not return"):
         fit(model_with(Tempered(CLASSES, name="head")), fa.LinearCrossEntropy("head"))
+    scaled = keras.layers.Dense(CLASSES, name="head")
+    model, call = model_with(scaled), scaled.call
+    scaled.call = lambda x, training=None: 3 * call(x)
+    with pytest.raises(ValueError, match=r"'head' \(Dense\) does not return"):
+        fit(model, fa.LinearCrossEntropy())
     transposed = keras.layers.EinsumDense("bc,dc->bd", HIDDEN, name="head")
     with pytest.raises(ValueError, match=r"'head' \(EinsumDense\) does not return"):
         fit(model_with(transposed), fa.LinearCrossEntropy("head"))

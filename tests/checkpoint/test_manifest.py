@@ -135,6 +135,15 @@ def test_a_part_that_is_missing_or_of_another_type_is_named(run, tmp_path, path,
         store.inspect(folder)
 
 
+@pytest.mark.parametrize("value", [{}, {"size": "long"}, -1])
+def test_a_file_without_size_or_checksum_is_no_checkpoint(run, tmp_path, value):
+    folder = tmp_path / run.path.name
+    shutil.copytree(run.path, folder)
+    (folder / store.MANIFEST).write_text(json.dumps(sealed(changed(run.manifest, ("files", store.FILES[0]), value))))
+    with pytest.raises(CorruptCheckpointError):
+        store.inspect(folder)
+
+
 @pytest.mark.parametrize(
     "path",
     [
