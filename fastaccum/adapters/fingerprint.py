@@ -100,7 +100,14 @@ def _describe(value: Any, scope: _Scope) -> Any:
     if isinstance(value, functools.partial):
         parts = [value.func, value.args, value.keywords]
         return found | {"of": _describe(parts, scope._replace(concealed=True))}
-    return found | (_coded(_methods(value), scope.met) if isinstance(value, type) else _parts(value, scope))
+    if not isinstance(value, type):
+        return found | _parts(value, scope)
+    methods, attributes = _methods(value), _class_attributes(value.__mro__)
+    users = [each for each in methods if each.__name__ != "__init__" and not _is_installed(each.__module__)]
+    own = [_read(each.__code__) for each in users]
+    names = scope.names.union(*(each[1] for each in own)).difference(*(each[3] for each in own))
+    read = {name: attributes[name] for name in sorted(names & attributes.keys())}
+    return found | _describe(read, scope._replace(names=names)) | _coded(methods, scope.met)
 
 
 def _describe_nest(value: Any, scope: _Scope) -> Any:
@@ -148,9 +155,8 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
         names = frozenset(name for name in names if name.strip("_") != "name")
         policy = getattr(_get(value, "dtype_policy"), "name", _get(value, "dtype"))
         config |= {"policy": policy} if isinstance(policy, str) else {}
-    users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
-    told = {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
-    told |= getattr(value, "__dict__", {})
+    users = any(not _is_installed(kind.__module__) for kind in classes)
+    told = _class_attributes(classes) | getattr(value, "__dict__", {})
     read = sorted((names & told.keys()) - config.keys()) if users or failed or not config else []
     scope = scope._replace(names=names, concealed=False)
     of_input = _shapes([config.get("batch_shape"), config.get("batch_input_shape")])
@@ -159,6 +165,12 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
         scope = scope._replace(shapes=_shapes(value.get_build_config()))
     attributes = _describe({name: _get(value, name) for name in read}, scope._replace(concealed=True))
     return found | attributes | _coded(methods, scope.met)
+
+
+def _class_attributes(classes: Sequence[type]) -> dict[str, Any]:
+    """Returns what a user's classes hold besides functions; the first class of several wins."""
+    users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
+    return {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
 
 
 def _shapes(nest: Any) -> list[list]:

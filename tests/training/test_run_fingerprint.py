@@ -1,6 +1,7 @@
 """What changes a training changes its description too, which workers and resumed trainings compare."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -517,6 +518,44 @@ def test_texts_that_a_loss_reads_are_told_by_their_checksums():
         assert not state.differences(described, state.plain(describe(was)))
         told = state.differences(described, state.plain(describe(now)))
         assert all(any(each.startswith(f"{name}: ") for each in told) for name in names), told
+
+
+def _settings(form, scale):
+    """A loss that reads a setting which stands in a class."""
+
+    class Settings:
+        weight = scale
+        calls = 0
+
+        @staticmethod
+        def weigh(x):
+            Settings.calls += 1
+            return Settings.weight * x
+
+    class Inherited(Settings):
+        pass
+
+    @dataclasses.dataclass
+    class Data:
+        weight: float = scale
+
+    forms = {
+        "a class": lambda y, p: Settings.weight * (y - p) ** 2,
+        "a subclass": lambda y, p: Inherited.weight * (y - p) ** 2,
+        "a dataclass": lambda y, p: Data.weight * (y - p) ** 2,
+        "a static method": lambda y, p: Settings.weigh((y - p) ** 2),
+    }
+    return forms[form]
+
+
+@pytest.mark.parametrize("form", ["a class", "a subclass", "a dataclass", "a static method"])
+def test_settings_that_stand_in_a_class_are_compared(form):
+    loss = _settings(form, 1.0)
+    described = state.plain(describe(loss))
+    loss(1.0, 0.5)
+    assert not state.differences(described, state.plain(describe(loss)))
+    assert not state.differences(described, state.plain(describe(_settings(form, 1.0))))
+    assert any("weight" in each for each in state.differences(described, state.plain(describe(_settings(form, 3.0)))))
 
 
 def test_texts_as_earlier_versions_had_them_agree():
