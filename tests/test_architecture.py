@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_630,
+    "adapters": 4_639,
     "app": 1_505,
     "checkpoint": 1_417,
     "data": 1_528,

@@ -239,16 +239,20 @@ def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str
         for name, each in read.items():  # of a table of settings, those that the code names
             if isinstance(each, dict) and (named := scope.names & each.keys()):
                 read[name] = {key: each[key] for key in sorted(named)}
-        found |= {f"{function.__name__} reads {name}": _describe(each, scope) for name, each in read.items()}
+        for name, each in read.items():
+            set_on_it = {attribute.partition(".")[2] for attribute in stored if attribute.startswith(f"{name}.")}
+            found[f"{function.__name__} reads {name}"] = _describe(each, scope._replace(names=scope.names - set_on_it))
     return found
 
 
 @functools.cache
 def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
-    """The instructions of code, without files, lines, hashes and docstrings; the attributes and texts that it reads;
-    the globals that it reads and does not set, as it sets a counter; the attributes and globals that it sets.
+    """Reads the instructions of code, without files, lines, hashes and docstrings; the attributes and texts that the
+    code reads; the globals that it reads and does not set, as it sets a counter; the globals and attributes that it
+    sets, an attribute as `object.attribute` where a variable other than the first argument holds the object.
     """
     text, names, loaded, stored = [], set[str](), set[str](), set[str]()
+    holder = ""
     for each in dis.get_instructions(code):
         value = each.argval
         if isinstance(value, types.CodeType):
@@ -257,7 +261,12 @@ def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], fr
         names |= {value} if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") else set()
         loaded |= {value} if "GLOBAL" in each.opname else set()
         names |= {value} if each.opname == "LOAD_CONST" and isinstance(value, str) else set()
-        stored |= {value} if each.opname in ("STORE_ATTR", "STORE_GLOBAL") else set()
+        stored |= {value} if each.opname == "STORE_GLOBAL" else set()
+        stored |= {f"{holder}.{value}" if holder else value} if each.opname == "STORE_ATTR" else set()
+        holder = ""
+        if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")):
+            variable = value[-1] if isinstance(value, tuple) else value  # some load two
+            holder = variable if variable not in (*code.co_varnames[:1], "self") else ""
         text.append((each.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else value))
     return repr(text), frozenset(names), frozenset(loaded - stored), frozenset(stored)
 

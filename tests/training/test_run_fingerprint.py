@@ -558,6 +558,27 @@ def test_settings_that_stand_in_a_class_are_compared(form):
     assert any("weight" in each for each in state.differences(described, state.plain(describe(_settings(form, 3.0)))))
 
 
+def test_an_attribute_is_compared_though_the_loss_sets_one_of_its_name_elsewhere():
+    class Holder:
+        pass
+
+    def made(scale):
+        settings, seen = Holder(), Holder()
+        settings.scale = scale
+
+        def loss(y, p):
+            seen.scale = 1
+            return settings.scale * (y - p) ** 2
+
+        return loss
+
+    loss = made(1.0)
+    described = state.plain(describe(loss))
+    loss(1.0, 0.5)
+    assert not state.differences(described, state.plain(describe(loss)))
+    assert state.differences(described, state.plain(describe(made(5.0))))
+
+
 def test_texts_as_earlier_versions_had_them_agree():
     loss = eval("lambda y, p: (y, p, MODE, WORDS, LONG)", {"MODE": "l2", "WORDS": {"b", "a", "c"}, "LONG": "z" * 3000})
     now = state.plain(describe(loss))
