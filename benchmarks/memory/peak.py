@@ -62,7 +62,9 @@ def measure(name: str, rows: int) -> dict[str, float]:
     trainer = case.trainer()
     accumulation = trainer.gradient_accumulation_steps
     batch = Batch(*tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape], s.dtype), case.specs))
-    predicted = dispatch_memory(trainer._built(batch), Dispatch((stacked(batch, accumulation),)))
+    predicted = dispatch_memory(
+        trainer._builder.get_or_build(batch, trainer._present_options), Dispatch((stacked(batch, accumulation),))
+    )
     x, y = case.arrays(STEPS * rows * accumulation)
     trainer.fit(x, y, batch_size=rows, verbose=0)
     tf.config.experimental.reset_memory_stats("CPU:0")

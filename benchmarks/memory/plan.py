@@ -71,6 +71,6 @@ def _peak(case: Case, trainer: fa.Trainer, rows: int) -> int:
     batch = Batch(*tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape], s.dtype), case.specs))._replace(
         valid=valid
     )
-    step = trainer._built(batch)
+    step = trainer._builder.get_or_build(batch, trainer._present_options)
     with step.temporary_retrace():
         return dispatch_memory(step, Dispatch((stacked(batch, GLOBAL_BATCH // rows),))).peak_bytes
