@@ -25,7 +25,7 @@ from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.fit import Fit, Verbose
-from fastaccum.training.planning import plan_for_data
+from fastaccum.training.micro_batch import plan_for_data
 from fastaccum.training.prediction import predict
 from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -194,8 +195,9 @@ class Saver:
         callback_state.restore(self._training.callbacks, manifest["callbacks"], self._of("callbacks"))
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
+        arrays = manifest["history"].get("arrays")
         history.history = {
-            name: list(map(_as_logged, values)) if isinstance(values, list) else values
+            name: _as_logged(values, "float32" if arrays is None else arrays.get(name))  # earlier: no dtype
             for name, values in self._resumed.history.items()
         }
         for group, named in self._variables.items():
@@ -257,7 +259,11 @@ class Saver:
         manifest = {
             "progress": progress,
             "data": data,
-            "history": {"epoch": plain(history.epoch), "history": plain(history.history)},
+            "history": {
+                "epoch": plain(history.epoch),
+                "history": plain(history.history),
+                "arrays": _array_dtypes(history.history),
+            },
             "callbacks": callbacks,
             "description": self._training.description,
             "cut": dict(self._training.cut),
@@ -325,13 +331,18 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         )
 
 
-def _as_logged(value: Any) -> Any:
-    """Returns a value of the History as Keras logs it: as an array where a metric has a value for each class."""
-    try:
-        array = np.array(value)
-    except ValueError:  # of a callback's
-        return value
-    return array.astype(np.float32) if isinstance(value, list) and array.dtype.kind in "fi" else value
+def _array_dtypes(history: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the dtypes of the logs that are arrays, as those of a metric with a value for each class, by name."""
+    firsts = {name: values[0] for name, values in history.items() if isinstance(values, list) and values}
+    return {name: first.dtype.name for name, first in firsts.items() if isinstance(first, (np.ndarray, tf.Tensor))}
+
+
+def _as_logged(values: Any, dtype: str | None) -> Any:
+    """Returns a log's values with lists as arrays of a dtype; as they are if it is None, or the lists are no arrays."""
+    if dtype is not None and isinstance(values, list):
+        with contextlib.suppress(ValueError):
+            return [np.asarray(value, dtype) if isinstance(value, list) else value for value in values]
+    return values
 
 
 def _warn_of_other_numbers(pieces: str, layers: Sequence[str]) -> None:

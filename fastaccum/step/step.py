@@ -107,8 +107,11 @@ class Step(abc.ABC):
             NonFiniteError: raised if training can only skip its steps.
             OutOfMemoryError: raised if memory ran out while the cause was looked for.
         """
-        with self._translate_oom_errors():
+        try:
             self._require(executed, dispatch)
+        except (tf.errors.ResourceExhaustedError, MemoryError) as error:  # no scope is entered in each step
+            with self._translate_oom_errors():
+                raise error
 
     def lockstep(
         self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool = True

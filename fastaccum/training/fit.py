@@ -28,7 +28,7 @@ from fastaccum.step import arguments, compile_messages, diagnosis
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
-from fastaccum.training.planning import make_plan
+from fastaccum.training.micro_batch import make_plan
 from fastaccum.training.step_builder import StepBuilder
 
 Verbose = Literal["auto", 0, 1, 2]

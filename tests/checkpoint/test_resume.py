@@ -418,6 +418,20 @@ def test_complete_training_returns_its_history(tmp_path, capsys):
     assert "resumed from" in capsys.readouterr().out
 
 
+def test_values_that_a_callback_logs_come_back_as_they_were(tmp_path):
+    class Logs(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["counts"] = [[2**25 + 1, epoch], [0, 3]]  # float32 holds no such number
+            logs["means"] = np.array([0.1, epoch])
+
+    trained, options = trainer(False), {"checkpoint_dir": tmp_path, "verbose": 0}
+    trained.fit(**arrays(), epochs=1, callbacks=[Logs()], **options)
+    found = trained.fit(**arrays(), epochs=2, callbacks=[Logs()], **options).history
+    assert found["counts"] == [[[2**25 + 1, epoch], [0, 3]] for epoch in (0, 1)]
+    for epoch, means in enumerate(found["means"]):
+        assert isinstance(means, np.ndarray) and means.dtype == np.float64 and means.tolist() == [0.1, epoch]
+
+
 # What must fail: a state with something missing is told from a whole one.
 
 

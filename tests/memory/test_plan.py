@@ -133,7 +133,7 @@ def test_timing_moves_nothing(planned, monkeypatch):
         assert measure(self, each) > 0
         return seconds.setdefault(each.batch_size, 1.0 if each.batch_size == 4 else 0.5)
 
-    monkeypatch.setattr("fastaccum.training.planning.has_gpu", lambda: True)
+    monkeypatch.setattr("fastaccum.training.micro_batch.has_gpu", lambda: True)
     monkeypatch.setattr(planner, "candidates", lambda *_: [1, 2, 4])
     monkeypatch.setattr(planner.Planner, "_seconds", timed)
     plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
@@ -147,7 +147,7 @@ def test_what_is_timed_is_guarded(planned, monkeypatch):
     """The limit that was passed is above what there is: what does not fit must not run, or its variables are lost."""
     trainer, before, _, _, _ = planned
     monkeypatch.setenv("FASTACCUM_MEMORY_LIMIT", "1KiB")
-    monkeypatch.setattr("fastaccum.training.planning.has_gpu", lambda: True)
+    monkeypatch.setattr("fastaccum.training.micro_batch.has_gpu", lambda: True)
     monkeypatch.setattr(planner, "candidates", lambda *_: [2, 4])
     plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
     assert plan.batch_size == 4 and {c.seconds for c in plan.considered} == {None}
