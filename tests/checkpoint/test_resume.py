@@ -10,7 +10,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from resuming import Interruption, Stateless, StopAfter, assert_same, bits, edit_manifest, interrupted, scramble
+from resuming import (
+    Beginning,
+    Interruption,
+    Stateless,
+    StopAfter,
+    assert_same,
+    bits,
+    edit_manifest,
+    interrupted,
+    scramble,
+)
 
 import fastaccum as fa
 from fastaccum.checkpoint import state, store
@@ -39,6 +49,12 @@ def trainer(norm=True, optimizer=None, dtype=None, **options):
     rate = keras.optimizers.schedules.CosineDecay(0.01, 30)
     options = {"gradient_accumulation_steps": 3, "metrics": ["mae"], "jit_compile": False, **options}
     return fa.Trainer(mlp(norm, dtype), optimizer or keras.optimizers.AdamW(rate), "mse", **options)
+
+
+@functools.cache
+def shared(steps_per_execution=1):
+    """One Trainer for tests that do not mind with what numbers it begins: traced once for each form of the data."""
+    return trainer(False, steps_per_execution=steps_per_execution)
 
 
 def arrays():
@@ -90,34 +106,28 @@ def test_metrics_that_make_variables_at_their_first_update(tmp_path):
 )
 def test_arrays_through_steps_per_execution(tmp_path, norm):
     def make():
-        return trainer(norm, steps_per_execution=2, jit_compile=True)
+        return trainer(norm, steps_per_execution=2)
 
     assert_same(make, drawn_anew(arrays), [2, 3], tmp_path, every=3, epochs=3)
 
 
 def test_arrays_with_epochs_that_are_no_passes(tmp_path):
-    def make():
-        return trainer(False, steps_per_execution=2)
-
-    assert_same(make, drawn_anew(arrays), [1, 4], tmp_path, epochs=3, steps_per_epoch=7)
+    assert_same(lambda: shared(2), drawn_anew(arrays), [1, 4], tmp_path, epochs=3, steps_per_epoch=7)
 
 
 def test_initial_epoch(tmp_path):
     options = {"epochs": 5, "initial_epoch": 2, "steps_per_epoch": 3}
-    assert_same(lambda: trainer(False), drawn_anew(arrays), [4, 2], tmp_path, **options)
+    assert_same(shared, drawn_anew(arrays), [4, 2], tmp_path, **options)
 
 
-def half(jit_compile=False):
+def half():
     rule = fa.DynamicLossScale(init_scale=2.0**24, growth_interval=4, max_scale=2.0**24)
-    adam = keras.optimizers.Adam(0.01)
-    return trainer(False, adam, "mixed_float16", loss_scale=rule, jit_compile=jit_compile)
+    return trainer(False, keras.optimizers.Adam(0.01), "mixed_float16", loss_scale=rule)
 
 
 def test_half_precision_after_overflows(tmp_path):
-    options = {"epochs": 3}
-    make = functools.partial(half, jit_compile=True)
-    whole, _ = assert_same(make, drawn_anew(arrays), [3, 6], tmp_path, **options)
-    assert sum(whole.model.history.history["skipped_steps"]) > 0  # in the first epoch, whose count was resumed
+    trained = assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
+    assert sum(trained.model.history.history["skipped_steps"]) > 0  # in the first epoch, whose count was resumed
 
 
 def lookahead():
@@ -205,11 +215,8 @@ def test_datasets(tmp_path, dataset, options, per_execution):
         keras.utils.set_random_seed(5)  # as a script would: TensorFlow draws the seeds of shuffles from it
         return {"x": dataset()}
 
-    def make():
-        return trainer(False, steps_per_execution=per_execution)
-
     stops = [3, 4] if per_execution == 1 else [1, 2]
-    assert_same(make, data, stops, tmp_path, epochs=3, **options)
+    assert_same(lambda: shared(per_execution), data, stops, tmp_path, epochs=3, **options)
 
 
 def test_dataset_of_exact_rows_in_dispatches(tmp_path):
@@ -302,7 +309,7 @@ class Windows(keras.utils.PyDataset):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_py_dataset(tmp_path, shuffle):
     options = {"epochs": 3, "shuffle": shuffle}
-    assert_same(lambda: trainer(False), drawn_anew(lambda: {"x": Windows()}), [2, 5], tmp_path, **options)
+    assert_same(shared, drawn_anew(lambda: {"x": Windows()}), [2, 5], tmp_path, **options)
 
 
 def test_generator(tmp_path):
@@ -310,7 +317,7 @@ def test_generator(tmp_path):
         return {"x": ((X[i % 90 : i % 90 + 8], Y[i % 90 : i % 90 + 8]) for i in range(0, 1000, 8))}
 
     options = {"epochs": 3, "steps_per_epoch": 4}
-    assert_same(lambda: trainer(False, steps_per_execution=2), data, [1, 2], tmp_path, **options)
+    assert_same(lambda: shared(2), data, [1, 2], tmp_path, **options)
 
 
 def test_keras_callbacks(tmp_path):
@@ -330,11 +337,11 @@ def test_keras_callbacks(tmp_path):
     callbacks.first = True
 
     def make():
-        return trainer(False, keras.optimizers.Adam(0.01), jit_compile=True)  # its random masks let EarlyStopping wait
+        return trainer(False, keras.optimizers.Adam(0.01))
 
     folder = tmp_path / "checkpoints"
-    whole, _ = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
-    assert 3 < len(whole.model.history.epoch) < 9  # it did stop early
+    trained = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
+    assert 3 < len(trained.model.history.epoch) < 9  # it did stop early
     assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
 
 
@@ -381,7 +388,7 @@ def test_a_callback_of_ones_own(tmp_path):
         def set_state(self, state):
             self.batches = state["batches"]
 
-    forgetful, saved, trained = Counter(), Saved(), trainer(False)
+    forgetful, saved, trained = Counter(), Saved(), shared()
     interrupted(trained, arrays, [3], tmp_path, callbacks=lambda: [Counter(), Saved()], epochs=1)
     with pytest.warns(UserWarning, match=r"Counter starts afresh .* \(batches\)"):
         trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, callbacks=[forgetful, saved], verbose=0)
@@ -399,7 +406,7 @@ def test_a_save_at_an_epochs_last_step(tmp_path):
     def callbacks():
         return [Watch()]
 
-    trained = trainer(False)
+    trained = shared()
     options = {"epochs": 3, "validation_data": (X, Y), "callbacks": callbacks}
     history = interrupted(trained, arrays, [5], tmp_path, every=5, **options)  # stops in the 2nd epoch's first step
     assert len(validations) == 3
@@ -407,7 +414,7 @@ def test_a_save_at_an_epochs_last_step(tmp_path):
 
 
 def test_complete_training_returns_its_history(tmp_path, capsys):
-    trained = trainer(False)
+    trained = shared()
     expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, verbose=0)
     after = bits(trained)
     scramble(trained)
@@ -426,7 +433,7 @@ def test_values_that_a_callback_logs_come_back_as_they_were(tmp_path):
             logs["counts"] = [[2**25 + 1, epoch], [0, 3]]  # float32 holds no such number
             logs["means"] = np.array([0.1, epoch])
 
-    trained, options = trainer(False), {"checkpoint_dir": tmp_path, "verbose": 0}
+    trained, options = shared(), {"checkpoint_dir": tmp_path, "verbose": 0}
     trained.fit(**arrays(), epochs=1, callbacks=[Logs()], **options)
     found = trained.fit(**arrays(), epochs=2, callbacks=[Logs()], **options).history
     assert found["counts"] == [[[2**25 + 1, epoch], [0, 3]] for epoch in (0, 1)]
@@ -442,12 +449,15 @@ def lose_seed(manifest):
 
 
 def test_a_lost_place_in_the_data_shows(tmp_path):
-    trained = trainer(False)
-    expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path / "a", verbose=0)
+    trained = shared()
+    beginning = Beginning(trained)
+    keras.utils.set_random_seed(0)
+    expected = trained.fit(**arrays(), epochs=2, callbacks=[beginning], verbose=0)
     whole = bits(trained)
     scramble(trained)
+    beginning.restore()
+    keras.utils.set_random_seed(0)
     with pytest.raises(Interruption):
-        keras.utils.set_random_seed(0)
         options = {"checkpoint_dir": tmp_path / "b", "checkpoint_every": 1, "verbose": 0, "epochs": 2}
         trained.fit(**arrays(), callbacks=[StopAfter(2)], **options)
     edit_manifest(store.latest(tmp_path / "b").path, lose_seed)
@@ -490,9 +500,9 @@ def test_data_that_end_before_the_place_to_go_on_from(tmp_path):
 
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "verbose": 0}
     with pytest.raises(Interruption):
-        trainer().fit(batches(12), callbacks=[StopAfter(3)], **options)
+        shared().fit(batches(12), callbacks=[StopAfter(3)], **options)
     with pytest.raises(ValueError, match="ended before the place to go on from"):
-        trainer().fit(batches(3), **options)
+        shared().fit(batches(3), **options)
 
 
 def other_batches(size, kind):
@@ -507,30 +517,30 @@ def test_batches_of_other_sizes_do_not_go_on_in_silence(tmp_path):
     once = options | {"epochs": 1}
     with pytest.raises(Interruption):
         stopped = {"callbacks": [StopAfter(2)], "checkpoint_dir": tmp_path / "a"}
-        trainer().fit(other_batches(8, "generator"), **stopped, **once)
+        shared().fit(other_batches(8, "generator"), **stopped, **once)
     with pytest.raises(ValueError, match="rows in the 2 train steps that were done of the pass, where they had"):
-        trainer().fit(other_batches(4, "generator"), checkpoint_dir=tmp_path / "a", **once)
-    trainer().fit(other_batches(8, "dataset").rebatch(8), checkpoint_dir=tmp_path / "b", **once)
+        shared().fit(other_batches(4, "generator"), checkpoint_dir=tmp_path / "a", **once)
+    shared().fit(other_batches(8, "dataset").rebatch(8), checkpoint_dir=tmp_path / "b", **once)
     with pytest.warns(RuntimeWarning, match="the first train step of a pass is of"):
-        trainer().fit(other_batches(8, "dataset").rebatch(4), checkpoint_dir=tmp_path / "b", **options)
-    trainer().fit(other_batches(8, "dataset"), checkpoint_dir=tmp_path / "c", **once)
+        shared().fit(other_batches(8, "dataset").rebatch(4), checkpoint_dir=tmp_path / "b", **options)
+    shared().fit(other_batches(8, "dataset"), checkpoint_dir=tmp_path / "c", **once)
     with pytest.raises(ValueError, match="a train step would be of 12 rows"):
-        trainer().fit(other_batches(4, "dataset"), checkpoint_dir=tmp_path / "c", **options)
+        shared().fit(other_batches(4, "dataset"), checkpoint_dir=tmp_path / "c", **options)
 
 
 def test_an_endless_dataset_of_other_batches_does_not_go_on_as_it_was(tmp_path):
     endless = tf.data.Dataset.from_tensor_slices((X, Y)).repeat()
     options = {"steps_per_epoch": 2, "verbose": 0, "checkpoint_dir": tmp_path}
-    trainer().fit(endless.batch(8), **options)
+    shared().fit(endless.batch(8), **options)
     with pytest.raises(ValueError, match=r"batch_size 16 x 3 instead of 8 x 3.* a train step would be of 48 rows"):
-        trainer().fit(endless.batch(16), epochs=2, **options)
+        shared().fit(endless.batch(16), epochs=2, **options)
 
 
 def test_other_values_where_the_place_is_counted_are_told_of(tmp_path):
     def fit(scale):
         batches = ((X[i : i + 8] * scale, Y[i : i + 8]) for i in range(0, len(X), 8))
         stop = [StopAfter(2)] if scale == 1 else None
-        trainer().fit(batches, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0, callbacks=stop)
+        shared().fit(batches, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0, callbacks=stop)
 
     with pytest.raises(Interruption):
         fit(1)
@@ -547,7 +557,7 @@ def test_an_epoch_that_was_cut_short_and_goes_on_is_refused(tmp_path):
             self.model.stop_training = False
 
     with pytest.raises(ValueError, match=r"set model\.stop_training within epoch 1 and took it back"):
-        trainer().fit(**arrays(), epochs=3, verbose=0, callbacks=[Short()], checkpoint_dir=tmp_path)
+        shared().fit(**arrays(), epochs=3, verbose=0, callbacks=[Short()], checkpoint_dir=tmp_path)
 
 
 def test_rows_in_another_order_are_seen_between_epochs(tmp_path):
