@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ class Accumulator(NamedTuple):
     """The sum of a variable's gradients so far, as a micro-batch finds it."""
 
     total: tf.Tensor  # of the variable's shape, in float32 (float64 for float64 variables)
-    noted: dict[Any, tf.Tensor]
+    noted: dict[Hashable, tf.Tensor]  # by the gradient's `ref`
 
     def note(self, gradient: tf.Tensor, total: tf.Tensor) -> None:
         """Notes that `total` is the accumulator with `gradient` added; the kernel must return `gradient`."""
@@ -28,7 +28,7 @@ class Accumulators:
     """
 
     def __init__(self, variables: Sequence[tf.Variable], totals: Sequence[tf.Tensor]):
-        self._noted: dict[Any, tf.Tensor] = {}
+        self._noted: dict[Hashable, tf.Tensor] = {}
         self._of = {v.ref(): Accumulator(t, self._noted) for v, t in zip(variables, totals, strict=False)}
         self._graph: tf.Graph | None = tf.compat.v1.get_default_graph()
 
@@ -36,13 +36,13 @@ class Accumulators:
         """Offers none from here on: a layer that the backward pass computes again must not add twice."""
         self._graph = None
 
-    def find(self, variable: Any) -> Accumulator | None:
+    def find(self, variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
         """Returns the accumulator of a variable, in the graph of the forward pass alone."""
         # What is traced in another graph, a branch or a loop's body, may run any number of times.
-        found = isinstance(variable, tf.Variable) and tf.compat.v1.get_default_graph() is self._graph
-        return self._of.get(variable.ref()) if found else None
+        found = self._of.get(variable.ref()) if isinstance(variable, tf.Variable) else None
+        return found if tf.compat.v1.get_default_graph() is self._graph else None
 
-    def with_added(self, gradient: Any) -> tuple[tf.Tensor, list[tf.Tensor]] | None:
+    def with_added(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> tuple[tf.Tensor, list[tf.Tensor]] | None:
         """Returns the accumulator with the gradient, or one term of it, added by a kernel, and the terms left to add.
 
         None where no kernel has added any.

@@ -17,7 +17,7 @@ SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32)
 Choice = TypeVar("Choice")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Formats a value for an error: at most 200 characters, or its type if it has no `repr`."""
     try:
         text = repr(value.item() if isinstance(value, np.generic) else value)
@@ -26,7 +26,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def as_tensor(name: str, value: Any) -> tf.Tensor:
+def as_tensor(name: str, value: object) -> tf.Tensor:
     """Converts `value` to a dense tensor that the current graph may use."""
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
@@ -44,7 +44,7 @@ def as_tensor(name: str, value: Any) -> tf.Tensor:
     return converted
 
 
-def _reachable(graph: Any) -> bool:
+def _reachable(graph: tf.Graph) -> bool:
     """Returns whether the graph that is being traced, if any, may use the tensors of `graph`."""
     current = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while current not in (None, graph):
@@ -64,7 +64,7 @@ def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
         raise kind(f"{culprit}: {error}") from error
 
 
-def object_name(value: Any) -> Any:
+def object_name(value: object) -> str | None:
     """Checks the name of a layer, a model or a loss, or None."""
     if value is not None and not (isinstance(value, str) and value.isprintable() and value and "/" not in value):
         error = ValueError if isinstance(value, str) else TypeError
@@ -72,7 +72,7 @@ def object_name(value: Any) -> Any:
     return value
 
 
-def number(name: str, value: Any, rule: str, accepts: Callable[[Any], bool]) -> float:
+def number(name: str, value: object, rule: str, accepts: Callable[[Any], bool]) -> float:
     """Returns `value` as a float, if it is a real number (a bool is not) that `accepts(value)`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={shown(value)} must be {rule}.")
@@ -88,12 +88,12 @@ def in_float32(value: float) -> bool:
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
-def positive(name: str, value: Any, or_else: str = "") -> float:
+def positive(name: str, value: object, or_else: str = "") -> float:
     """Returns `value` as a positive, finite float; `or_else` says what else the argument may be."""
     return number(name, value, f"a positive, finite number{or_else}", lambda v: 0 < v <= LARGEST)
 
 
-def fraction(name: str, value: Any) -> float:
+def fraction(name: str, value: object) -> float:
     """Returns `value` as a float of at least 0 and below 1."""
     return number(name, value, "a number of at least 0 and below 1", lambda v: 0 <= v < 1 and bool(np.float32(v) < 1))
 
@@ -108,7 +108,7 @@ def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
     return int(value)
 
 
-def true_or_false(name: str, value: Any) -> bool:
+def true_or_false(name: str, value: object) -> bool:
     """Returns `value` as a bool, if it is one."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={shown(value)} must be True or False.")

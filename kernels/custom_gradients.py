@@ -6,14 +6,17 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.framework.ops import gradient_registry
 
+R = TypeVar("R")
+Differentiated = Callable[..., tuple[R, Callable[..., object]]]  # returns outputs and their gradient function
 
-def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def custom_gradient(function: Differentiated[R]) -> Callable[..., R]:
     """Decorates as `tf.custom_gradient` does, inside `graph_scoped_gradients`.
 
     A gradient's operations are named after the call that it belongs to, as those of TensorFlow's own gradients are, so
@@ -23,7 +26,7 @@ def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
-    def owned(*args: tf.Tensor) -> Any:
+    def owned(*args: tf.Tensor) -> R:
         if tf.executing_eagerly():
             return call(*args)
         with graph_scoped_gradients():
@@ -32,13 +35,13 @@ def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
     return owned
 
 
-def _name_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+def _name_gradient(function: Differentiated[R]) -> Differentiated[R]:
     @functools.wraps(function)
-    def named(*args: tf.Tensor) -> Any:
+    def named(*args: tf.Tensor) -> tuple[R, Callable[..., object]]:
         scope = "/".join(filter(None, ("gradient_tape", tf.get_current_name_scope())))
         outputs, gradient = function(*args)
 
-        def in_scope(*upstream: tf.Tensor, **variables: Any) -> Any:
+        def in_scope(*upstream: tf.Tensor, **variables: Sequence[tf.Variable]) -> object:
             with tf.name_scope(f"{scope}/"):
                 return gradient(*upstream, **variables)
 
@@ -65,7 +68,7 @@ def graph_scoped_gradients() -> Iterator[None]:
             _hand_over(registered, name)
 
 
-def _hand_over(registered: dict[str, dict[str, Any]], name: str) -> None:
+def _hand_over(registered: dict[str, dict[str, object]], name: str) -> None:
     gradient = registered[name]["type"]
     graph = _find_graph(gradient)
     if graph is None:  # handed over before, or registered under a name of its own
@@ -76,11 +79,11 @@ def _hand_over(registered: dict[str, dict[str, Any]], name: str) -> None:
     weakref.finalize(graph, registered.pop, name, None).atexit = False
 
 
-def _find_graph(gradient: Callable[..., Any]) -> tf.Graph | None:
+def _find_graph(gradient: object) -> tf.Graph | None:
     """Returns the graph of the tensors that a gradient function differentiates."""
     results = tf.nest.flatten(_get_nonlocals(_get_nonlocals(gradient).get("tape_grad_fn")).get("result"))
     return next((t.graph for t in results if tf.is_tensor(t) and hasattr(t, "graph")), None)
 
 
-def _get_nonlocals(function: Any) -> Any:
+def _get_nonlocals(function: object) -> Mapping[str, object]:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}

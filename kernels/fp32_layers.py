@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -17,7 +17,8 @@ from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]
-Call = Callable[..., Any]  # a layer's `call`
+Call = Callable[..., tf.Tensor]  # a layer's `call`
+Inputs: TypeAlias = "tf.Tensor | tf.SparseTensor"
 _SWITCHED: dict[type, type] = {}  # what a layer of Keras is switched to
 _KERAS: dict[type, type] = {}  # and back
 
@@ -71,7 +72,7 @@ def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.La
     return _change_class([layer for layer in layers if type(layer) in _KERAS], _KERAS)
 
 
-def _change_class(layers: list[Any], to: dict[Any, Any]) -> list[Any]:
+def _change_class(layers: list[keras.layers.Layer], to: dict[type, type]) -> list[keras.layers.Layer]:
     layers = list({id(layer): layer for layer in layers}.values())
     for layer in layers:
         # Past Keras's own __setattr__, which tracks what is assigned.
@@ -79,7 +80,7 @@ def _change_class(layers: list[Any], to: dict[Any, Any]) -> list[Any]:
     return layers
 
 
-def all_layers(model: Any) -> Iterator[Any]:
+def all_layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     """Every layer of a Keras 3 model, and those that a LayerStack calls without tracking them."""
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(f"model={shown(model)} is not a Keras 3 model or layer.")
@@ -89,7 +90,7 @@ def all_layers(model: Any) -> Iterator[Any]:
             yield from all_layers(layer.template)
 
 
-def _in_scope(layer: Any) -> bool:
+def _in_scope(layer: keras.layers.Layer) -> bool:
     return (
         layer.compute_dtype in [d.name for d in HALF]
         and layer.variable_dtype == "float32"
@@ -98,7 +99,7 @@ def _in_scope(layer: Any) -> bool:
     )
 
 
-def _switches(layer: Any, inputs: Any, weight: Any) -> bool:
+def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
     """Returns whether a switched layer may leave Keras's own call: not with LoRA, with sparse inputs, or where autocast
     is off, so that the layer reads its float32 `weight` without a cast.
     """
@@ -106,13 +107,13 @@ def _switches(layer: Any, inputs: Any, weight: Any) -> bool:
     return halves and _in_scope(layer)
 
 
-def _float32(variable: Any) -> tf.Tensor:
+def _float32(variable: keras.Variable) -> tf.Tensor:
     """The variable itself, where Keras would cast it to the layer's compute dtype."""
     with AutocastScope(None):
         return tf.convert_to_tensor(variable)
 
 
-def _finish(layer: Any, y: tf.Tensor) -> tf.Tensor:
+def _finish(layer: keras.layers.Layer, y: tf.Tensor) -> tf.Tensor:
     if layer.bias is not None:
         bias = _float32(layer.bias)
         if getattr(layer, "data_format", None) == "channels_first":
@@ -122,12 +123,12 @@ def _finish(layer: Any, y: tf.Tensor) -> tf.Tensor:
     return y if layer.activation is None else layer.activation(y)
 
 
-def _weight(variable: Any, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
     """The variable itself, and its copy in the inputs' dtype where that is at hand."""
     return _float32(variable), copy_of(variable, inputs.dtype)
 
 
-def _convolution(layer: Any, convolution: Any, inputs: tf.Tensor) -> tf.Tensor:
+def _convolution(layer: keras.layers.Layer, convolution: Call, inputs: tf.Tensor) -> tf.Tensor:
     return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(layer._kernel, inputs)))
 
 
@@ -144,10 +145,10 @@ def _switched_from_base(layer: Any) -> Any:
 class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         return self.call_fp32(super().call, inputs, training)
 
-    def call_fp32(self, call: Call, inputs: Any, training: bool | None = None) -> Any:
+    def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         if not _switches(self, inputs, self._kernel):
             return call(inputs, training=training)
         return _finish(self, matmul_fp32_wgrad(inputs, *_weight(self._kernel, inputs)))
@@ -157,10 +158,10 @@ class Fp32Dense(keras.layers.Dense):
 class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         return self.call_fp32(super().call, inputs, training)
 
-    def call_fp32(self, call: Call, inputs: Any, training: bool | None = None) -> Any:
+    def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         if not (_switches(self, inputs, self._kernel) and matmul_axes(self.equation, inputs, self._kernel)):
             return call(inputs, training=training)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, *_weight(self._kernel, inputs)))
@@ -170,10 +171,10 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
 class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Inputs) -> tf.Tensor:
         return self.call_fp32(super().call, inputs)
 
-    def call_fp32(self, call: Call, inputs: Any) -> Any:
+    def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
         if not _switches(self, inputs, self._kernel):
             return call(inputs)
         if self.padding != "causal":
@@ -190,10 +191,10 @@ class Fp32Conv1D(keras.layers.Conv1D):
 class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: Inputs) -> tf.Tensor:
         return self.call_fp32(super().call, inputs)
 
-    def call_fp32(self, call: Call, inputs: Any) -> Any:
+    def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
         if not _switches(self, inputs, self._kernel):
             return call(inputs)
         return _convolution(self, self.convolution_op, inputs)
@@ -203,10 +204,10 @@ class Fp32Conv2D(keras.layers.Conv2D):
 class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
 
-    def call(self, inputs: Any, reverse: bool = False) -> Any:
+    def call(self, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
         return self.call_fp32(super().call, inputs, reverse)
 
-    def call_fp32(self, call: Call, inputs: Any, reverse: bool = False) -> Any:
+    def call_fp32(self, call: Call, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
         if not (reverse and self.reverse_dtype is None and _switches(self, inputs, self._embeddings)):
             return call(inputs, reverse=reverse)
         kernel, copy = _weight(self._embeddings if self.tie_weights else self.reverse_embeddings, inputs)

@@ -17,7 +17,7 @@ from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import device_memory, has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.recomputed_function import Policy, RecomputedFunction
+from fastaccum.kernels.recomputed_function import Nest, Policy, RecomputedFunction
 from fastaccum.kernels.rounded import allow_outer_casts, rounded_layer
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
@@ -49,7 +49,7 @@ class Body(NamedTuple):
     stacks: list[keras.Variable]  # these, of all layers
     state: list[keras.Variable]  # the others: statistics, then seeds
     training: bool
-    arguments: list[Any]  # the mask (or None) and the keyword arguments
+    arguments: list[object]  # the mask (or None) and the keyword arguments
 
     @property
     def shared(self) -> list[tf.Tensor]:
@@ -98,7 +98,7 @@ class LayerGraph(RecomputedFunction):
         after: the new states, as tensors of the graph.
     """
 
-    def __init__(self, body: Body, specs: list[Any]):
+    def __init__(self, body: Body, specs: list[Nest]):
         with collected_names() as names:
             function = tf.function(body, autograph=False).get_concrete_function(*specs)
         self._y, self.after = function.structured_outputs
@@ -237,12 +237,12 @@ def _floating(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [t for t in tensors if t.dtype.is_floating]
 
 
-def _specs(tensors: Any, axis: int | None = None) -> Any:
+def _specs(tensors: Nest, axis: int | None = None) -> Nest:
     """Returns the specs of tensors, or of one layer's part of stacked tensors."""
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape if axis is None else t.shape[1:], t.dtype), tensors)
 
 
-def _layers(depth: int, stacks: list[tf.Tensor]) -> list[Any]:
+def _layers(depth: int, stacks: list[tf.Tensor]) -> list[tuple[tf.Tensor, ...]]:
     return list(zip(*(tf.unstack(stack) for stack in stacks), strict=True)) if stacks else [()] * depth
 
 

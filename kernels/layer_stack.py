@@ -188,14 +188,14 @@ class LayerStack(keras.layers.Layer):
                 layer.build(self._x_shape)
         return layer
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> tf.Tensor | keras.KerasTensor:
         if isinstance(x, (list, tuple, dict)):
             raise TypeError(f"x is a {type(x).__name__}: every layer of a LayerStack maps one tensor to the next.")
         if kwargs.get("training") is not None:
             one_of("training", kwargs["training"], (True, False))
         return super().__call__(x if isinstance(x, keras.KerasTensor) else as_tensor("x", x), *args, **kwargs)
 
-    def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: Any) -> tf.Tensor:
+    def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: object) -> tf.Tensor:
         mask = get_keras_mask(x)
         if mask is not None and not self.supports_masking:
             raise ValueError(
@@ -243,7 +243,7 @@ class LayerStack(keras.layers.Layer):
         for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
             stacked.assign(_stacked(copies))
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         config = super().get_config()
         del config["dtype"]  # the template's
         make_layer = keras.saving.serialize_keras_object(self.template)
@@ -278,5 +278,5 @@ def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(v.value) for v in variables]
 
 
-def _stacked(variables: Sequence[keras.Variable], *_: Any, **__: Any) -> tf.Tensor:
+def _stacked(variables: Sequence[keras.Variable], *_: object, **__: object) -> tf.Tensor:
     return tf.stack(_read(variables))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
+import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.ops import random_ops_util
 
@@ -38,7 +38,7 @@ def hoist_prng_key() -> Iterator[None]:
                 random_ops_util.get_key_counter_alg = _get_key_counter_alg
 
 
-def _once(seed: Any, alg: Any) -> tuple[Any, Any, Any]:
+def _once(seed: tf.Tensor, alg: tf.random.Algorithm | str | int) -> tuple[tf.Tensor, tf.Tensor, int]:
     key, counter, alg = _get_key_counter_alg(seed, alg)
     if alg == random_ops_util.Algorithm.AUTO_SELECT.value and in_xla() and not has_gpu():
         # XLA would make the last rounds of the derivation part of the loop that draws.

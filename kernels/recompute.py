@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import keras
 import tensorflow as tf
@@ -21,6 +21,7 @@ from fastaccum.kernels.rounded import allow_outer_casts, stateless_scope
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import in_xla
 
+R = TypeVar("R")
 _ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
 _DRAWS = (
     "What is to be computed again draws random numbers in {drawn}, a loop, a branch or a function of its own, that "
@@ -31,11 +32,11 @@ _DRAWS = (
 
 @tf.autograph.experimental.do_not_convert
 def recomputed(
-    function: Callable[..., Any],
-    *inputs: Any,
+    function: Callable[..., R],
+    *inputs: object,
     policy: str | Sequence[str] = "nothing_saveable",
     layers: Sequence[keras.layers.Layer] = (),
-) -> Any:
+) -> R:
     """Calls `function(*inputs)` and keeps none of its values for the gradient but those that `policy` names.
 
     The backward pass computes the others again (Chen et al., 2016, https://arxiv.org/abs/1604.06174) from the inputs
@@ -96,14 +97,14 @@ def recomputed(
     return block.packed(run(y, block.given, values))
 
 
-class _Block(RecomputedFunction):
+class _Block(RecomputedFunction, Generic[R]):
     """A function traced for its inputs, in the graph of the caller's.
 
     Attributes:
         given: the tensors that the function is given, then those that it takes from outside.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layers: list[keras.layers.Layer]):
+    def __init__(self, function: Callable[..., R], inputs: Sequence, layers: list[keras.layers.Layer]):
         self._layers = layers
         flat = tf.nest.flatten(inputs, expand_composites=True)
         masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(inputs)]
@@ -199,7 +200,7 @@ class _Block(RecomputedFunction):
             "out of what is recomputed."
         )
 
-    def _collected(self, outputs: Any) -> list[tf.Tensor]:
+    def _collected(self, outputs: R) -> list[tf.Tensor]:
         """Returns the tensors that the function returns, their masks, and what layers store while it is traced."""
         graph = tf.compat.v1.get_default_graph()
         self._outputs = outputs
@@ -216,7 +217,7 @@ class _Block(RecomputedFunction):
         aside = [place[key] for place, key in self._aside]
         return [t for t in [*self._flat, *self._masks, *aside] if _is_tensor(t)]
 
-    def packed(self, y: Sequence[tf.Tensor]) -> Any:
+    def packed(self, y: Sequence[tf.Tensor]) -> R:
         """Packs floating tensors into what the function returns."""
         floating = iter(y)
         values = iter([next(floating) if _is_floating(t) else t for t in self._found])
@@ -305,10 +306,10 @@ class _Rows(tf.IndexedSlices):
     """Gradient of some rows that a custom gradient returns as `IndexedSlices`, and not as their values alone."""
 
     class _Whole:
-        def get_gradient_components(self, value: Any) -> Any:
+        def get_gradient_components(self, value: tf.IndexedSlices) -> tf.IndexedSlices:
             return value
 
-        def replace_gradient_components(self, value: Any, components: Any) -> Any:
+        def replace_gradient_components(self, value: tf.IndexedSlices, components: tf.Tensor) -> tf.Tensor:
             return components
 
     __composite_gradient__ = _Whole()
@@ -324,13 +325,13 @@ def _refuse_second_derivatives(gradients: Sequence[Gradient], sources: Sequence[
     record.record_operation("recomputed", parts, list(sources), refuse)
 
 
-def _set_masks(nest: Any, masks: Sequence[tf.Tensor | None]) -> None:
+def _set_masks(nest: object, masks: Sequence[tf.Tensor | None]) -> None:
     for t, mask in zip(tf.nest.flatten(nest), masks, strict=True):
         if mask is not None:
             set_keras_mask(t, mask)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, tf.Tensor)
 
 

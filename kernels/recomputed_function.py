@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -26,8 +26,11 @@ POLICIES = "auto", "nothing_saveable", "everything_saveable"
 
 # A gradient: None where no target depends on the source.
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+Nest: TypeAlias = tf.Tensor | Sequence | Mapping | None  # of tensors or their specs
+Fetches = TypeVar("Fetches")  # a nest of tensors
 Policy: TypeAlias = "str | Sequence[str]"
 Values = dict[str, tf.Tensor]  # what stands for tensors of the traced graph, by their names
+PassIn = Callable[[Values], Values]  # maps values that copies need to what the copies take in their place
 
 
 class RecomputedFunction:
@@ -50,7 +53,7 @@ class RecomputedFunction:
 
     def __init__(
         self,
-        function: Any,
+        function: tf.types.experimental.ConcreteFunction,
         names: Names,
         roots: list[tf.Tensor],
         targets: Sequence[tf.Tensor],
@@ -97,19 +100,14 @@ class RecomputedFunction:
                 pending.extend(t.op.inputs)
         self.residuals = sorted(kept, key=lambda t: t.name not in self._root_names)
 
-    def feed(self, tensors: Any, values: Any) -> Values:
+    def feed(self, tensors: Nest, values: Nest) -> Values:
         """Returns the values of a nest of tensors of the graph, by the tensors' names."""
         pairs = zip(tf.nest.flatten(tensors), tf.nest.flatten(values), strict=True)
         return {self._source(t).name: value for t, value in pairs}
 
     def copy(
-        self,
-        scope: str,
-        fetches: Any,
-        fed: Values,
-        effects: Sequence[tf.Operation] = (),
-        pass_in: Callable[[Values], Values] = dict,
-    ) -> Any:
+        self, scope: str, fetches: Fetches, fed: Values, effects: Sequence[tf.Operation] = (), pass_in: PassIn = dict
+    ) -> Fetches:
         """Computes a nest of tensors of the graph in the graph that is being traced.
 
         Copied are only the operations that the tensors need, and `effects` with what these need.
@@ -119,7 +117,7 @@ class RecomputedFunction:
             fetches: the nest.
             fed: values of tensors of the graph, by their names.
             effects: operations of the graph.
-            pass_in: maps those values that the copies need to what they take in their place.
+            pass_in: is given those values that the copies need.
         """
         fed = {**{inner.name: outer for outer, inner in self._graph.captures}, **fed}
         given = set(fed)
@@ -145,9 +143,7 @@ class RecomputedFunction:
             found[t.name].set_shape(t.shape)
         return tf.nest.pack_sequence_as(fetches, [found[t.name] for t in wanted])
 
-    def gradients(
-        self, dy: Sequence[tf.Tensor], fed: Values, refusal: str, pass_in: Callable[[Values], Values] = dict
-    ) -> list[Gradient]:
+    def gradients(self, dy: Sequence[tf.Tensor], fed: Values, refusal: str, pass_in: PassIn = dict) -> list[Gradient]:
         """Computes the gradients of the sources in the graph that is being traced.
 
         Args:
@@ -259,7 +255,7 @@ def _is_constant(t: tf.Tensor) -> bool:
     return t.op.type in ("Shape", "Size", "Rank") and t.op.inputs[0].shape.is_fully_defined()
 
 
-def require_policy(policy: Any) -> Policy:
+def require_policy(policy: object) -> Policy:
     """Returns `policy`, one of POLICIES or a list of names."""
     if isinstance(policy, (list, tuple)) and all(isinstance(name, str) for name in policy):
         return list(policy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +13,7 @@ from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.trace_context import NO_CASTS, Casts, Find
 
 
-def hoisted_casts(values: Iterable[tuple[Any, tf.Tensor]]) -> Casts:
+def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor]]) -> Casts:
     """Returns casts that are made where each variable's value was read: outside of the loop that is traced here.
 
     Args:
@@ -24,7 +23,7 @@ def hoisted_casts(values: Iterable[tuple[Any, tf.Tensor]]) -> Casts:
     if not known:
         return NO_CASTS
     outside = next(iter(known.values())).graph
-    made: dict[tuple[Any, tf.DType], tf.Tensor] = {}
+    made: dict[tuple[int | tuple, tf.DType], tf.Tensor] = {}
 
     def find(asked, dtype):
         is_table = isinstance(asked, tuple)
@@ -40,7 +39,9 @@ def hoisted_casts(values: Iterable[tuple[Any, tf.Tensor]]) -> Casts:
 
 
 @contextlib.contextmanager
-def rounded_layer(stacks: Iterable[tuple[Any, Any]], i: tf.Tensor, scope: keras.StatelessScope) -> Iterator[None]:
+def rounded_layer(
+    stacks: Iterable[tuple[keras.Variable, keras.Variable]], i: tf.Tensor, scope: keras.StatelessScope
+) -> Iterator[None]:
     """Enters `scope`, and takes the cast of a layer's variable as slice `i` of the cast of the stacked variable.
 
     Args:
@@ -75,7 +76,7 @@ def _for_this_graph(find: Find) -> Casts:
     return Casts(lambda asked, dtype: find(asked, dtype) if _may_capture_from(graph) else None, stateless_scope())
 
 
-def stateless_scope() -> Any:
+def stateless_scope() -> keras.StatelessScope | None:
     """Returns the scope that gives variables other values here, as a model's `stateless_call` does."""
     with keras.StatelessScope(initialize_variables=False) as inner:
         return inner.original_scope
@@ -94,13 +95,13 @@ def _may_capture_from(graph: tf.Graph) -> bool:
     return True
 
 
-def copy_of(variable: Any, dtype: tf.DType) -> tf.Tensor | None:
+def copy_of(variable: keras.Variable | tf.Variable, dtype: tf.DType) -> tf.Tensor | None:
     """Returns the cast of a variable that was made before, or None."""
     casts = trace_context.current().casts
     return casts.find(variable, dtype) if stateless_scope() is casts.scope else None
 
 
-def table(make: Callable[..., tf.Tensor], *arguments: Any, dtype: Any) -> tf.Tensor:
+def table(make: Callable[..., tf.Tensor], *arguments: tf.Tensor | float, dtype: tf.DType | str) -> tf.Tensor:
     """Returns `tf.cast(make(*arguments), dtype)`, constant to autodiff; made once where the arguments are numbers."""
     known = not any(tf.is_tensor(argument) for argument in arguments)  # a size may be known only when this runs
     found = trace_context.current().casts.find((make, *arguments), tf.as_dtype(dtype)) if known else None

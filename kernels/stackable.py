@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 
@@ -69,9 +68,9 @@ def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
             )
 
 
-def _settings(layer: keras.layers.Layer) -> Any:
+def _settings(layer: keras.layers.Layer) -> object:
     """Returns a layer's configuration without what may differ between the layers of a stack: names and seeds."""
-    names: list[Any] = []
+    names: list[object] = []
 
     def comparable(config):
         if isinstance(config, dict):

@@ -8,12 +8,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from fastaccum.kernels.accumulators import Accumulator, Accumulators
 
 # Finds the cast of a variable, or of a function with its arguments, to a dtype.
-Find = Callable[[Any, tf.DType], "tf.Tensor | None"]
+Find = Callable[[object, tf.DType], "tf.Tensor | None"]
 Names = dict[int, tuple[tf.Tensor, str]]  # by the tensor's id
 
 
@@ -21,7 +22,7 @@ class Casts(NamedTuple):
     """Finds casts that were made outside of what is traced."""
 
     find: Find = lambda asked, dtype: None
-    scope: Any = None  # the `keras.StatelessScope`, or None, in which variables have the values that were cast
+    scope: keras.StatelessScope | None = None  # in which variables have the values that were cast
 
 
 NO_CASTS = Casts()
@@ -64,7 +65,7 @@ def current() -> TraceContext:
     return _current.get()
 
 
-def accumulator_of(variable: Any) -> Accumulator | None:
+def accumulator_of(variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
     """Returns the accumulator of a variable that a kernel's forward pass reads; None where the step offers none."""
     offered = current().accumulators
     return None if offered is None else offered.find(variable)

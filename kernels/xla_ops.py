@@ -42,8 +42,7 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) 
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:
-    """Computes `a @ b` of one dtype, summed and returned in float32: half x half -> float32, rounded nowhere. No
-    gradient.
+    """Computes `a @ b` of one dtype, without a gradient, in float32: half x half -> float32, rounded nowhere.
 
     >>> dot(tf.fill([1, 300], tf.constant(300.0, tf.float16)), tf.ones([300, 1], tf.float16)).numpy().item()
     90000.0
@@ -109,8 +108,7 @@ def unfolded(t: tf.Tensor) -> tf.Tensor:
 
 
 def max_and_exp_sum(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Computes `m = max(x)` and `sum(exp(x - m))` over the last axis of a float32 matrix; m is finite where all are
-    -inf.
+    """Computes `m = max(x)` and `sum(exp(x - m))` over a float32 matrix's last axis; m is finite where all is -inf.
 
     >>> [t.numpy().tolist() for t in max_and_exp_sum(tf.constant([[3.0, 3.0]]))]
     [[3.0], [2.0]]
