@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import keras
 
 from fastaccum import checks
+from fastaccum.adapters import arguments
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
 from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary
-from fastaccum.step import arguments, compilable
+from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import compiler_ir as ir
 from fastaccum.step import loss_scale as loss_scales

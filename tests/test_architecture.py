@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_639,
+    "adapters": 4_672,
     "app": 1_505,
     "checkpoint": 1_430,
     "data": 1_528,
     "distribute": 942,
     "kernels": 4_439,
     "memory": 1_495,
-    "step": 3_101,
+    "step": 3_069,
     "training": 879,
     "": 1_281,  # the modules directly in fastaccum
 }

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum import checks
-from fastaccum.adapters import optimizers
+from fastaccum.adapters import arguments, optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients
 from fastaccum.kernels.accumulators import Accumulators
@@ -24,7 +24,7 @@ from fastaccum.kernels.gradients import (
 from fastaccum.kernels.rounded import hoisted_casts
 from fastaccum.kernels.trace_context import TraceContext
 from fastaccum.kernels.xla_ops import in_xla, loop
-from fastaccum.step import arguments, compilable
+from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
 from fastaccum.step.program import Program

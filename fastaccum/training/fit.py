@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.adapters import arguments
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, take_backed_up_epoch
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.saver import Saver
@@ -24,7 +25,7 @@ from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.distribute import replicas
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.plan import Plan
-from fastaccum.step import arguments, compile_messages, diagnosis
+from fastaccum.step import compile_messages, diagnosis
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation

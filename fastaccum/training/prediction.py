@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.adapters import arguments
 from fastaccum.adapters.callbacks import require
 from fastaccum.adapters.models import Model
 from fastaccum.data import source
-from fastaccum.step import arguments
 
 
 def predict(

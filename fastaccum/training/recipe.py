@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fastaccum.adapters import models, optimizers, own_loss
+from fastaccum.adapters import arguments, models, optimizers, own_loss
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
@@ -16,7 +16,6 @@ from fastaccum.data.arrays import ArraySource
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicas import Replicas
-from fastaccum.step import arguments
 from fastaccum.step.options import Options
 
 
