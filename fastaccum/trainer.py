@@ -11,6 +11,7 @@ import keras
 
 from fastaccum import checks
 from fastaccum.adapters import arguments
+from fastaccum.adapters.attention import FlashAttention
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
@@ -75,6 +76,9 @@ class Trainer:
         fp32_weight_gradients: if the model computes in float16 or bfloat16, compute the gradients of its kernels and
             biases in float32, as `fastaccum.kernels.fp32_weight_gradients` does, but within the train step alone: the
             model stays as it is. No effect in float32 and on tf_keras models.
+        flash_attention: fused attention, in memory linear in the number of tokens, for layers of Keras and KerasHub and
+            calls of `keras.ops.dot_product_attention`. "auto" where scores are large and masks are causal or padding,
+            True for all, with ValueError where that is not possible, False for none. `summary()` lists the choices.
         jit_compile: compile with XLA. False runs the same step operation by operation.
         steps_per_execution: train steps in one call of the program. Callbacks see the last step of each call, as in
             Keras.
@@ -110,6 +114,7 @@ class Trainer:
     loss_scale: loss_scales.LossScale
     clip_norm: float | None
     fp32_weight_gradients: bool
+    flash_attention: FlashAttention
     jit_compile: bool
     on_nonfinite: OnNonfinite
     own_loss_reduction: Reduction
@@ -128,6 +133,7 @@ class Trainer:
         loss_scale: loss_scales.LossScale | float | Literal["auto"] | None = "auto",
         clip_norm: float | None = None,
         fp32_weight_gradients: bool = True,
+        flash_attention: FlashAttention = "auto",
         jit_compile: bool = True,
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
@@ -145,6 +151,7 @@ class Trainer:
             loss_scale=loss_scales.get(loss_scale, self._model.compute_dtype),
             clip_norm=clip_norm,
             fp32_weight_gradients=fp32_weight_gradients,
+            flash_attention=flash_attention,
             jit_compile=jit_compile,
             on_nonfinite=on_nonfinite,
             own_loss_reduction=own_loss_reduction,

@@ -58,8 +58,8 @@ def attention(
         implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
             (not run on a GPU yet); or "auto", see `attention_implementation`. cuDNN's need a program that XLA compiles
             for a GPU, float16 or bfloat16, sizes known when it is traced, and K a multiple of 8 up to 128 (256 on a
-            GPU of compute capability 9); T equal to S if causal; with segment_ids, the same for queries and keys, an
-            even T, and memory for a mask [B, T, T].
+            GPU of compute capability 9); T equal to S if causal, or with segment_ids; with these,
+            an even T, and memory for a mask [B, T, T].
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -81,7 +81,7 @@ def attention(
             dtype=query.dtype,
             causal=causal,
             packed=segments is not None,
-            jit_compile=in_xla() and (segments is None or segments[0] is segments[1]),
+            jit_compile=in_xla(),
         )
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -125,7 +125,7 @@ def attention_implementation(
         block_size: as in `attention`.
         dtype: of query, key and value.
         causal: as in `attention`.
-        packed: whether queries and keys have the same `segment_ids`.
+        packed: whether queries and keys have `segment_ids`.
         jit_compile: whether XLA compiles the program.
 
     >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])

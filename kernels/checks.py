@@ -116,8 +116,8 @@ def true_or_false(name: str, value: object) -> bool:
 
 
 def one_of(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
-    """Returns `value`, if it is one of `choices`."""
+    """Returns the one of `choices` that equals `value`."""
     comparable = isinstance(value, (str, numbers.Integral, np.bool_))  # an array is not
     if not comparable or value not in choices:
         raise ValueError(f"{name}={shown(value)} must be {' or '.join(map(repr, choices))}.")
-    return value
+    return choices[choices.index(value)]

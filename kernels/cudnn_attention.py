@@ -127,7 +127,8 @@ def _compute_both(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> l
 
     @tf.function(jit_compile=True, autograph=False)
     def run(query, key, value, doutput, ids):
-        segments, scale = (ids, ids) if call.packed else None, 0.125
+        # Keys have fewer segments, so that some queries see nothing.
+        segments, scale = (ids, tf.minimum(ids, 1)) if call.packed else None, 0.125
 
         def outcome(attend, *inputs):
             output = attend(*inputs)
@@ -162,7 +163,7 @@ def cudnn_attention(
     """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in memory."""
     _require(query, key, causal, segments)
     config = functools.partial(_configure, query, key, scale, causal)
-    name, masks = ("Softmax", []) if segments is None else ("ScaleBiasSoftmax", [_mask(segments[0], query.dtype)])
+    name, masks = ("Softmax", []) if segments is None else ("ScaleBiasSoftmax", [_mask(segments, query.dtype)])
 
     @custom_gradient
     def run(*inputs_BTHK):
@@ -179,13 +180,22 @@ def cudnn_attention(
 
         return output_BTHK, gradient
 
-    return run(query, key, value)
+    output_BTHK = run(query, key, value)
+    if segments is None or segments[0] is segments[1]:
+        return output_BTHK
+    # Of a query that sees nothing all scores are as low, and cuDNN returns a mean.
+    seen_BTS = tf.squeeze(_same(segments), 1)
+    seen_BTS &= tf.linalg.band_part(tf.ones_like(seen_BTS), -1, 0) if causal else True
+    return tf.where(tf.reduce_any(seen_BTS, 2)[..., None, None], output_BTHK, tf.zeros([], query.dtype))
 
 
-def _mask(ids_BT: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _mask(segments: tuple[tf.Tensor, tf.Tensor], dtype: tf.DType) -> tf.Tensor:
     """Returns the mask that is added to the scores of all heads, [B, 1, T, T]."""
-    same = ids_BT[:, None, :, None] == ids_BT[:, None, None, :]
-    return tf.where(same, tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))
+    return tf.where(_same(segments), tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))
+
+
+def _same(segments: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+    return segments[0][:, None, :, None] == segments[1][:, None, None, :]
 
 
 def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], config: dict[str, Any]) -> list[Any]:
@@ -283,8 +293,6 @@ def _require(query: tf.Tensor, key: tf.Tensor, causal: bool, segments: Segments)
             f'implementation="cudnn" needs a GPU, and a program that XLA compiles (jit_compile=True). {remedy}'
         )
     reason = Call(tuple(query.shape), tuple(key.shape), query.dtype, causal, segments is not None).reason_against()
-    if segments is not None and segments[0] is not segments[1]:
-        reason = "segment_ids of their own for queries and keys"
     if reason:
         raise ValueError(
             f"cuDNN does not take {reason}. Query {query.shape}, key {key.shape}, causal={causal}. {remedy}"

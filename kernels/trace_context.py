@@ -36,11 +36,13 @@ class TraceContext:
         accumulators: those that a kernel may add to in its backward pass.
         casts: half-precision casts of weights, made before the loop over micro-batches.
         names: collects the values that `checkpoint_name` names; None where nobody asks for them.
+        attention: computes `keras.ops.dot_product_attention`; None for Keras's own formula.
     """
 
     accumulators: Accumulators | None = None
     casts: Casts = NO_CASTS
     names: Names | None = None
+    attention: Callable[..., tf.Tensor] | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_672,
+    "adapters": 5_039,
     "app": 1_505,
     "checkpoint": 1_430,
     "data": 1_528,
     "distribute": 942,
-    "kernels": 4_439,
-    "memory": 1_495,
-    "step": 3_069,
+    "kernels": 4_449,
+    "memory": 1_503,
+    "step": 3_076,
     "training": 879,
-    "": 1_281,  # the modules directly in fastaccum
+    "": 1_287,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -52,6 +53,7 @@ class Summary:
             recurrent layer's backward pass.
         memory: the step's memory at its peak.
         programs: the programs that were compiled so far.
+        attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by the layer's path.
     """
 
     model: str
@@ -65,6 +67,7 @@ class Summary:
     at_least: bool
     memory: StepMemory
     programs: tuple[Compiled, ...]
+    attention: Mapping[str, str]
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -76,7 +79,7 @@ class Summary:
         title = f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {self.rows:,} rows{on}"
         table = Table("", "", title=title, title_justify="left", show_header=False)
         table.columns[1].justify = "right"
-        for section in (self._sizes(), self._memory(), self._programs()):
+        for section in (self._sizes(), self._memory(), self._attention(), self._programs()):
             for name, value in section:
                 table.add_row(name, value)
             table.add_section()
@@ -97,6 +100,10 @@ class Summary:
         for number, buffer in enumerate(self.memory.largest[:LARGEST], 1):
             place = "/".join(part for part in (buffer.layer, buffer.operation) if part)
             yield f"  largest {number}: {one_line(place)} ({buffer.kind})", in_units(buffer.bytes)
+
+    def _attention(self) -> Iterator[tuple[str, str]]:
+        for choice, layers in Counter(self.attention.values()).items():
+            yield f"attention, layers: {layers}", one_line(choice)
 
     def _programs(self) -> Iterator[tuple[str, str]]:
         for program in self.programs:
@@ -144,4 +151,5 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
             for name, program in step.programs.items()
             for (_, *leaves), seconds in program.seconds.items()
         ),
+        attention=dict(fused.choices) if (fused := step.objective.attention) else {},
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.attention import FusedAttention
 from fastaccum.adapters.attributes import restored
 from fastaccum.adapters.callbacks import log_value
 from fastaccum.adapters.interceptors import intercepting
@@ -44,6 +45,7 @@ class ModelObjective(Objective):
         self.model, self.outputs, self.losses, self.metrics = model, outputs, losses, metrics
         self.options = options
         self.state = model.state
+        self.attention = FusedAttention(options.flash_attention) if options.flash_attention else None
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
         lookups = [(f"labels of output {name!r}", classes) for name, classes in labelled]
         lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]
@@ -189,10 +191,14 @@ class ModelObjective(Objective):
 
     # One step.
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
         forms = self.model.compiled_forms(fast_gradients=not has_gpu()) if self.options.jit_compile else []
         fp32 = self.model.fp32_weight_gradients() if self.options.fp32_weight_gradients else []
-        return intercepting([*forms, *fp32])
+        fused = self.attention.make_forms(self.model.called_layers) if self.attention else []
+        answering = self.attention.entered() if self.attention else contextlib.nullcontext()
+        with answering, intercepting([*forms, *fused, *fp32]):
+            yield
 
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
         """Counts the terms' denominators and the valid rows where there are several terms, else returns None.

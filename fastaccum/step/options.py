@@ -10,6 +10,7 @@ from typing import Any, Literal
 import keras
 
 from fastaccum import checks
+from fastaccum.adapters.attention import FlashAttention
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.lines import warn
 from fastaccum.step import loss_scale as loss_scales
@@ -21,7 +22,7 @@ OnNonfinite = Literal["skip", "raise"]
 Check = Callable[[str, Any], Any]
 
 
-def _one_of(*values: str) -> Check:
+def _one_of(*values: str | bool) -> Check:
     return lambda name, value: checks.one_of(name, value, values)
 
 
@@ -50,6 +51,7 @@ class Options:
     )
     clip_norm: float | None = field(default=None, metadata=_rules(checks.positive_or_none))
     fp32_weight_gradients: bool = field(default=True, metadata=_rules(checks.true_or_false))
+    flash_attention: FlashAttention = field(default="auto", metadata=_rules(_one_of("auto", True, False)))
     jit_compile: bool = field(default=True, metadata=_rules(checks.true_or_false))
     on_nonfinite: OnNonfinite = field(default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False))
     own_loss_reduction: Reduction = field(default="mean", metadata=_rules(_one_of("mean", "sum")))

@@ -12,7 +12,7 @@ from tensorflow.types.experimental import ConcreteFunction
 from fastaccum import checks
 from fastaccum.adapters import arguments, optimizers
 from fastaccum.data.stacks import trip_count
-from fastaccum.kernels import gradients
+from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.accumulators import Accumulators
 from fastaccum.kernels.gradients import (
     AddedAccumulator,
@@ -22,7 +22,6 @@ from fastaccum.kernels.gradients import (
     accumulator,
 )
 from fastaccum.kernels.rounded import hoisted_casts
-from fastaccum.kernels.trace_context import TraceContext
 from fastaccum.kernels.xla_ops import in_xla, loop
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
@@ -199,7 +198,7 @@ class TrainStep:
         def micro_step(i, totals):
             micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
             offered = Accumulators(self.variables, totals)
-            with TraceContext(offered, hoisted_casts(weights)).entered():
+            with trace_context.current().extended(accumulators=offered, casts=hoisted_casts(weights)):
                 loss_i, weight_i, grads = self._gradients(micro_batch, prepared, sums.scale, offered)
             slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
             wholes = {part.ref(): whole for part, whole in slices if part is not None}

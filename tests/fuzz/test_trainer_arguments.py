@@ -132,6 +132,7 @@ TABLE = {
     "loss_scale": Values(SCALES, [*without("None", *REAL), *BAD_SCALES, *BAD_SCALES], REAL),
     "clip_norm": Values(["None", numbers(1e-3, 1e3)], without("None", *REAL), REAL),
     "fp32_weight_gradients": Values(["True", "False"], without(*BOOLS), BOOLS),
+    "flash_attention": Values(["'auto'", "True", "False"], without(*BOOLS, "1", "0"), BOOLS),
     "jit_compile": Values(["False"], without(*BOOLS)),
     "steps_per_execution": Values(["1", integers(1, 3)], without(*WHOLE), WHOLE),
     "on_nonfinite": Values(["'skip'", "'raise'"], [*ANYTHING, "'skipp'", "['skip']"]),
@@ -205,7 +206,7 @@ def test_a_trainer(fuzzed):
 
 
 OPTIONS = ("gradient_accumulation_steps", "steps_per_execution", "loss_scale", "clip_norm", "on_nonfinite")
-OPTIONS += ("fp32_weight_gradients", "jit_compile", "own_loss_reduction")
+OPTIONS += ("fp32_weight_gradients", "flash_attention", "jit_compile", "own_loss_reduction")
 
 
 @functools.cache

@@ -285,6 +285,45 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
     assert memory.temp_bytes < 4 * batch * heads * time + bool(segment_ids) * 2 * time**2 + 2000
 
 
+def compute_as_cudnn(target, operands, results, config):
+    """Computes what cuDNN documents of a call: softmax(scale * query @ key + mask) @ value, and its gradients."""
+    options = config["cudnn_fmha_backend_config"]
+    inputs, backward = operands[:3], target.endswith("Backward")
+    mask = operands[5 if backward else 3] if "Bias" in target else 0
+
+    def scores(query, key):
+        key = tf.repeat(tf.cast(key, tf.float32), query.shape[2] // key.shape[2], 2)
+        found = tf.einsum("bthk,bshk->bhts", tf.cast(query, tf.float32), key) * options["fmha_scale"]
+        causal = tf.linalg.band_part(tf.ones(found.shape[-2:]), -1, 0 if options["mask_type"] == "CAUSAL" else -1)
+        return tf.where(causal > 0, found + tf.cast(mask, tf.float32), -1e38)
+
+    def output(query, key, value):
+        value = tf.repeat(value, query.shape[2] // value.shape[2], 2)
+        weights = tf.cast(tf.nn.softmax(scores(query, key)), value.dtype)
+        return tf.einsum("bhts,bshk->bthk", weights, value)
+
+    if backward:
+        inputs = [tf.identity(each) for each in inputs]
+        return tf.gradients(output(*inputs), inputs, operands[4])
+    return [output(*inputs), tf.reduce_logsumexp(scores(*inputs[:2]), -1)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_in_cudnns_mask(monkeypatch, causal):
+    """A query that sees nothing gets 0 and passes no gradient on; cuDNN by itself would return a mean."""
+    monkeypatch.setattr(cudnn_attention, "_call", compute_as_cudnn)
+    tensors, (ids, _) = make("float16", time=38, width=16, segments=3)
+    pair, results = (ids, np.roll(np.minimum(ids, 1), 5, 1)), []
+    for dtype, implementation in (("float16", "cudnn"), ("float32", "reference")):
+        with h200.as_on_a_gpu():
+            inputs = [tf.cast(each, dtype) for each in tensors]
+            results.append(outcome(inputs, causal=causal, segment_ids=pair, implementation=implementation))
+    sees = (ids[:, :, None] == pair[1][:, None]) & (np.tri(38, dtype=bool) | (not causal))
+    assert 0 < sees.any(2).mean() < 1
+    for fused, exact in zip(*results, strict=True):
+        np.testing.assert_allclose(tf.cast(fused, tf.float32), exact, atol=6e-3)
+
+
 @pytest.mark.golden
 def test_cudnns_calls_are_jaxs():
     """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's gradient."""
@@ -337,13 +376,10 @@ def _cudnn_calls(module):
         ({"width": 264}, "heads 264 wide"),
         ({"keys": 50}, "37 queries and 50 keys: there must be as many"),
         ({"segments": 2}, "packed sequences over 37 tokens: their number must be even"),
-        ({"time": 38, "segments": 2, "own": True}, "segment_ids of their own for queries and keys"),
     ],
 )
 def test_what_cudnn_does_not_take_is_named_and_left_to_the_others_by_auto(sizes, message):
-    own = sizes.pop("own", False)
     tensors, ids = make(**{"dtype": "float16", "width": 16} | sizes)
-    ids = ids if own or not ids else ids[0]
 
     def program(implementation):
         def run(*tensors):

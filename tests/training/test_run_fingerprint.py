@@ -686,6 +686,7 @@ ARGUMENTS = {
     "steps_per_execution": 2,
     "on_nonfinite": "raise",
     "own_loss_reduction": "sum",
+    "flash_attention": False,
     "compile_cache": None,
 }
 MOVE_NO_WEIGHT = {*Options.names(must_agree=False), "compile_cache"}

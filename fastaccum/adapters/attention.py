@@ -1,0 +1,244 @@
+"""Fused attention for layers of Keras and KerasHub, and for calls of `keras.ops.dot_product_attention`.
+
+Keras's TensorFlow backend has the unfused formula alone. Once this module is imported, that function asks the context
+of the trace first: within a train step or an evaluation, a `FusedAttention` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src import backend
+
+from fastaccum.adapters.attention_masks import Mask, read_mask
+from fastaccum.adapters.interceptors import Interceptor, Role
+from fastaccum.kernels import trace_context
+from fastaccum.kernels.attention import attention, attention_implementation
+from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.xla_ops import HALF, in_xla
+
+FlashAttention = Literal["auto"] | bool
+Call = Callable[..., Any]
+
+# In bytes of one call's scores in float32: up to these the layer's own formula is as fast, and keeps little.
+_SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
+
+
+class _HubLayer(NamedTuple):
+    """Attributes of a KerasHub layer that computes `softmax(scale * query @ key) @ value` in `_compute_attention`.
+
+    Attributes:
+        unlike: names of attributes, each of which adds to the formula what the kernels lack if it is set.
+        window: name of an attribute: if it is set, a query sees keys less than `sliding_window_size` away alone.
+        scale: computes the factor of the scores.
+    """
+
+    unlike: tuple[str, ...] = ()
+    window: str | None = None
+    scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor
+
+
+def _gemma_scale(layer: Any) -> float:
+    heads = layer.num_query_heads
+    return 1 / math.sqrt(layer.head_dim if layer.query_head_dim_normalize else layer.hidden_dim // heads)
+
+
+_FLAG = "use_sliding_window_attention"
+_GEMMA = _HubLayer(("logit_soft_cap", "dropout"), _FLAG, _gemma_scale)
+# By module and class. Llama's also serves Llama 3; windows of Mistral and Mixtral come in the mask.
+_HUB_LAYERS = {
+    "llama.llama_attention.LlamaAttention": _HubLayer(),
+    "mistral.mistral_attention.CachedMistralAttention": _HubLayer(),
+    "mixtral.mixtral_attention.CachedMixtralAttention": _HubLayer(),
+    "phi3.phi3_attention.Phi3Attention": _HubLayer(),
+    "smollm3.smollm3_layers.SmolLM3Attention": _HubLayer(),
+    "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(("dropout",)),
+    "qwen.qwen_attention.QwenAttention": _HubLayer(window=_FLAG),
+    "qwen_moe.qwen_moe_attention.QwenMoeAttention": _HubLayer(window=_FLAG),
+    "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
+    "qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": _HubLayer(window="sliding_window_size"),
+    "gemma.gemma_attention.CachedGemmaAttention": _GEMMA,
+    "gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA,
+}
+
+
+class _LeftToLayer(Exception):
+    """The reason why the kernels do not compute a call."""
+
+
+class FusedAttention:
+    """Computes attention by `kernels.attention` where that equals the layer's own formula.
+
+    Args:
+        mode: "auto" to leave small scores, and what the kernels lack, to the layer; True to fuse all scores, and to
+            refuse what the kernels lack.
+
+    Attributes:
+        choices: what computes each call, and why: by the layer's path, or by the name scope of a call without a layer.
+    """
+
+    def __init__(self, mode: Literal["auto", True]):
+        self._mode = mode
+        self._layer: str | None = None
+        self.choices: dict[str, str] = {}
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Answers calls of `keras.ops.dot_product_attention` that are traced inside the block."""
+        return trace_context.current().extended(attention=self._answer)
+
+    def make_forms(self, layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
+        """Returns interceptors of the layers that have an attention formula of their own."""
+        own = [layer for layer in layers if hasattr(layer, "_compute_attention") and hasattr(layer, "path")]
+        return [Interceptor(each, "_compute_attention", functools.partial(self._form, each), Role.FORM) for each in own]
+
+    def _form(self, layer: keras.layers.Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Computes a layer's `_compute_attention`."""
+        outer, self._layer = self._layer, layer.path
+        self.choices.pop(layer.path, None)
+        try:
+            place = f"{type(layer).__module__}.{type(layer).__qualname__}".removeprefix("keras_hub.src.models.")
+            if (kind := _HUB_LAYERS.get(place)) is not None:
+                try:
+                    return self._compute_hub(layer, kind, *args, **kwargs)
+                except _LeftToLayer as left:
+                    self._leave(str(left))
+            result = call(*args, **kwargs)
+            if layer.path not in self.choices:  # it called no `dot_product_attention`
+                dropout = getattr(layer, "dropout", 0)
+                self._leave(f"dropout={dropout} of attention weights" if dropout else "a formula of the layer's own")
+            return result
+        finally:
+            self._layer = outer
+
+    def _compute_hub(
+        self,
+        layer: Any,
+        kind: _HubLayer,
+        query: tf.Tensor,
+        key: tf.Tensor,
+        value: tf.Tensor,
+        attention_mask: tf.Tensor | None = None,
+        **_: Any,
+    ) -> tf.Tensor:
+        for name in kind.unlike:
+            if set_ := getattr(layer, name):
+                raise _LeftToLayer(f"{name}={set_}")
+        if kind.window and getattr(layer, kind.window) and layer.sliding_window_size < key.shape[1]:
+            raise _LeftToLayer(f"sliding_window_size={layer.sliding_window_size}")
+        mask = None if attention_mask is None else attention_mask[:, None]
+        return self._fuse(query, key, value, mask=mask, scale=kind.scale(layer))[0]
+
+    def _answer(self, query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
+        """Computes `keras.ops.dot_product_attention`: a query that sees no key gets the mean of all values."""
+        try:
+            output, sees = self._fuse(query, key, value, **options)
+        except _LeftToLayer as left:
+            self._leave(str(left))
+            return _unfused(query, key, value, **options)
+        if sees is None:
+            return output
+        mean = tf.reduce_mean(tf.cast(value, output.dtype), 1, keepdims=True)
+        return tf.where(sees[..., None, None], output, tf.repeat(mean, output.shape[2] // mean.shape[2], 2))
+
+    def _leave(self, reason: str) -> None:
+        call = self._layer or tf.get_current_name_scope()
+        if self._mode != "auto":
+            raise ValueError(
+                f"flash_attention=True: the kernels do not compute the attention of {call} ({reason}). Pass "
+                'flash_attention="auto", which leaves such a layer its own formula.'
+            )
+        self.choices[call] = f"unfused: {reason}"
+
+    def _fuse(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        scale: Any = None,
+        is_causal: bool = False,
+        flash_attention: bool | None = None,
+        attn_logits_soft_cap: float | None = None,
+    ) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """Computes attention by the kernels, 0 for a query that sees nothing.
+
+        Returns:
+            The output [B, T, H, K]; and bool [B, T], whether a query sees any key, None if each does.
+
+        Raises:
+            _LeftToLayer: raised if the kernels do not compute this exactly, or if it does not pay.
+        """
+        query, key, value = (tf.convert_to_tensor(each) for each in (query, key, value))
+        if bias is not None or attn_logits_soft_cap is not None:
+            raise _LeftToLayer("a bias" if bias is not None else "a soft cap")
+        _require_kernel_arguments(query, key, value, scale)
+        batch, queries, heads, _ = query.shape
+        keys, limit = key.shape[1], _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
+        scores = 4 * (batch or 1) * heads * queries * keys
+        small = _LeftToLayer(f"its scores take {scores / 2**20:,.3g} MiB, no more than {limit / 2**20:,.3g}")
+        left = self._mode == "auto" and scores <= limit  # unless cuDNN takes it
+        if left and not has_gpu():
+            raise small
+        parts = Mask(causal=is_causal)
+        if mask is not None:
+            found = read_mask(tf.convert_to_tensor(mask), queries, keys)
+            if found is None:
+                raise _LeftToLayer("a mask that is neither causal nor padding")
+            parts = parts.both(found)
+        if parts.causal and queries != keys:
+            raise _LeftToLayer(f"a causal mask of {queries} queries and {keys} keys")
+        padded = parts.queries is not None or parts.keys is not None
+        chosen = attention_implementation(
+            query.shape, key.shape, dtype=query.dtype, causal=parts.causal, packed=padded, jit_compile=in_xla()
+        )
+        if left and chosen != "cudnn":
+            raise small
+        chosen = "cudnn" if chosen == "cudnn" else "blockwise"
+        segments, sees = _as_segments(parts, tf.shape(query)[0], queries, keys) if padded else (None, None)
+        scale = None if scale is None else float(scale)
+        output = attention(
+            query, key, value, causal=parts.causal, scale=scale, segment_ids=segments, implementation=chosen
+        )
+        self.choices[self._layer or tf.get_current_name_scope()] = f"fused: {chosen}"
+        return output, sees
+
+
+def _require_kernel_arguments(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: Any) -> None:
+    if any(t.shape.rank != 4 or None in t.shape[1:] for t in (query, key, value)):
+        raise _LeftToLayer("sizes that are not known when the step is traced")
+    if query.dtype not in (*HALF, tf.float32) or not query.dtype == key.dtype == value.dtype:
+        raise _LeftToLayer("dtypes other than float32, float16 or bfloat16 alike")
+    if key.shape[1:] != value.shape[1:] or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
+        raise _LeftToLayer(f"shapes of query {query.shape}, key {key.shape} and value {value.shape}")
+    if scale is not None and not isinstance(scale, (numbers.Real, np.floating)):
+        raise _LeftToLayer("a scale that is a tensor")
+
+
+def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[tuple[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Returns padding as segment ids of queries and keys, and bool [B, T], whether a query sees any key."""
+    may_see = tf.ones([1, queries], tf.bool) if mask.queries is None else mask.queries
+    seen = tf.ones([1, keys], tf.bool) if mask.keys is None else mask.keys
+    may_see, seen = tf.broadcast_to(may_see, [rows, queries]), tf.broadcast_to(seen, [rows, keys])
+    segments = tf.where(may_see, 1, 2), tf.where(seen, 1, 3)
+    so_far = tf.cumsum(tf.cast(seen, tf.int32), 1) > 0
+    return segments, may_see & (so_far if mask.causal else so_far[:, -1:])
+
+
+_unfused = backend.nn.dot_product_attention
+
+
+@functools.wraps(_unfused)
+def _dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
+    return (trace_context.current().attention or _unfused)(*args, **kwargs)
+
+
+backend.nn.dot_product_attention = _dot_product_attention

@@ -1,0 +1,294 @@
+"""Fused attention in layers of Keras: against Keras's full batch, mask by mask."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.adapters import attention as adapter
+from fastaccum.adapters.attention_masks import Mask, read_mask
+
+TIMES = 24
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Asks(keras.layers.Layer):
+    """Calls `keras.ops.dot_product_attention` with one projection."""
+
+    def __init__(self, heads=4, groups=2, mask=None, **options):
+        super().__init__()
+        self.heads, self.groups, self.mask, self.options = heads, groups, mask, options
+        self.query, self.key = keras.layers.Dense(4 * heads), keras.layers.Dense(4 * groups)
+
+    def call(self, x):
+        query, key = (
+            keras.ops.reshape(dense(x), (-1, x.shape[1], heads, 4))
+            for dense, heads in ((self.query, self.heads), (self.key, self.groups))
+        )
+        mask = None if self.mask is None else self.mask(x)
+        output = keras.ops.dot_product_attention(query, key, key, mask=mask, **self.options)
+        return keras.ops.reshape(output, (-1, x.shape[1], 4 * self.heads))
+
+
+def stock(attend, mask_zero=False, times=TIMES):
+    """Builds a model of two residual blocks; `attend()` makes a function of the embedded tokens."""
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((times,), dtype="int32")
+    x = keras.layers.Embedding(11, 16, mask_zero=mask_zero)(ids)
+    for _ in range(2):
+        x = x + attend()(x)
+    return keras.Model(ids, keras.layers.Dense(11)(x))
+
+
+def stock_attention(kind=keras.layers.MultiHeadAttention, causal=False, **options):
+    def make():
+        layer = kind(4, 4, 2, **options) if kind is keras.layers.GroupQueryAttention else kind(2, 4, **options)
+        return lambda x: layer(x, x, use_causal_mask=causal)
+
+    return make
+
+
+def padded(left=False, times=TIMES):
+    """Returns token ids, 0 where a row is padded, and labels."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(1, 11, (8, times), "int32")
+    for row, length in zip(x, rng.integers(times // 2, times + 1, 8), strict=True):
+        row[length:] = 0
+    return (x[:, ::-1].copy() if left else x), rng.integers(0, 11, (8, times), "int32")
+
+
+def in_keras(model, x, y):
+    """Trains Keras's full batch for one update, and returns the weights."""
+    model.compile(keras.optimizers.SGD(0.5), LOSS)
+    model.fit(x, y, batch_size=len(x), verbose=0)
+    return model.get_weights()
+
+
+def trained(model, x, y, flash_attention=True, **options):
+    """Trains one update of two micro-batches, and returns the weights and what was chosen for each layer."""
+    options = {"jit_compile": False, **options}
+    trainer = fa.Trainer(
+        model,
+        keras.optimizers.SGD(0.5),
+        LOSS,
+        gradient_accumulation_steps=2,
+        flash_attention=flash_attention,
+        **options,
+    )
+    trainer.fit(x, y, batch_size=len(x) // 2, shuffle=False, verbose=0)
+    fused = trainer._builder.step.objective.attention
+    return model.get_weights(), list(fused.choices.values()) if fused else []
+
+
+@contextlib.contextmanager
+def keras_policy(name):
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def largest_difference(some, others):
+    return max(np.abs(a - b).max() for a, b in zip(some, others, strict=True))
+
+
+def no_row_sees(x):
+    """Makes a mask of padding that leaves the first queries of a causal layer without a key."""
+    positions = tf.range(x.shape[1])
+    return (positions[:, None] >= positions) & (positions > 5)[None, None, None, :] & (x[:, None, None, :, 0] < 9e9)
+
+
+CASES = {
+    "causal": (stock_attention(causal=True), False),
+    "of all": (stock_attention(), False),
+    "causal and padded": (stock_attention(causal=True), True),
+    "padded": (stock_attention(), True),
+    "grouped queries, causal and padded": (stock_attention(keras.layers.GroupQueryAttention, causal=True), True),
+    "keras.ops, grouped": (lambda: Asks(is_causal=True, scale=0.3), False),
+    "keras.ops, some see nothing": (lambda: Asks(4, 4, mask=no_row_sees), False),
+}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_that_of_kerass_full_batch(case, left):
+    attend, mask_zero = CASES[case]
+    x, y = padded(left)
+    expected = in_keras(stock(attend, mask_zero), x, y)
+    weights, choices = trained(stock(attend, mask_zero), x, y)
+    assert choices == ["fused: blockwise"] * 2
+    assert largest_difference(weights, expected) < 2e-7
+
+
+def test_in_xla_and_mixed_precision_too():
+    x, y = padded()
+    with keras_policy("mixed_bfloat16"):
+        of_layers, _ = trained(stock(stock_attention(causal=True), True), x, y, False, jit_compile=True)
+        fused, choices = trained(stock(stock_attention(causal=True), True), x, y, jit_compile=True)
+    whole = in_keras(stock(stock_attention(causal=True), True), x, y)
+    assert choices == ["fused: blockwise"] * 2
+    assert largest_difference(fused, whole) < 1.5 * largest_difference(of_layers, whole) + 1e-6
+
+
+@pytest.mark.parametrize("part", ["causal", "keys"])
+def test_a_part_of_the_mask_that_is_dropped_is_seen(monkeypatch, part):
+    def without_a_part(*arguments):
+        return read_mask(*arguments)._replace(**{part: Mask()._asdict()[part]})
+
+    monkeypatch.setattr(adapter, "read_mask", without_a_part)
+    x, y = padded(left=True)
+    expected = in_keras(stock(stock_attention(causal=True), True), x, y)
+    weights, _ = trained(stock(stock_attention(causal=True), True), x, y)
+    assert largest_difference(weights, expected) > 1e-4
+
+
+def test_mean_of_all_values_where_nothing_is_seen(monkeypatch):
+    """Negative control of the case in which some queries see nothing."""
+    fuse = adapter.FusedAttention._fuse
+    monkeypatch.setattr(adapter.FusedAttention, "_fuse", lambda *a, **k: (fuse(*a, **k)[0], None))
+    x, y = padded()
+    expected = in_keras(stock(lambda: Asks(4, 4, mask=no_row_sees)), x, y)
+    weights, _ = trained(stock(lambda: Asks(4, 4, mask=no_row_sees)), x, y)
+    assert largest_difference(weights, expected) > 1e-4
+
+
+def biased(x):
+    return tf.zeros([1, 1, x.shape[1], x.shape[1]])
+
+
+class Biased(Asks):
+    def call(self, x):
+        self.options = {"bias": biased(x)}
+        return super().call(x)
+
+
+class Crossed(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+
+    def call(self, x):
+        return self.attention(x, x[:, :7], use_causal_mask=True)
+
+
+class Scored(Crossed):
+    def call(self, x):
+        return self.attention(x, x, return_attention_scores=True)[0]
+
+
+LEFT = {
+    "dropout=0.5 of attention weights": stock_attention(dropout=0.5, seed=1),
+    "a mask that is neither causal nor padding": stock_attention(causal=True, sliding_window=3),
+    "a bias": Biased,
+    "a causal mask of 24 queries and 7 keys": Crossed,
+    "a formula of the layer's own": Scored,
+    "shapes of query (4, 24, 2, 4), key (4, 24, 2, 4) and value (4, 24, 2, 3)": stock_attention(value_dim=3),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_the_kernels_lack_is_left_to_the_layer_or_refused(reason, monkeypatch):
+    x, y = padded()
+    with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute the attention of") as told:
+        trained(stock(LEFT[reason]), x, y)
+    assert reason in str(told.value) and 'flash_attention="auto"' in str(told.value)
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    expected, _ = trained(stock(LEFT[reason]), x, y, False)
+    weights, choices = trained(stock(LEFT[reason]), x, y, "auto")
+    assert choices == [f"unfused: {reason}"] * 2
+    assert largest_difference(weights, expected) == 0
+
+
+def test_small_scores_are_left_to_the_layer():
+    x, y = padded()
+    expected, _ = trained(stock(stock_attention(causal=True)), x, y, False)
+    weights, choices = trained(stock(stock_attention(causal=True)), x, y, "auto")
+    assert choices == ["unfused: its scores take 0.0176 MiB, no more than 256"] * 2
+    assert largest_difference(weights, expected) == 0
+
+
+def test_no_scores_of_all_tokens_are_held(monkeypatch):
+    times, scores = 512, "512,512]"
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 2**20)
+    x, y = padded(times=times)
+
+    def program(flash_attention):
+        model = stock(stock_attention(causal=True), True, times)
+        trainer = fa.Trainer(model, "sgd", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention)
+        found = trainer.summary(x, y, batch_size=4)
+        return found, trainer.compiler_ir((x.reshape(2, 4, -1), y.reshape(2, 4, -1)), stage="optimized_hlo")
+
+    (unfused, table), (fused, no_table) = program(False), program("auto")
+    assert scores in table and scores not in no_table
+    assert fused.memory.peak_bytes < unfused.memory.peak_bytes / 2
+    assert set(fused.attention.values()) == {"fused: blockwise"} and not unfused.attention
+    assert "attention, layers: 2" in str(fused)
+
+
+# The masks themselves.
+
+
+def positions(times=6):
+    return tf.range(times)
+
+
+def numbers(padding):
+    """Returns padding as integers, some of which are negative, or larger than 1."""
+    return tf.where(padding, 2, -1)[:, None, None]
+
+
+def of_hub(padding):
+    """Makes the mask of a KerasHub decoder: a causal one of floats, and padding, joined as integers."""
+    i = tf.range(6, dtype=tf.float32) + tf.cast(0, tf.float32)
+    causal = tf.broadcast_to((i[:, None] >= tf.range(6, dtype=tf.float32))[None], (2, 6, 6))
+    joined = keras.ops.minimum(keras.ops.cast(padding[:, None], "int32"), causal)
+    return keras.ops.cast(keras.ops.expand_dims(joined, 1), "bool")
+
+
+MASKS = {
+    "of KerasHub": (of_hub, (True, False, True)),
+    "band_part": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0), (True, False, False)),
+    "tril": (lambda p: keras.ops.tril(keras.ops.ones((6, 6), "bool")), (True, False, False)),
+    "NumPy's": (lambda p: tf.constant(np.tri(6, dtype=bool))[None, None], (True, False, False)),
+    "all": (lambda p: tf.ones([1, 1, 6, 6], tf.bool), (False, False, False)),
+    "keys": (lambda p: p[:, None, None], (False, False, True)),
+    "queries and keys": (lambda p: p[:, None, None] & p[:, None, :, None], (False, True, True)),
+    "integers": (lambda p: tf.minimum(numbers(p), np.tri(6, dtype="int32")), None),
+    "integers, and a causal mask of booleans": (
+        lambda p: tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)),
+        (True, False, True),
+    ),
+    "another window": (lambda p: positions()[:, None] >= positions() - 1, None),
+    "reversed": (lambda p: (positions()[:, None] >= positions())[:, ::-1], None),
+    "anti-causal": (lambda p: positions()[:, None] <= positions(), None),
+    "of pairs": (lambda p: p[:, None, :, None] == p[:, None, None], None),
+    "of heads": (lambda p: p[None, :, None], None),
+    "joined by or": (lambda p: p[:, None, None] | (positions()[:, None] >= positions()), None),
+    "drawn": (lambda p: tf.random.uniform([6, 6]) > -1.0, None),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_read(name):
+    make, expected = MASKS[name]
+    found = []
+
+    def trace(padding):
+        mask = make(padding)
+        parts = read_mask(mask, 6, 6)
+        found.append(parts and (parts.causal, parts.queries is not None, parts.keys is not None))
+        if parts is None:
+            return True, True
+        queries = tf.ones([1, 6], tf.bool) if parts.queries is None else parts.queries
+        keys = tf.ones([1, 6], tf.bool) if parts.keys is None else parts.keys
+        again = queries[:, None, :, None] & keys[:, None, None]
+        return mask, again & (tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0) if parts.causal else True)
+
+    padding = tf.constant([[True] * 4 + [False] * 2, [False] + [True] * 5])
+    mask, again = tf.function(trace, autograph=False)(padding)
+    assert found == [expected]
+    assert np.array_equal(np.broadcast_to(mask, [2, 1, 6, 6]) > 0, np.broadcast_to(again, [2, 1, 6, 6]))

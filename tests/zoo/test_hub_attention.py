@@ -1,0 +1,82 @@
+"""Fused attention in KerasHub's decoders: one update with it and without, padded on either side."""
+
+import keras
+import numpy as np
+import pytest
+
+import fastaccum as fa
+
+hub = pytest.importorskip("keras_hub").models
+pytestmark = [pytest.mark.zoo, pytest.mark.quick]
+
+LENGTH, ROWS = 7, 8
+SIZES = {"vocabulary_size": 23, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
+HEADS, GROUPED = {"num_heads": 2, "max_sequence_length": LENGTH}, {"num_query_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 3, "top_k": 2, "moe_intermediate_dim": 8}
+
+FUSED = {
+    "GPT-2": lambda: hub.GPT2Backbone(**SIZES, **HEADS, dropout=0.0),
+    "GPT-NeoX": lambda: hub.GPTNeoXBackbone(**SIZES, **HEADS),
+    "Gemma": lambda: hub.GemmaBackbone(**SIZES, **GROUPED, head_dim=4),
+    "Gemma 3": lambda: hub.Gemma3Backbone(
+        **SIZES, **GROUPED, image_size=16, head_dim=4, vision_encoder=None, sliding_window_size=LENGTH
+    ),
+    "Llama": lambda: hub.LlamaBackbone(**SIZES, **GROUPED),
+    "Llama 3": lambda: hub.Llama3Backbone(**SIZES, **GROUPED),
+    "Mistral": lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=LENGTH),
+    "Mixtral": lambda: hub.MixtralBackbone(**SIZES, **GROUPED, num_experts=3, sliding_window=LENGTH),
+    "Phi-3": lambda: hub.Phi3Backbone(**SIZES, **GROUPED),
+    "Qwen": lambda: hub.QwenBackbone(**SIZES, **GROUPED),
+    "Qwen 3": lambda: hub.Qwen3Backbone(**SIZES, **GROUPED, head_dim=4),
+}
+LEFT = {
+    "Mistral": (lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=3), "a mask that is neither"),
+    "Gemma 2": (
+        lambda: hub.GemmaBackbone(**SIZES, **GROUPED, head_dim=4, attention_logit_soft_cap=50),
+        "logit_soft_cap=50",
+    ),
+    "Qwen": (
+        lambda: hub.QwenBackbone(**SIZES, **GROUPED, use_sliding_window_attention=True, sliding_window_size=3),
+        "sliding_window_size=3",
+    ),
+    "GPT-2": (lambda: hub.GPT2Backbone(**SIZES, **HEADS), "dropout=0.1 of attention weights"),
+}
+
+
+def trained(make, flash_attention, side="right"):
+    """Trains one update, and returns the weights and what was chosen for the layers."""
+    keras.utils.set_random_seed(1)
+    rng, backbone = np.random.default_rng(0), make()
+    ids, present = rng.integers(1, 23, (ROWS, LENGTH)), np.arange(LENGTH) < rng.integers(3, LENGTH + 1, (ROWS, 1))
+    present = present[:, ::-1] if side == "left" else present
+    inputs = {"token_ids": ids, "padding_mask": present.astype("int32")}
+    logits = backbone.token_embedding(backbone.output, reverse=True)
+    trainer = fa.Trainer(
+        keras.Model(backbone.input, logits),
+        keras.optimizers.SGD(0.5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        gradient_accumulation_steps=2,
+        jit_compile=False,
+        flash_attention=flash_attention,
+    )
+    trainer.fit(inputs, ids, batch_size=ROWS // 2, shuffle=False, verbose=0)
+    fused = trainer._builder.step.objective.attention
+    return backbone.get_weights(), set(fused.choices.values()) if fused else set()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", FUSED)
+def test_an_update_is_that_of_the_layers_own_formula(name, side):
+    expected, _ = trained(FUSED[name], False, side)
+    weights, choices = trained(FUSED[name], True, side)
+    assert choices == {"fused: blockwise"}
+    for a, b in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_the_kernels_lack_is_refused_by_name(name):
+    make, reason = LEFT[name]
+    with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute") as told:
+        trained(make, True)
+    assert reason in str(told.value)
