@@ -78,10 +78,10 @@ def assert_close(ours, theirs, tolerance=3e-6):
 
 
 def compare(make, fit, trainer_options, predict_on):
-    """Trains on one device and on several; the histories, evaluations, predictions and weights must agree."""
+    """Trains on one device, without XLA, and on several; histories, evaluations, predictions and weights must agree."""
     seen = []
-    for model in (make(), replicated(make)):
-        trainer = fa.Trainer(model, **trainer_options())
+    for model, own in ((make(), {"jit_compile": False}), (replicated(make), {})):
+        trainer = fa.Trainer(model, **{**trainer_options(), **own})
         keras.utils.set_random_seed(3)
         history, evaluated = fit(trainer)
         seen.append((history, evaluated, trainer.predict(predict_on, verbose=0, batch_size=5), model.get_weights()))
@@ -149,7 +149,7 @@ def check_tokens_weights_tails_and_clipping():
     x, y = RNG.integers(0, 11, size=(23, 5)), RNG.integers(0, 4, size=(23, 5))
 
     def fit(trainer):
-        history = trainer.fit(x, y, sample_weight=WEIGHTS, batch_size=5, epochs=3, verbose=0).history
+        history = trainer.fit(x, y, sample_weight=WEIGHTS, batch_size=5, epochs=2, verbose=0).history
         return history, trainer.evaluate(x, y, sample_weight=WEIGHTS, batch_size=5, verbose=0)
 
     def options():
@@ -345,9 +345,10 @@ def check_overflow():
             keras.config.set_dtype_policy("float32")
 
     seen = []
-    for model in (make(), replicated(make)):
+    for model, jit_compile in ((make(), False), (replicated(make), True)):
         loss_scale = fa.DynamicLossScale(init_scale=2.0**10, growth_interval=2, backoff_factor=0.25)
-        trainer = fa.Trainer(model, "adamw", "mse", loss_scale=loss_scale, gradient_accumulation_steps=2)
+        options = {"gradient_accumulation_steps": 2, "jit_compile": jit_compile}
+        trainer = fa.Trainer(model, "adamw", "mse", loss_scale=loss_scale, **options)
         before = model.get_weights()
         rows = lambda a, at: a[at : at + 10].reshape(2, 5, -1)  # noqa: E731
         result = trainer.train_step((rows(x * 10, 0), rows(Y, 0)))
@@ -457,7 +458,7 @@ def check_mean_of_replica_means_is_another_result():
     shards = [np.arange(5)[i : i + size] for i in range(0, 5, size)]
     means = [np.mean(each, axis=0) for each in zip(*map(moved, shards), strict=True)]
     model = replicated(dense)
-    fa.Trainer(model, keras.optimizers.SGD(1.0), "mse").train_step((x[None], y[None]))
+    fa.Trainer(model, keras.optimizers.SGD(1.0), "mse", jit_compile=False).train_step((x[None], y[None]))
     ours = [now - then for now, then in zip(model.get_weights(), before, strict=True)]
     assert_close(ours, moved(np.arange(5)))
     assert max(np.abs(a - b).max() for a, b in zip(ours, means, strict=True)) > 1e-3
@@ -557,6 +558,7 @@ def check_datasets():
                 [keras.metrics.RootMeanSquaredError(), "mae"],
                 loss_scale=fa.DynamicLossScale(init_scale=4.0, growth_interval=2),
                 gradient_accumulation_steps=2,
+                jit_compile=False,
             )
             history = trainer.fit(dataset(), epochs=2, verbose=0, validation_data=dataset()).history
         seen.append((history, trainer.model.get_weights()))
@@ -570,7 +572,7 @@ def check_learning_rate_from_the_host():
     """A learning rate assigned between steps reaches every replica."""
     seen = []
     for model in (dense(), replicated(dense)):
-        trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse")
+        trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", jit_compile=False)
         trainer.train_step((X[None, :4], Y[None, :4]))
         trainer.optimizer.learning_rate = 0.01
         trainer.train_step((X[None, :4], Y[None, :4]))
@@ -586,8 +588,8 @@ def check_a_kernel_that_the_forward_pass_assigns():
         return keras.Sequential([keras.Input((6,)), normalized, keras.layers.Dense(3)])
 
     model, alone = replicated(make), make()
-    for each in (model, alone):
-        trainer = fa.Trainer(each, "sgd", "mse", gradient_accumulation_steps=2)
+    for each, jit_compile in ((model, True), (alone, False)):
+        trainer = fa.Trainer(each, "sgd", "mse", gradient_accumulation_steps=2, jit_compile=jit_compile)
         trainer.fit(X[:16], Y[:16], batch_size=4, shuffle=False, verbose=0)
     assert_close(model.get_weights(), alone.get_weights())
     before = model.get_weights()
