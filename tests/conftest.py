@@ -78,6 +78,17 @@ def untuned_datasets():
     tf.data.Dataset.__iter__ = iterate
 
 
+@pytest.fixture(scope="module", autouse=True)
+def graphs_as_traced(request):
+    """Keeps TensorFlow from rewriting graphs before their first run, which takes a third of the time of most tests
+    without XLA. Tests of the step, of a Trainer and of exactness wait for that, and all in processes of their own.
+    """
+    rewritten = request.path.parent.name == "step" or request.path.stem in ("test_trainer", "test_exactness")
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not rewritten})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+
+
 @pytest.fixture(autouse=True)
 def clean_keras():
     """Every test starts from the same seeds and from float32, whichever ran before it."""

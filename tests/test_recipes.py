@@ -155,7 +155,7 @@ def test_four_times_32_is_128(K):
     history = trainer.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     model = make_model(K)
     optimizer = K.optimizers.SGD(0.5, momentum=0.9)
-    model.compile(optimizer, cross_entropy(K), jit_compile=False)
+    model.compile(optimizer, cross_entropy(K), run_eagerly=True)
     expected = model.fit(x, y, batch_size=128, epochs=2, shuffle=False, verbose=0)
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
     assert_same(trainer.model.get_weights(), model.get_weights(), 1e-5)

@@ -105,7 +105,7 @@ def test_history_has_every_log_once_an_epoch(trainer):
 
 def test_fit_equals_keras_on_batches_of_a_whole_step(K, trainer):
     model = regressor(K)
-    model.compile(K.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
+    model.compile(K.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
     expected = model.fit(X, Y, batch_size=ACCUMULATION * BATCH, epochs=2, verbose=0, shuffle=False)
     history = fit(trainer, epochs=2)
     assert_close(trainer.model.get_weights(), model.get_weights())
@@ -144,7 +144,7 @@ def test_steps_per_epoch_counts_train_steps_and_goes_on_where_it_stopped(K, trai
     if K is not keras and steps_per_epoch != 1:
         pytest.skip("tf_keras begins the rows again in mid-epoch, Keras 3 ends the epoch, as a Trainer does")
     model = regressor(K)
-    model.compile(K.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
+    model.compile(K.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
     options = {"epochs": 3, "verbose": 0, "shuffle": False, "steps_per_epoch": steps_per_epoch}
     expected = model.fit(X, Y, batch_size=ACCUMULATION * BATCH, **options)
     history = fit(trainer, **{k: v for k, v in options.items() if k not in ("verbose", "shuffle")})
@@ -323,7 +323,7 @@ def test_class_weight_of_tokens_whatever_nest_the_loss_is_in(K, loss, nest):
     trainer = fa.Trainer(tagger(), sgd, losses, gradient_accumulation_steps=11, jit_compile=False)
     trainer.fit(X, nest(TOKENS), batch_size=BATCH, class_weight=class_weight, verbose=0)
     full = tagger()
-    full.compile("sgd", cross_entropy(K), jit_compile=False)
+    full.compile("sgd", cross_entropy(K), run_eagerly=True)
     full.train_on_batch(X, TOKENS, sample_weight=np.vectorize(class_weight.get)(TOKENS).astype("float32"))
     assert_close(trainer.model.get_weights(), full.get_weights())
 
@@ -393,7 +393,7 @@ def test_several_outputs_are_listed_as_keras_lists_them(K):
     y = {"a": LABELS, "b": Y}
     ours = trainer.evaluate(X, y, batch_size=11, verbose=0)
     as_dict = trainer.evaluate(X, y, batch_size=11, verbose=0, return_dict=True)
-    model.compile("sgd", losses, metrics=metrics, **compiled)
+    model.compile("sgd", losses, metrics=metrics, **compiled, run_eagerly=True)
     np.testing.assert_allclose(ours, model.evaluate(X, y, batch_size=11, verbose=0), rtol=1e-5)
     expected = model.evaluate(X, y, batch_size=11, verbose=0, return_dict=True)
     assert as_dict == pytest.approx(expected, rel=1e-5)
@@ -563,7 +563,7 @@ def test_averaged_weights_are_in_the_model_at_the_end(K):
     optimizer = K.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
     trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
     own = regressor(K)
-    own.compile(K.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse", jit_compile=False)
+    own.compile(K.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse", run_eagerly=True)
     own.fit(X, Y, batch_size=ACCUMULATION * BATCH, shuffle=False, verbose=0)
     fit(trainer)
     assert_close(model.get_weights(), own.get_weights())

@@ -261,7 +261,7 @@ def test_layers_whose_batch_is_the_update_need_no_word():
     """Nor is the short batch at the end padded."""
     assert not told(LAYERS["a layer"], batch_size=12)
     theirs, ours = model(LAYERS["a layer"]), model(LAYERS["a layer"])
-    theirs.compile(optimizer(), "mse", jit_compile=False)
+    theirs.compile(optimizer(), "mse", run_eagerly=True)
     trainer = fa.Trainer(ours, optimizer(), "mse", jit_compile=False)
     for fit in (theirs.fit, trainer.fit):
         fit(X, Y, batch_size=12, shuffle=False, verbose=0)

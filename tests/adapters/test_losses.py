@@ -306,7 +306,7 @@ def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_ke
         return keras.Sequential([keras.Input((4, 4, 2)), keras.layers.Dense(2, activation="sigmoid")])
 
     full, x = model(), IMAGES[::-1] + 0.5
-    full.compile(keras.optimizers.SGD(0.1), kind(axis=(1, 2, 3)), jit_compile=False)
+    full.compile(keras.optimizers.SGD(0.1), kind(axis=(1, 2, 3)), run_eagerly=True)
     loss = full.train_on_batch(x, IMAGES)
     sgd = keras.optimizers.SGD(0.1)
     trainer = fa.Trainer(model(), sgd, kind(axis=(1, 2, 3)), gradient_accumulation_steps=3, jit_compile=False)

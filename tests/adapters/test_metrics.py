@@ -275,7 +275,7 @@ def test_a_function_may_return_a_number(K):
 
     x, y = rows_batch()
     model = value(K)
-    model.compile("sgd", "mse", metrics=[steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False)
+    model.compile("sgd", "mse", metrics=[steps, numpy_scalar], weighted_metrics=[steps], run_eagerly=True)
     trainer = fa.Trainer(
         value(K), K.optimizers.SGD(), "mse", [steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False
     )
@@ -355,7 +355,7 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
     weight = rng.uniform(0.5, 2.0, ROWS).astype("float32")
     loss = "sparse_categorical_crossentropy" if masked else "binary_crossentropy"
     weighted = [metrics.SparseCategoricalAccuracy(name="weighted")] if masked else [metrics.AUC(name="weighted")]
-    own.compile(tf_keras.optimizers.SGD(0.0), loss, metrics=compiled(), weighted_metrics=weighted)
+    own.compile(tf_keras.optimizers.SGD(0.0), loss, metrics=compiled(), weighted_metrics=weighted, run_eagerly=True)
     expected = own.test_on_batch(x, y, weight, return_dict=True)
     fitted = own.fit(x, y, 12, sample_weight=weight, shuffle=False, verbose=0).history
     trainer = fa.Trainer(

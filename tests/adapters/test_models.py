@@ -60,7 +60,7 @@ def fit(model, x, y=Y, optimizer="sgd", loss="mse", **options):
 def test_a_model_trains_as_keras_trains_it(make, x):
     keras.utils.set_random_seed(3)
     own = make()
-    own.compile("sgd", "mse", jit_compile=False)
+    own.compile("sgd", "mse", run_eagerly=True)
     own.build(tf.nest.map_structure(np.shape, x)) if not own.built else None
     model = keras.models.clone_model(own)
     model.build(tf.nest.map_structure(np.shape, x)) if not model.built else None
@@ -128,7 +128,7 @@ def legacy(tf_keras, *layers):
 
 def test_losses_that_tf_keras_layers_add_are_those_of_the_last_call(tf_keras):
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh", activity_regularizer="l2")) for _ in range(2))
-    own.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    own.compile(tf_keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     expected = own.fit(X, Y, batch_size=len(X), shuffle=False, verbose=0)
     trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=4, jit_compile=False)
     history = trainer.fit(X, Y, batch_size=-(-len(X) // 4), shuffle=False, verbose=0)
@@ -153,7 +153,7 @@ def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(family):
 @pytest.mark.parametrize("jit_compile", [True, False])
 def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh")) for _ in range(2))
-    own.compile(tf_keras.optimizers.Adam(0.01), "mse")
+    own.compile(tf_keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
     expected = own.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     optimizer = tf_keras.optimizers.Adam(0.01)
     trainer = fa.Trainer(model, optimizer, "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=jit_compile)
@@ -187,7 +187,7 @@ def test_a_tf_keras_model_with_state_and_ids(tf_keras):
 
 def test_tf_keras_batch_statistics_are_those_of_tf_keras(tf_keras):
     own, model = (legacy(tf_keras, tf_keras.layers.BatchNormalization(momentum=0.5)) for _ in range(2))
-    own.compile(tf_keras.optimizers.SGD(0.0), "mse")
+    own.compile(tf_keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
     own.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     own.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     fit(model, X, optimizer=tf_keras.optimizers.SGD(0.0))
@@ -198,7 +198,7 @@ def test_tf_keras_batch_statistics_are_those_of_tf_keras(tf_keras):
 def test_a_tf_keras_regulariser_counts_once_a_step(tf_keras):
     penalised = {"kernel_regularizer": tf_keras.regularizers.L2(0.1)}
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, **penalised)) for _ in range(2))
-    own.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    own.compile(tf_keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     own.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     fit(model, X, optimizer=tf_keras.optimizers.SGD(0.1))
     for a, b in zip(model.get_weights(), own.get_weights(), strict=True):

@@ -22,7 +22,7 @@ def make_gradients(variables, steps=STEPS, seed=1):
 def jitted(optimizer, variables):
     """The train step's use: an update in one XLA program, undone by a select where `ok` is false."""
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def step(gradients, ok):
         state = raw(variables) + optimizer.variables
         old = [tf.identity(v) for v in state]
@@ -116,7 +116,7 @@ def test_several_updates_in_one_loop(name):
     optimizer.build(ours)
     gradients = make_gradients(ours)
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def run(stacked):
         def body(i):
             optimizer.apply([g[i] for g in stacked], ours)
@@ -404,7 +404,7 @@ def test_the_multi_optimizer_of_tensorflow_addons():
     untrained = snapshot(fused.layers[-1].weights)
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(12, 3)).astype("float32"), rng.normal(size=(12, 1)).astype("float32")
-    reference.compile(make_optimizer(reference), "mse")
+    reference.compile(make_optimizer(reference), "mse", run_eagerly=True)
     reference.fit(x, y, batch_size=12, epochs=3, shuffle=False, verbose=0)
     trainer = fa.Trainer(fused, make_optimizer(fused), "mse", gradient_accumulation_steps=3, jit_compile=False)
     trainer.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)

@@ -40,7 +40,7 @@ def lstm_with_state(K):
 
 def step_and_evaluation(model, y, sample_weight=None, **compiled):
     """Keras's own logs of a step and an evaluation of all rows at once, and the weights between them."""
-    model.compile("sgd", jit_compile=False, **compiled)
+    model.compile("sgd", run_eagerly=True, **compiled)
     trained = model.train_on_batch(X, y, sample_weight, return_dict=True)
     weights = [w.copy() for w in model.get_weights()]
     arguments = {"sample_weight": sample_weight, "batch_size": len(X), "verbose": 0}
@@ -178,7 +178,7 @@ def decoder(K):
 @pytest.mark.parametrize("y", [Y, {"logits": Y}], ids=["one", "by name"])
 def test_outputs_without_a_loss_may_be_any_nest(K, y):
     plain = K.Sequential([K.Input((4,)), K.layers.Dense(2, kernel_initializer="ones")])
-    plain.compile("sgd", "mse", metrics=["mae"], jit_compile=False)
+    plain.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
     expected = plain.train_on_batch(X, Y, return_dict=True)
     loss, metrics = {"logits": "mse"}, {"logits": ["mae"]}
     options = {"gradient_accumulation_steps": 3, "jit_compile": False}

@@ -54,7 +54,7 @@ def both(family, make, y=Y, sample_weight=None, loss=None, metrics=None, **optio
     """The largest difference from Keras's own full-batch step, relative to its update; and both logs."""
     theirs, ours = make(), make()
     start = weights(theirs)
-    theirs.compile(family.optimizers.SGD(0.5), loss=loss, metrics=metrics, jit_compile=False)
+    theirs.compile(family.optimizers.SGD(0.5), loss=loss, metrics=metrics, run_eagerly=True)
     arrays = {"x": X, "y": y, "sample_weight": sample_weight}
     history = theirs.fit(**arrays, batch_size=ROWS, shuffle=False, verbose=0).history
     trainer = fa.Trainer(

@@ -114,7 +114,7 @@ def test_fit_equals_tf_keras_on_the_full_batch(regularizer):
     rng = np.random.default_rng(1)
     x, y = rng.integers(1, 5, (10, 3)), rng.normal(size=(10, 1)).astype("float32")
     x[5:] += 2
-    reference.compile(fa.addons.optimizers.AdamW(0.1, 0.1), "mse")
+    reference.compile(fa.addons.optimizers.AdamW(0.1, 0.1), "mse", run_eagerly=True)
     reference.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
     trainer = fa.Trainer(
         fused, fa.addons.optimizers.AdamW(0.1, 0.1), "mse", gradient_accumulation_steps=3, jit_compile=False

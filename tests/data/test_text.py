@@ -61,7 +61,7 @@ def trainer_of(model, **options):
 
 
 def reference(model, data):
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], weighted_metrics=[], jit_compile=False)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], weighted_metrics=[], run_eagerly=True)
     history = model.fit(data, epochs=2, verbose=0).history
     return history, model.evaluate(data, verbose=0), [w.numpy() for w in model.trainable_variables]
 
@@ -115,7 +115,7 @@ def test_a_tf_keras_model_encodes_text_without_xla():
         return tf_keras.Model(inputs, tf_keras.layers.Dense(1, kernel_initializer="ones")(tf_keras.layers.Flatten()(h)))
 
     theirs = model()
-    theirs.compile(tf_keras.optimizers.SGD(0.1), "mse")
+    theirs.compile(tf_keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     expected = theirs.fit(TEXT.astype(object)[:, None], Y, batch_size=12, verbose=0).history["loss"]
     optimizer = tf_keras.optimizers.SGD(0.1)
     ours = fa.Trainer(model(), optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)

@@ -84,7 +84,7 @@ def train(make, updates=3, fast=True, hidden=6):
         for _ in range(updates):
             trainer.train_step((x[None], y[None]))
     else:
-        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
         for _ in range(updates):
             model.train_on_batch(x, y)
     return [*model.get_weights(), model.predict(x, verbose=0)]
