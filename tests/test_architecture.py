@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_039,
+    "adapters": 5_040,
     "app": 1_505,
     "checkpoint": 1_430,
     "data": 1_528,
     "distribute": 942,
     "kernels": 4_449,
     "memory": 1_503,
-    "step": 3_076,
+    "step": 3_085,
     "training": 879,
     "": 1_287,  # the modules directly in fastaccum
 }

@@ -28,7 +28,7 @@ from fastaccum.kernels.xla_ops import HALF, in_xla
 FlashAttention = Literal["auto"] | bool
 Call = Callable[..., Any]
 
-# In bytes of one call's scores in float32: up to these the layer's own formula is as fast, and keeps little.
+# In bytes of one call's scores in float32: below these the layer's own formula is as fast, and keeps little.
 _SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
 
 
@@ -184,8 +184,8 @@ class FusedAttention:
         batch, queries, heads, _ = query.shape
         keys, limit = key.shape[1], _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
         scores = 4 * (batch or 1) * heads * queries * keys
-        small = _LeftToLayer(f"its scores take {scores / 2**20:,.3g} MiB, no more than {limit / 2**20:,.3g}")
-        left = self._mode == "auto" and scores <= limit  # unless cuDNN takes it
+        small = _LeftToLayer(f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}")
+        left = self._mode == "auto" and scores < limit  # unless cuDNN takes it
         if left and not has_gpu():
             raise small
         parts = Mask(causal=is_causal)

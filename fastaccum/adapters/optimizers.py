@@ -68,7 +68,7 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
         kind, more = "tf_keras", "keras.optimizers and fastaccum.addons.optimizers have"
     raise ValueError(
         f"optimizer={name!r} is not a {kind} optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
-        f"{', '.join(sorted(known))}; {more} more, to be passed as objects"
+        f"{', '.join(sorted(known))}; {more} more, to be passed as objects, or as tfa:NAME to the command"
     )
 
 

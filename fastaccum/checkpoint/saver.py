@@ -151,6 +151,8 @@ class Saver:
         if not self._complete(epochs):
             determinism.warn_on_gpu(fit.description["batch plan"]["jit_compile"])
             _warn_of_draws(fit.unsaved_draws)
+        if (trained := self._position.epoch) > epochs:
+            warn(f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.", UserWarning)
         if verbose != 0:
             print(self._said(epochs), flush=True)
         return self._position

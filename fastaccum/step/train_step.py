@@ -23,6 +23,7 @@ from fastaccum.kernels.gradients import (
 )
 from fastaccum.kernels.rounded import hoisted_casts
 from fastaccum.kernels.xla_ops import in_xla, loop
+from fastaccum.lines import warn
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
@@ -73,7 +74,8 @@ class TrainStep:
         gradient = clip_by_global_norm(gradient / (scale * weight_sum), clip_norm)
         if weight_sum != 0 and isfinite(norm(gradient)) and isfinite(loss_sum) and isfinite(state):
             optimizer.apply(gradient, variables)
-        loss_scale.update(isfinite(norm(gradient)))
+        if weight_sum != 0:
+            loss_scale.update(isfinite(norm(gradient)))
 
     A skipped step leaves variables, slots, iterations and `state` bit-identical.
 
@@ -282,6 +284,12 @@ class TrainStep:
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
         penalty, grads, looked_up = self._with_penalty(sums, denominator)
+        if left := [getattr(v, "path", v.name) for v, g in zip(self.trained, grads, strict=True) if g is None]:
+            warn(
+                f"The loss does not depend on these trainable variables, which stay as they are: {left}. Is there a "
+                "loss for each output, and is each layer called? If so, set their `trainable` to False.",
+                UserWarning,
+            )
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
         loss += penalty
         counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted

@@ -207,7 +207,7 @@ def test_small_scores_are_left_to_the_layer():
     x, y = padded()
     expected, _ = trained(stock(stock_attention(causal=True)), x, y, False)
     weights, choices = trained(stock(stock_attention(causal=True)), x, y, "auto")
-    assert choices == ["unfused: its scores take 0.0176 MiB, no more than 256"] * 2
+    assert choices == ["unfused: its scores take 0.0176 MiB, less than 256"] * 2
     assert largest_difference(weights, expected) == 0
 
 

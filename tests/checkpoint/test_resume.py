@@ -425,6 +425,8 @@ def test_complete_training_returns_its_history(tmp_path, capsys):
     longer = trained.fit(**arrays(), epochs=3, checkpoint_dir=tmp_path, verbose=2)
     assert longer.epoch == [0, 1, 2]
     assert "resumed from" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="has 3 epochs, more than epochs=1: all are returned"):
+        assert trained.fit(**arrays(), epochs=1, checkpoint_dir=tmp_path, verbose=0).epoch == [0, 1, 2]
 
 
 def test_values_that_a_callback_logs_come_back_as_they_were(tmp_path):
