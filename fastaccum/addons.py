@@ -146,7 +146,7 @@ def _inline(module: ModuleType) -> None:
     function: Any = type(tf.function(lambda: None))
 
     class Inlined(function):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> object:
             return (super().__call__ if tf.executing_eagerly() else self.python_function)(*args, **kwargs)
 
     for each in vars(module).values():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastaccum import checks
+from fastaccum.adapters import arguments
 from fastaccum.distribute import workers
 from fastaccum.memory.plan import Plan
 from fastaccum.trainer import Trainer
@@ -14,7 +15,7 @@ from fastaccum.training.fit import Verbose
 @checks.keywords
 def plan(
     trainer: Trainer,
-    sample: Any,
+    sample: arguments.Data,
     *,
     global_batch_size: int,
     memory_limit: int | str | None = None,
@@ -66,5 +67,5 @@ def plan(
 
 
 @workers.abort_peers_on_error
-def _plan(trainer: Trainer, sample: Any, asked: dict[str, Any]) -> Plan:
+def _plan(trainer: Trainer, sample: arguments.Data, asked: dict[str, object]) -> Plan:
     return trainer._plan(sample, **asked)

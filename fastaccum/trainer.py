@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import keras
 
@@ -182,7 +182,7 @@ class Trainer:
             hint = _INSTEAD.get(name, f"; its model has: trainer.model.{name}" if of_model else "")
             raise AttributeError(f"Trainer has no attribute {name!r}{hint}", name=name, obj=self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
 
     def __repr__(self) -> str:
@@ -201,17 +201,17 @@ class Trainer:
     @workers.abort_peers_on_error
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: arguments.Data | None = None,
+        y: arguments.Arrays | None = None,
         batch_size: int | Literal["auto"] | None = None,
         epochs: int = 1,
         verbose: Verbose = "auto",
         callbacks: arguments.CallbacksArgument = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
+        validation_data: arguments.Data | None = None,
         shuffle: bool = True,
         class_weight: Mapping[int, float] | None = None,
-        sample_weight: Any = None,
+        sample_weight: arguments.Arrays | None = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
@@ -291,11 +291,11 @@ class Trainer:
     @workers.abort_peers_on_error
     def evaluate(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: arguments.Data | None = None,
+        y: arguments.Arrays | None = None,
         batch_size: int | None = None,
         verbose: Verbose = "auto",
-        sample_weight: Any = None,
+        sample_weight: arguments.Arrays | None = None,
         steps: int | None = None,
         callbacks: arguments.CallbacksArgument = None,
         return_dict: bool = False,
@@ -321,7 +321,7 @@ class Trainer:
     @workers.abort_peers_on_error
     def predict(
         self,
-        x: Any,
+        x: arguments.Data,
         batch_size: int | None = None,
         verbose: Verbose = "auto",
         steps: int | None = None,
@@ -332,7 +332,7 @@ class Trainer:
         return predict(self._model, x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
 
     @workers.abort_peers_on_error
-    def train_step(self, stack: tuple[Any, ...]) -> StepResult:
+    def train_step(self, stack: tuple[arguments.Arrays | None, ...]) -> StepResult:
         """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
 
         Returns:
@@ -348,10 +348,10 @@ class Trainer:
     @workers.abort_peers_on_error
     def summary(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: arguments.Data | None = None,
+        y: arguments.Arrays | None = None,
         batch_size: int | None = None,
-        sample_weight: Any = None,
+        sample_weight: arguments.Arrays | None = None,
         verbose: bool = True,
     ) -> Summary:
         """Prints what a train step computes, moves and holds: parameters, FLOPs, bytes, memory by kind, and what was
@@ -384,15 +384,15 @@ class Trainer:
             print(found)
         return found
 
-    def compiler_ir(self, stack: tuple[Any, ...], stage: ir.Stage = "optimized_hlo") -> str | bytes:
+    def compiler_ir(self, stack: tuple[arguments.Arrays | None, ...], stage: ir.Stage = "optimized_hlo") -> str | bytes:
         """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
         return ir.compiler_ir(*self._step_inputs.program(stack), stage=stage)
 
-    def memory_analysis(self, stack: tuple[Any, ...]) -> ir.MemoryAnalysis:
+    def memory_analysis(self, stack: tuple[arguments.Arrays | None, ...]) -> ir.MemoryAnalysis:
         """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
         return ir.memory_analysis(*self._step_inputs.program(stack))
 
-    def _plan(self, sample: Any, **asked: Any) -> Plan:
+    def _plan(self, sample: arguments.Data, **asked: object) -> Plan:
         return plan_for_data(self._builder, self._present_options, sample, **asked)
 
     @property

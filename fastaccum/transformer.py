@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from fastaccum.checks import keywords, naming, object_name, one_of, shown, true_or_false, whole_number
@@ -47,11 +48,11 @@ Shape = Sequence[Any]  # None where a size is not known
 class ContextLimit(keras.layers.Layer):
     """Passes on ids `[B, T]`; a ValueError is raised if they have more than `context` positions."""
 
-    def __init__(self, context: int, **kwargs: Any):
+    def __init__(self, context: int, **kwargs: object):
         super().__init__(**kwargs)
         self.context = context
 
-    def call(self, ids_BT: Any) -> Any:
+    def call(self, ids_BT: tf.Tensor) -> tf.Tensor:
         time = ids_BT.shape[1]
         if time is not None and time > self.context:
             raise ValueError(
@@ -62,7 +63,7 @@ class ContextLimit(keras.layers.Layer):
     def compute_output_shape(self, ids_shape: Shape) -> Shape:
         return ids_shape
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         return {**super().get_config(), "context": self.context}
 
 
@@ -73,7 +74,7 @@ class LearnedPositions(ContextLimit):
     def build(self, x_shape: Shape) -> None:
         self.table_TD = self.add_weight((self.context, x_shape[-1]), _normal(1, 0.5), name="table")
 
-    def call(self, x_BTD: Any) -> Any:
+    def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
         return super().call(x_BTD) + self.table_TD[: ops.shape(x_BTD)[1]]
 
 
@@ -86,7 +87,7 @@ class _AttentionLayer(keras.layers.Layer):
         key_value_heads: int | None = None,
         rotary: bool = True,
         residual_scale: float = 1.0,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         super().__init__(**kwargs)
         self.heads = heads
@@ -97,7 +98,7 @@ class _AttentionLayer(keras.layers.Layer):
     def compute_output_shape(self, x_shape: Shape) -> Shape:
         return x_shape
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         names = ("heads", "key_value_heads", "rotary", "residual_scale")
         return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
@@ -124,7 +125,7 @@ class CausalSelfAttention(_AttentionLayer):
         self.qkv.build(x_shape)
         self.out.build(x_shape)
 
-    def call(self, x_BTD: Any) -> Any:
+    def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
         batch, time = ops.shape(x_BTD)[:2]
         heads = [self.heads, self.key_value_heads, self.key_value_heads]
         qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
@@ -160,7 +161,7 @@ class TransformerBlock(_AttentionLayer):
             layer.build(x_shape)
         self.mlp_out.build((*x_shape[:-1], 4 * width))
 
-    def call(self, x_BTD: Any) -> Any:
+    def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         h_BTF = gelu(self.mlp_in(self.mlp_norm(x_BTD)))
         return x_BTD + self.mlp_out(h_BTF)
@@ -180,7 +181,7 @@ def gpt(
     stacked: bool | None = None,
     policy: str | Sequence[str] = "auto",
     preset: str | None = None,
-    dtype: Any = None,
+    dtype: str | keras.DTypePolicy | None = None,
     name: str = "gpt",
 ) -> keras.Model:
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
@@ -259,7 +260,7 @@ def gpt(
     if not rotary:
         x_BTD = LearnedPositions(context, dtype=dtype, name="positions")(x_BTD)
     if stacked:
-        unroll: Any = policy == "auto" and "auto"
+        unroll: bool | Literal["auto"] = policy == "auto" and "auto"
         x_BTD = LayerStack(block, layers, policy=policy, unroll=unroll, name="blocks")(x_BTD)
     else:
         for i in range(layers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -40,7 +39,7 @@ def get_reduction(added_loss: tf.Tensor) -> str:
     return "sum" if len(added_loss.shape) or getattr(added_loss, "sums_rows", False) else "mean"
 
 
-def mark_regularizers(layers: list[keras.layers.Layer]) -> list[tuple[Any, str, Callable]]:
+def mark_regularizers(layers: list[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, str, Callable]]:
     """Returns attributes to replace, (layer, name, value), by which `reduction` knows the sums of regularisers."""
     regularised = [] if _DIVIDES_BY_ROWS else [each for each in layers if each.activity_regularizer is not None]
     return [(each, "activity_regularizer", _marked(each.activity_regularizer)) for each in regularised]

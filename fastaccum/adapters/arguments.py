@@ -1,11 +1,12 @@
-"""The types of what Trainer and TrainStep take from Keras 3, tf_keras and tensorflow-addons."""
+"""The types of what Trainer and TrainStep take from NumPy, TensorFlow, Keras 3, tf_keras and tensorflow-addons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 if TYPE_CHECKING:
@@ -15,18 +16,16 @@ if TYPE_CHECKING:
     KerasOptimizer: TypeAlias = (
         keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer | tf_keras.optimizers.legacy.Optimizer
     )
-    Loss: TypeAlias = keras.losses.Loss | tf_keras.losses.Loss | Callable[..., Any] | str
+    Loss: TypeAlias = keras.losses.Loss | tf_keras.losses.Loss | Callable[..., tf.Tensor] | str
     LossArgument: TypeAlias = Loss | Sequence[Loss | None] | Mapping[str, Loss | None] | None
-    Metric: TypeAlias = keras.metrics.Metric | tf_keras.metrics.Metric | Callable[..., Any] | str
+    Metric: TypeAlias = keras.metrics.Metric | tf_keras.metrics.Metric | Callable[..., tf.Tensor] | str
     MetricsArgument: TypeAlias = Sequence[Metric | Sequence[Metric]] | Mapping[str, Metric | Sequence[Metric]] | None
     WeightsArgument: TypeAlias = Sequence[float] | Mapping[str, float] | None
+    Arrays: TypeAlias = np.ndarray | tf.Tensor | tf.RaggedTensor | tf.SparseTensor | Iterable[object]
+    Data: TypeAlias = Arrays | tf.data.Dataset | keras.utils.PyDataset
     Variables: TypeAlias = Sequence[tf.Variable | keras.Variable]
-    CallbacksArgument: TypeAlias = (
-        Sequence[keras.callbacks.Callback | tf_keras.callbacks.Callback]
-        | keras.callbacks.Callback
-        | keras.callbacks.CallbackList
-        | None
-    )
+    Callback: TypeAlias = keras.callbacks.Callback | tf_keras.callbacks.Callback
+    CallbacksArgument: TypeAlias = Sequence[Callback] | keras.callbacks.Callback | keras.callbacks.CallbackList | None
 else:  # tf_keras is imported by those who use it
-    KerasModel = KerasOptimizer = LossArgument = MetricsArgument = WeightsArgument = CallbacksArgument = Any
-    Variables = Any
+    KerasModel = KerasOptimizer = Loss = LossArgument = Metric = MetricsArgument = WeightsArgument = Any
+    CallbacksArgument = Variables = Arrays = Data = Any

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
+from fastaccum.kernels.recomputed_function import Nest as Nest
+
 Variable: TypeAlias = keras.Variable | tf.Variable
-Nest: TypeAlias = tf.Tensor | Sequence | Mapping | None  # of tensors or their specs
 
 
 def raw(variable: Variable) -> tf.Variable:
@@ -30,7 +31,7 @@ def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Sets attributes, given as (object, name, value), and restores them on exit; blocks may be nested."""
     attributes = list(attributes)
     before = [(vars(owner), name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in attributes]

@@ -47,7 +47,7 @@ def _fetching(name: str) -> Callable:
     method = getattr(dict, name)
 
     @functools.wraps(method)
-    def fetched(self: LateLogs, *args: Any, **kwargs: Any) -> Any:
+    def fetched(self: LateLogs, *args: object, **kwargs: object) -> object:
         if self._late:
             if self._check is not None:
                 self._check()  # waits for the step, and raises what it has to say
@@ -75,14 +75,14 @@ class _Progress(keras.callbacks.ProgbarLogger):
         super().on_epoch_end(epoch, _worth_saying(logs))
 
 
-def _hook(callback: keras.callbacks.Callback, name: str) -> Callable[[int, Mapping[str, Any]], None]:
+def _hook(callback: keras.callbacks.Callback, name: str) -> Callable[[int, Mapping[str, float]], None]:
     """Returns a batch hook, which tf_keras calls with the logs by position and Keras by the name `logs`."""
     hook = getattr(callback, name)
     by_position = any(kind.startswith("tf_keras.") for kind in kinds(callback))
     return hook if by_position else lambda batch, logs: hook(batch, logs=logs)
 
 
-def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, Any]:
+def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, float]:
     says_nothing = {"loss_scale": 1, "skipped_steps": 0}
     in_order = sorted((logs or {}).items(), key=lambda log: log[0] != "loss")
     return {name: value for name, value in in_order if name not in says_nothing or value != says_nothing[name]}
@@ -198,5 +198,5 @@ def _records(callback: keras.callbacks.Callback) -> bool:
     """Returns False for a TensorBoard in a step that it neither records nor profiles: it would read all logs."""
     if not _is(callback, "TensorBoard"):
         return True
-    every: Any = callback.update_freq
+    every = callback.update_freq
     return callback._is_tracing or (every != "epoch" and callback._global_train_batch % every == 0)

@@ -29,7 +29,7 @@ def wrap_sequence(x: Any) -> Any:
     return _Sequence(x) if "tf_keras.Sequence" in kinds(x) else x
 
 
-def is_read_once(x: Any) -> bool:
+def is_read_once(x: object) -> bool:
     """Tells if `x` can be read only once; ImageDataGenerator's iterators, which number their batches, can be again."""
     return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 

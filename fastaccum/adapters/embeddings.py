@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.packages import kinds
 
@@ -42,7 +42,7 @@ def _lookup_class(layer: keras.layers.Layer) -> type | None:
     return own.get("keras.Embedding") or own.get("tf_keras.Embedding")
 
 
-def _look_up(observe: Callable[[tf.Tensor], None], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _look_up(observe: Callable[[tf.Tensor], None], call: Callable[..., Nest], *args: Nest, **kwargs: Nest) -> Nest:
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if ids is not None:
         # Of sparse and ragged ids those that are there.

@@ -34,12 +34,12 @@ class _Scope(NamedTuple):
     """The place of a value: what was met on the way to it."""
 
     names: frozenset[str]  # attributes that the user's code reads
-    met: dict[int, Any]  # objects that were described, by id
+    met: dict[int, object]  # objects that were described, by id
     shapes: Sequence[list] = ()  # of the inputs that the layer around it was built for
     concealed: bool = False  # texts may be secrets
 
 
-def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
+def describe(thing: object, known: Iterable[object] = ()) -> Any:
     """Describes an object, a function or a nest of them as JSON holds it; of what is `known`, the class alone.
 
     An object is told by its class and its `get_config()`; where the class is the user's or `get_config` fails, also by
@@ -49,7 +49,7 @@ def describe(thing: Any, known: Iterable[Any] = ()) -> Any:
     return _describe(thing, _Scope(frozenset(), {id(each): each for each in known if each is not thing}))
 
 
-def agree(saved: Any, now: Any) -> bool:
+def agree(saved: object, now: object) -> bool:
     """Tells if two descriptions are equal, of which earlier versions kept texts and the batch axis as they were."""
     if isinstance(saved, dict) and isinstance(now, dict):
         return saved.keys() == now.keys() and all(agree(saved[name], now[name]) for name in now)
@@ -167,13 +167,13 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
     return found | attributes | _coded(methods, scope.met)
 
 
-def _class_attributes(classes: Sequence[type]) -> dict[str, Any]:
+def _class_attributes(classes: Sequence[type]) -> dict[str, object]:
     """Returns what a user's classes hold besides functions; the first class of several wins."""
     users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
     return {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
 
 
-def _shapes(nest: Any) -> list[list]:
+def _shapes(nest: object) -> list[list]:
     """Lists the shapes in a nest of them."""
     parts = [*nest.values()] if isinstance(nest, dict) else nest if isinstance(nest, (list, tuple)) else []
     if parts and all(size is None or isinstance(size, int) for size in parts):
@@ -215,19 +215,19 @@ def _methods(kind: type) -> list[types.FunctionType]:
     return [each for each in found if each is not None]
 
 
-def _function(member: Any) -> types.FunctionType | None:
+def _function(member: object) -> types.FunctionType | None:
     """Finds the function of a method, a property or a static method; None where a version tells its package apart."""
     for name in ("fget", "__func__", "func"):
         member = getattr(member, name, member)
     return member if isinstance(member, types.FunctionType) and package(member) not in _VERSIONED else None
 
 
-def _coded(functions: list[types.FunctionType], met: dict[int, Any]) -> dict[str, Any]:
+def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[str, object]:
     """A checksum of functions' code, for this version of Python; and what the user's read beside their arguments."""
     if not functions:
         return {}
     digest = hashlib.sha256(repr([_read(each.__code__)[0] for each in functions]).encode()).hexdigest()[:12]
-    found: dict[str, Any] = {"code": f"{digest} of Python {platform.python_version().rpartition('.')[0]}"}
+    found: dict[str, object] = {"code": f"{digest} of Python {platform.python_version().rpartition('.')[0]}"}
     for function in (each for each in functions if each.__name__ != "__init__" and not _is_installed(each.__module__)):
         (_, names, loaded, stored), cells = _read(function.__code__), function.__closure__ or ()
         scope = _Scope(names - stored, met, concealed=True)

@@ -80,7 +80,7 @@ def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
     return {**{name: value for name, value in named.items() if name in arguments}, **x}
 
 
-def list_call_options(model: keras.Model) -> dict[str, Any]:
+def list_call_options(model: keras.Model) -> dict[str, bool]:
     """Returns further arguments of the call that make a model return its loss, as CLIP's does not by labels."""
     return {"return_loss": True} if "return_loss" in _arguments(model) else {}
 
@@ -125,7 +125,7 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
     seen = Seen()
 
     @tf.autograph.experimental.do_not_convert
-    def observed(*args: Any, **kwargs: Any) -> tf.Tensor:
+    def observed(*args: Nest, **kwargs: Nest) -> tf.Tensor:
         given = inspect.signature(original).bind(*args, **kwargs).arguments  # some take the logits first
         if sums is None:
             loss, rows = original(**given), tf.nest.flatten(given)[0].shape[0]
@@ -148,7 +148,7 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
 
 
 def make_terms(
-    model: keras.Model, outputs: Any, seen: Seen, rows: int, valid: tf.Tensor | None = None
+    model: keras.Model, outputs: Nest, seen: Seen, rows: int, valid: tf.Tensor | None = None
 ) -> list[Observed]:
     """Returns the means whose sum is the loss that a call of the model inside `observe_losses` returned.
 

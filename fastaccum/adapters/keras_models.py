@@ -107,7 +107,7 @@ class Model:
         return not inputs or any(tf.as_dtype(each.dtype) == tf.string for each in inputs)
 
     @property
-    def preprocess(self) -> Callable[..., Any] | None:
+    def preprocess(self) -> Callable[..., Nest] | None:
         """The function by which a KerasHub task preprocesses raw (x, y, sample_weight); None for any other model."""
         if getattr(self.model, "preprocessor", None) is None:
             return None
@@ -145,11 +145,11 @@ class Model:
         }
 
     @property
-    def compilation(self) -> tuple[Any, Any]:
+    def compilation(self) -> tuple[object, object]:
         """The objects that `compile` replaces."""
         return self.model.optimizer, getattr(self.model, self._COMPILED[0], None)
 
-    def compiled_since(self, compilation: tuple[Any, Any]) -> bool:
+    def compiled_since(self, compilation: tuple[object, object]) -> bool:
         """Tells if the model has been compiled since it had this `compilation`."""
         return any(now is not then for now, then in zip(self.compilation, compilation, strict=True))
 

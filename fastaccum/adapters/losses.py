@@ -402,7 +402,7 @@ _TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cro
 
 
 def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
-    fn: Any = getattr(loss, "fn", None)
+    fn = getattr(loss, "fn", None)
     name = getattr(fn, "__name__", None)
     if not of_keras(fn) or name is None or name in _TAKE_INDICES:
         return
@@ -418,7 +418,7 @@ def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.T
     )
 
 
-def _loss_name(loss: keras.losses.Loss) -> Any:
+def _loss_name(loss: keras.losses.Loss) -> str:
     return getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
 
 

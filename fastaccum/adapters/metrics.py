@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
-from fastaccum.adapters import traces
+from fastaccum.adapters import arguments, traces
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.adapters.packages import kinds, of_keras
@@ -30,7 +30,7 @@ _AXES = (  # of weights, behind that of the rows: none, as many as y has, or tho
 class Metrics:
     """A model's metrics: Keras names, `keras.Metric`s or functions, in a list or by output, as in `compile`."""
 
-    def __init__(self, metrics: Any = (), weighted_metrics: Any = ()):
+    def __init__(self, metrics: arguments.MetricsArgument = (), weighted_metrics: arguments.MetricsArgument = ()):
         for name, nest in (("metrics", metrics), ("weighted_metrics", weighted_metrics)):
             for each in tf.nest.flatten(nest):
                 if isinstance(each, type):
@@ -89,7 +89,7 @@ class Metrics:
                 raise ValueError(f"Output {name!r} has metrics but no target.")
         return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
 
-    def for_compile(self, foreign: str) -> dict[str, Any]:
+    def for_compile(self, foreign: str) -> dict[str, arguments.MetricsArgument]:
         """Returns what the user passed as arguments of the model's `compile`; none if some is of a `foreign` kind."""
         if any(foreign in kinds(each) for each in tf.nest.flatten(self._passed)):
             return {}
@@ -216,17 +216,17 @@ class _TFKerasMetric(keras.metrics.Metric):
     def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> None:
         self._update(_expanded(y_true, y_pred), y_pred, sample_weight)
 
-    def result(self) -> Any:
+    def result(self) -> tf.Tensor | dict[str, tf.Tensor]:
         return self._result()
 
     def reset_state(self) -> None:
         self.wrapped.reset_state()
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, keras.metrics.Metric]:
         return {"wrapped": self.wrapped}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> _TFKerasMetric:
+    def from_config(cls, config: dict[str, keras.metrics.Metric]) -> _TFKerasMetric:
         wrapped = config["wrapped"]
         return cls(type(wrapped).from_config(wrapped.get_config()))
 
@@ -236,7 +236,7 @@ def _expanded(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
     return y_true[:, tf.newaxis] if len(y_true.shape) == 1 and len(y_pred.shape) == 2 else y_true
 
 
-def _of_keras_3(metrics: Any) -> Any:
+def _of_keras_3(metrics: arguments.MetricsArgument) -> arguments.MetricsArgument:
     """Wraps the metrics of tf_keras in a nest; returns None for an empty nest."""
     if not tf.nest.flatten(metrics):
         return None
@@ -245,7 +245,7 @@ def _of_keras_3(metrics: Any) -> Any:
 
 def _row_weight(
     metric: keras.Metric, prediction: tf.Tensor, valid: tf.Tensor | None, weight: tf.Tensor | None, axes: Sequence[int]
-) -> Any:
+) -> tf.Tensor | None:
     """Returns `weight` with 0 for padded rows, with the `axes` that the metric takes, or those of the mask."""
     dtype = metric.dtype if weight is None else tf.float32
     factors = [tf.cast(each, dtype) for each in (valid, weight) if each is not None]
@@ -267,7 +267,7 @@ def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
     """Finds the operation by which a metric's function mixes rows or computes with their number, as a trace shows."""
     wrapper = getattr(metric, "wrapped", metric)
 
-    def values(pair: Sequence[tf.Tensor]) -> Any:
+    def values(pair: Sequence[tf.Tensor]) -> tf.Tensor:
         if isinstance(metric, _TFKerasMetric):  # which makes them alike
             pair = [tf.cast(each, metric.dtype) for each in (_expanded(*pair), pair[1])]
             rank = min(len(each.shape) for each in pair)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from fastaccum.adapters import huggingface
+from fastaccum.adapters.arguments import KerasModel
 from fastaccum.adapters.keras_models import Model as Model
 from fastaccum.adapters.packages import kinds
 from fastaccum.adapters.tf_keras_models import PretrainedModel, TFKerasModel
 
 
-def get(model: Any) -> Model:
+def get(model: KerasModel) -> Model:
     """Returns the adapter for a Keras 3 or tf_keras model."""
     if isinstance(model, keras.Model):
         return Model(model)

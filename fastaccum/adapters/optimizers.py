@@ -14,7 +14,7 @@ import contextlib
 import difflib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -165,7 +165,7 @@ class Optimizer:
         """Lets assignments inside the block select by `ok`; yields the ids of the variables that do."""
         yield set()
 
-    def _with_lookups(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
+    def _with_lookups(self, looked_up: Mapping[Hashable, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Updates tables inside the block by their lookups, bool [rows] by the tables' `ref()`."""
         return contextlib.nullcontext()
 
@@ -339,7 +339,7 @@ class _Legacy(_TFKeras):
     def needs_lookups(self) -> bool:
         return untouched_rows.treats_apart(self.parts[-1])
 
-    def _with_lookups(self, looked_up: Mapping[Any, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
+    def _with_lookups(self, looked_up: Mapping[Hashable, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
         return replaced(untouched_rows.replace_dense_form(self.parts[-1], looked_up))
 
     def _knows(self, variable: Variable) -> bool:
@@ -381,7 +381,7 @@ class _AddonsMulti(Optimizer):
         return {"class": type(self.optimizer).__name__, "optimizers": parts}
 
     @contextlib.contextmanager
-    def _with_lookups(self, looked_up: Mapping[Any, tf.Tensor]) -> Iterator[None]:
+    def _with_lookups(self, looked_up: Mapping[Hashable, tf.Tensor]) -> Iterator[None]:
         with contextlib.ExitStack() as scopes:
             for inner, _ in self._groups:
                 own = {v.ref() for v in inner._model_variables}
@@ -424,7 +424,7 @@ _FAMILIES = {
 }
 
 
-def _find_variables(value: Any) -> Iterator[tf.Variable]:
+def _find_variables(value: object) -> Iterator[tf.Variable]:
     """Yields the tf.Variables in nested containers, in order."""
     value = raw(value)
     if isinstance(value, tf.Variable):

@@ -6,15 +6,18 @@ import functools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.arguments import LossArgument, Metric, MetricsArgument
 from fastaccum.adapters.attributes import Nest
 
 NOT_WHOLE = tf.int64.min
 Path = tuple[Any, ...]  # of keys and positions, from the root of a nest to a leaf
+Positions: TypeAlias = "int | tuple[Positions, ...] | dict[str, Positions]"  # of leaves, in the structure of a nest
+Placed = tuple[int, str, keras.metrics.Metric]  # a metric behind its output's position and its name
 
 
 class Matched(NamedTuple):
@@ -42,7 +45,7 @@ class Outputs:
 
     skips_missing_targets = False
 
-    def __init__(self, names: Sequence[str], y_pred: Nest, loss: Any = None):
+    def __init__(self, names: Sequence[str], y_pred: Nest, loss: LossArgument = None):
         self._paths: list[Path] = []
         self._tree = self._positions(y_pred)
         self.names, self.log_names = self._name(names)
@@ -58,11 +61,11 @@ class Outputs:
         parts = [(*p[:-1], _key(p, name)) for name, p in zip(names, self._paths, strict=True)]
         return list(names), ["/".join(map(str, each)) for each in parts]
 
-    def _sort(self, nest: Mapping[Any, Any]) -> list[Any]:
+    def _sort(self, nest: Mapping[str, Nest]) -> list[str]:
         """Returns the keys of a dict of outputs in the order in which they are flattened."""
         return list(nest) if isinstance(nest, OrderedDict) else sorted(nest)
 
-    def _positions(self, nest: Any, path: Path = ()) -> Any:
+    def _positions(self, nest: Nest, path: Path = ()) -> Positions:
         """Returns the nest with the positions of its leaves, and notes their paths in order."""
         if isinstance(nest, Mapping):
             found = {key: self._positions(nest[key], (*path, key)) for key in self._sort(nest)}
@@ -93,7 +96,7 @@ class Outputs:
         found = self._placed(value, what, self._tree, repeat, several)
         return {i: each for i, each in found if not _is_nothing(each)}
 
-    def _placed(self, value: Any, what: str, tree: Any, repeat: bool, several: bool) -> Iterator[tuple[int, Any]]:
+    def _placed(self, value: Any, what: str, tree: Positions, repeat: bool, several: bool) -> Iterator[tuple[int, Any]]:
         leaves = list(_leaves(tree))
         if _is_nothing(value):
             return
@@ -126,7 +129,7 @@ class Outputs:
         for each, branch in parts:
             yield from self._placed(each, what, branch, repeat, several)
 
-    def targets(self, value: Any, what: str = "y", repeat: bool = False) -> list[Any]:
+    def targets(self, value: Nest, what: str = "y", repeat: bool = False) -> list[Any]:
         """Returns targets by position; fewer targets than outputs are for the outputs with a loss, as in Keras."""
         entries = list(value) if isinstance(value, (list, tuple)) else [] if repeat else [value]
         as_returned = isinstance(value, Mapping) or (isinstance(self._tree, tuple) and len(entries) == len(self._tree))
@@ -142,13 +145,13 @@ class Outputs:
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
         return Matched(self.targets(y_true), self.predictions(y_pred), weights)
 
-    def place_metrics(self, what: str, metrics: Any) -> list[list[Any]]:
+    def place_metrics(self, what: str, metrics: MetricsArgument) -> list[list[Metric]]:
         """Lists the metrics of each output; a list alone is for a single output, as in Keras."""
         if metrics is not None and not isinstance(metrics, (list, tuple, dict)):
             raise ValueError(f"{what} must be a list, tuple, or dict, as in Keras; got {metrics!r}.")
         return self._place_metrics(metrics, repeat=False)
 
-    def _place_metrics(self, metrics: Any, repeat: bool) -> list[list[Any]]:
+    def _place_metrics(self, metrics: MetricsArgument, repeat: bool) -> list[list[Metric]]:
         if len(self.names) == 1 and not isinstance(metrics, dict):
             return [tf.nest.flatten(metrics)]
         placed = self.match(metrics, "metrics", repeat, several=True)
@@ -163,7 +166,7 @@ class Outputs:
         """Tells if each of so many losses is logged beside their sum."""
         return losses > 1
 
-    def sort_metrics(self, placed: list[Any]) -> list[Any]:
+    def sort_metrics(self, placed: list[Placed]) -> list[Placed]:
         """Sorts (position, name, metric), the metrics before the weighted ones, as Keras logs them."""
         return placed
 
@@ -187,16 +190,16 @@ class TFKerasOutputs(Outputs):
             names = [_number(path) for path in self._paths]
         return list(names), list(names)
 
-    def _sort(self, nest: Mapping[Any, Any]) -> list[Any]:
+    def _sort(self, nest: Mapping[str, Nest]) -> list[str]:
         return sorted(nest)
 
     def placed(self, value: Any, what: str, repeat: bool = False, several: bool = False) -> dict[int, Any]:
         return dict(sorted(super().placed(value, what, repeat, several).items()))
 
-    def targets(self, value: Any, what: str = "y", repeat: bool = False) -> list[Any]:
+    def targets(self, value: Nest, what: str = "y", repeat: bool = False) -> list[Any]:
         return super().targets(value, what, repeat=True)
 
-    def place_metrics(self, what: str, metrics: Any) -> list[list[Any]]:
+    def place_metrics(self, what: str, metrics: Any) -> list[list[Metric]]:
         """Lists the metrics of each output; a plain list is for every output."""
         is_plain = isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics))
         if len(self.names) > 1 and is_plain:
@@ -206,7 +209,7 @@ class TFKerasOutputs(Outputs):
     def logs_each_loss(self, losses: int) -> bool:
         return len(self.names) > 1
 
-    def sort_metrics(self, placed: list[Any]) -> list[Any]:
+    def sort_metrics(self, placed: list[Placed]) -> list[Placed]:
         return sorted(placed, key=lambda each: each[0])
 
     def sort_logs(self, logs: Iterable[str], computed: Iterable[str]) -> list[str]:
@@ -218,11 +221,11 @@ def _number(path: Path) -> str:
     return name if path and isinstance(path[0], str) else f"output_{name or 1}"
 
 
-def _make_again(metric: Any) -> Any:
+def _make_again(metric: Metric) -> Metric:
     return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.metrics.Metric) else metric
 
 
-def _leaves(tree: Any) -> Iterator[int]:
+def _leaves(tree: Positions) -> Iterator[int]:
     if isinstance(tree, int):
         yield tree
         return
@@ -230,7 +233,7 @@ def _leaves(tree: Any) -> Iterator[int]:
         yield from _leaves(branch)
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_nothing(value: object) -> bool:
     return value is None or (isinstance(value, tuple) and not value)
 
 
@@ -262,7 +265,7 @@ def to_whole(indices: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.cast(as_int, indices.dtype) == indices, as_int, NOT_WHOLE)
 
 
-def require_known(what: str, value: Any, kind: str, get: Callable[[str], Any], shorthands: Sequence[str]) -> None:
+def require_known(what: str, value: object, kind: str, get: Callable[[str], object], shorthands: Sequence[str]) -> None:
     """Raises unless a loss or metric is an object, a function, or a name: one that `get` knows, or of `shorthands`,
     of which an output's shape decides what they stand for.
     """

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import blocks, interceptors
+from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.blocks import Block, Segment
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.packages import kinds
@@ -144,7 +145,7 @@ def scope_mode(layer: keras.layers.Layer) -> str | None:
     return scope.mode if listed else None
 
 
-def _call_plainly(rematerialized_call: Callable, call: Callable, *args: Any, **kwargs: Any) -> Callable:
+def _call_plainly(rematerialized_call: Callable, call: Callable, *args: object, **kwargs: object) -> Callable:
     return call
 
 
@@ -163,7 +164,7 @@ def _interceptor(block: Block, policy: Policy) -> Interceptor:
     return Interceptor(layer, "_run_through_graph", walk, Role.RECOMPUTE)
 
 
-def _recompute(layer: keras.layers.Layer, policy: Policy, call: Callable, *args: Any, **kwargs: Any) -> Any:
+def _recompute(layer: keras.layers.Layer, policy: Policy, call: Callable, *args: object, **kwargs: object) -> Nest:
     def run(args, kwargs):
         return call(*args, **kwargs)
 
@@ -175,10 +176,10 @@ def _walk(
     segments: list[Segment],
     policy: Policy,
     call: Callable,
-    inputs: Any,
+    inputs: Nest,
     operation_fn: Callable = lambda operation: operation,
-    **others: Any,
-) -> Any:
+    **others: object,
+) -> Nest:
     """Runs a functional model's graph, segment by segment."""
     flat = keras.tree.flatten(inputs)
     if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
@@ -192,7 +193,7 @@ def _walk(
     return keras.tree.pack_sequence_as(graph.output, [values[id(t)] for t in graph.outputs])
 
 
-def _run(segment: Segment, operation_fn: Callable, given: list[Any]) -> list[Any]:
+def _run(segment: Segment, operation_fn: Callable, given: list[tf.Tensor]) -> list[tf.Tensor]:
     values = dict(zip(map(id, segment.inputs), given, strict=True))
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(values)

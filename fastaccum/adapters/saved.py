@@ -55,7 +55,7 @@ class _StandIn:
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name
 
-    def from_config(self, config: dict[str, Any]) -> Any:
+    def from_config(self, config: dict[str, object]) -> object:
         return getattr(importlib.import_module(self._module), self._name).from_config(config)
 
 

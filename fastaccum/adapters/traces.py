@@ -34,7 +34,7 @@ _FUNCTIONS = {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessW
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
 
 
-def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> Any:
+def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> tf.types.experimental.ConcreteFunction:
     """Traces a function of one batch with so many rows; `nest` has the specs, and with None also the number of rows."""
     specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest)
     return tf.function(function, autograph=False).get_concrete_function(specs)
@@ -167,7 +167,7 @@ Mark = tuple[int, str]
 _NOTHING, _INTEGER, _VALUE = (0, ""), 1, 2
 
 
-def find_row_counter(one: Any, function: Callable, specs: Nest) -> str | None:
+def find_row_counter(one: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest) -> str | None:
     """Names the operation by which the number of rows reaches a function's results, not by shapes and indices alone.
 
     `one` is a trace of the function.
@@ -234,7 +234,7 @@ def _marks(
     return [of(name) for name in outputs]
 
 
-def _result(node: Any, given: list[Mark]) -> Mark:
+def _result(node: tf.compat.v1.NodeDef, given: list[Mark]) -> Mark:
     """Returns the mark of an operation's results, from the marks of its inputs."""
     mark = max(given, default=_NOTHING)
     if node.op == "Range" or mark[0] != _INTEGER:

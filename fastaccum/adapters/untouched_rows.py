@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -40,8 +40,8 @@ def treats_apart(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def replace_dense_form(
-    optimizer: keras.optimizers.Optimizer, looked_up: Mapping[Any, tf.Tensor]
-) -> Iterator[tuple[Any, str, Callable]]:
+    optimizer: keras.optimizers.Optimizer, looked_up: Mapping[Hashable, tf.Tensor]
+) -> Iterator[tuple[object, str, Callable]]:
     """Yields attributes to replace, (object, name, value), for the dense form to update tables as the sparse one does.
 
     `looked_up` has for each table, by its `ref()`, which of its rows were: bool [rows].
@@ -102,7 +102,7 @@ class _Forms:
                 "`_resource_apply_dense`, or use an optimizer of Keras 3."
             )
 
-    def sparse(self, gradient: tf.Tensor, variable: tf.Variable, indices: tf.Tensor, **state: Any) -> None:
+    def sparse(self, gradient: tf.Tensor, variable: tf.Variable, indices: tf.Tensor, **state: object) -> None:
         """Calls the sparse form with as much of the state as it takes."""
         form = self._optimizer._resource_apply_sparse
         taken = inspect.signature(form).parameters

@@ -43,7 +43,7 @@ class Recorder(keras.callbacks.Callback):
         self.rate = math.nan
         self.logs: Logs = {}
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Returns the place of a checkpoint in the run and its rows, and the run's identity, beside metrics.csv."""
         rows = [str(sorted(row.items())) for row in self.folder.rows if row["step"] <= self.row_began]
         return {"steps": self.steps, "row_began": self.row_began, "run": self.run.identity, "rows": rows}

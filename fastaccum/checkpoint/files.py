@@ -37,7 +37,7 @@ def read(file: Path, most: int) -> bytes:
     return content
 
 
-def without_twins(pairs: list[tuple[str, Any]]) -> Json:
+def without_twins(pairs: list[tuple[str, object]]) -> Json:
     """Makes a dict of JSON's pairs (as `object_pairs_hook`); ValueError if a name stands twice."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):

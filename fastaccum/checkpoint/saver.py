@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -333,7 +333,7 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         )
 
 
-def _array_dtypes(history: Mapping[str, Any]) -> dict[str, str]:
+def _array_dtypes(history: Json) -> dict[str, str]:
     """Returns the dtypes of the logs that are arrays, as those of a metric with a value for each class, by name."""
     firsts = {name: values[0] for name, values in history.items() if isinstance(values, list) and values}
     return {name: first.dtype.name for name, first in firsts.items() if isinstance(first, (np.ndarray, tf.Tensor))}

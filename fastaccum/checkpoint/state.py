@@ -104,7 +104,7 @@ def _undo(now: Any, end: Any, start: Any) -> Any:
     }
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Converts `value` for JSON: numbers to Python's, arrays to lists, anything unknown to its type's name."""
     if isinstance(value, (np.generic, np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
         return np.asarray(value).tolist()
@@ -155,7 +155,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: sys.modules[name].__version__ for name in PACKAGES}}
 
 
-def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved, now {}") -> list[str]:
+def differences(saved: object, now: object, path: str = "", words: str = "{} was saved, now {}") -> list[str]:
     """Lists the items in which two descriptions differ, as "optimizer.learning_rate: 0.1 was saved, now 0.2"."""
     if isinstance(saved, dict) and isinstance(now, dict):
         pairs = {name: (saved.get(name, "nothing"), now.get(name, "nothing")) for name in dict.fromkeys([*saved, *now])}
@@ -172,7 +172,7 @@ def differences(saved: Any, now: Any, path: str = "", words: str = "{} was saved
     return [] if fingerprint.agree(saved, now) else [f"{path}: {words.format(before, after)}"]
 
 
-def other_product(saved: Mapping[str, Any], now: Mapping[str, Any], wanted: int | None) -> str:
+def other_product(saved: Json, now: Mapping[str, int], wanted: int | None) -> str:
     """Returns what to say of an update with another number of rows of arrays; "" where the number is right."""
     size, steps = now.get("batch_size"), now["gradient_accumulation_steps"]
     if wanted is None or size is None:
@@ -187,7 +187,7 @@ def other_product(saved: Mapping[str, Any], now: Mapping[str, Any], wanted: int 
     )
 
 
-def other_pieces(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def other_pieces(saved: Json, now: Mapping[str, int]) -> str:
     """Returns how two cuts differ, as "batch_size 8 x 4 instead of 16 x 2"."""
     pairs = {name: (now[name], saved[name]) for name in now}
     size, steps = pairs["batch_size"], pairs["gradient_accumulation_steps"]

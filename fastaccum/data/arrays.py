@@ -68,7 +68,7 @@ class ArrayStacks:
         self._rows_per_step = self.layout.accumulation * self._batch_size
         self._steps_per_pass = math.ceil(self._rows / self._rows_per_step)
         self.steps_per_epoch = steps_per_epoch or self._steps_per_pass
-        self.plan: dict[str, Any] = {
+        self.plan: dict[str, int | None] = {
             "rows": self._rows,
             "global_batch": min(self._rows_per_step, self._rows),
             "shuffle": self._seed is not None,

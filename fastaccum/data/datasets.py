@@ -36,7 +36,7 @@ class DatasetSource:
         x: Any,
         what: str,
         shuffle: bool = False,
-        weigh: Callable[[Any, Any], Any] | None = None,
+        weigh: Callable[[Any, Any], tf.Tensor] | None = None,
         steps: str = "steps_per_epoch",
         needs_targets: bool = True,
         text: bool = False,
@@ -118,7 +118,7 @@ class DatasetStacks:
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
         size = tf.nest.flatten(source.dataset.element_spec)[0].shape[0]
         known = batches > 0 and size is not None
-        self.plan: dict[str, Any] = {
+        self.plan: dict[str, int | None] = {
             "steps_per_epoch": steps_per_epoch,
             "steps_per_pass": steps_per_pass,
             "rows": batches * size if known else None,
@@ -378,7 +378,7 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
     return tf.nest.map_structure(rows, batch), lengths
 
 
-def _dense(tensor: Any) -> Any:
+def _dense(tensor: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor | tf.RaggedTensor:
     """Returns a sparse tensor as a dense one, and any other as it is."""
     if not isinstance(tensor, tf.SparseTensor):
         return tensor

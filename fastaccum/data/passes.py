@@ -69,12 +69,12 @@ class Passes:
         self.tracked = False
         self.steps = self.rows = 0
         self._ended = self._skip = 0
-        self._random: Any = None
-        self._saved_random: Any = None
+        self._random: tuple | None = None
+        self._saved_random: tuple | None = None
         self._given: Place = {}
         self._held: list[Dispatch] = []
         self._iterator: Any = None
-        self._resumed: Any = None
+        self._resumed: tf.data.Iterator | None = None
         self._start: tf.Tensor | None = None
         self._read: collections.deque[tuple[dict, Dispatch]] = collections.deque()
 
@@ -263,7 +263,7 @@ class Passes:
         ]
         return f"it {of_batches[0]} batches: do so before .batch(...)" if recut and of_batches else None
 
-    def _deserialized(self, state: tf.Tensor) -> Any:
+    def _deserialized(self, state: tf.Tensor) -> tf.data.Iterator:
         iterator = iter(self._pipeline)
         try:
             tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)

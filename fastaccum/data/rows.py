@@ -27,7 +27,7 @@ DENSE = (
 )
 
 
-def is_array_nest(x: Any) -> bool:
+def is_array_nest(x: object) -> bool:
     """Tells if `x` is an array, or a nest that holds arrays or numbers alone, dense or not."""
     if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__"):
         return False
@@ -56,12 +56,12 @@ def without_none(batch: Sequence[Any]) -> list[Any]:
     return [x, *(tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest) for nest in others)]
 
 
-def as_tensors(name: str, nest: Any, text: bool = False) -> Any:
+def as_tensors(name: str, nest: object, text: bool = False) -> Any:
     """Converts a nest of arrays to tensors, float64 to Keras's default float, as Keras does."""
     return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf, text), ...), nest)
 
 
-def as_stack(stack: Any, needs_targets: bool = True, text: bool = False) -> Batch:
+def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> Batch:
     """Converts `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays to tensors; a `Batch` stays.
     Without `needs_targets` also `(x,)`; with `text` x may hold strings.
     """
@@ -97,7 +97,7 @@ def count(what: str, batch: Batch) -> int:
     return first
 
 
-def _checked(name: str, leaf: Any, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
+def _checked(name: str, leaf: object, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
     if isinstance(leaf, tf.RaggedTensor):
         raise TypeError(f"{name} holds a RaggedTensor: {DENSE}")
     if is_sparse(leaf) or isinstance(leaf, SparseRows):
@@ -136,7 +136,7 @@ def _as_numpy(leaf: Any) -> np.ndarray:
     return (leaf.astype(keras.config.floatx()) if mixed else leaf).to_numpy()
 
 
-def require_unmasked(name: str, leaf: Any) -> None:
+def require_unmasked(name: str, leaf: object) -> None:
     """Raises TypeError if `leaf` is a masked array with masked elements."""
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise TypeError(
@@ -178,7 +178,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def checksum(nest: Any) -> int:
+def checksum(nest: object) -> int:
     """Returns the CRC-32 of the bytes of all tensors of a nest."""
     value = 0
     for tensor in tf.nest.flatten(nest):

@@ -17,8 +17,8 @@ from fastaccum.data.stacks import Batch
 
 def make_data_source(
     x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    y: object = None,
+    sample_weight: object = None,
     *,
     batch_size: int | None,
     shuffle: bool = False,
@@ -27,7 +27,7 @@ def make_data_source(
     sparse_labels: bool | None = False,
     needs_targets: bool = True,
     text: bool = False,
-    preprocess: Callable[..., Any] | None = None,
+    preprocess: Callable[..., object] | None = None,
     what: str = "x",
     steps: str = "steps_per_epoch",
 ) -> ArraySource | DatasetSource:
@@ -74,7 +74,7 @@ def make_data_source(
     return DatasetSource(x, what, shuffle, weigh, steps, needs_targets, text)
 
 
-def require_some(what: str, x: Any) -> None:
+def require_some(what: str, x: object) -> None:
     """Raises TypeError or ValueError for an x that holds nothing, or cannot be taken apart."""
     checks.require_nest(what, x)
     if x is None:
@@ -83,14 +83,14 @@ def require_some(what: str, x: Any) -> None:
         raise ValueError(f"{what}={x!r} holds no array: there is no data to work on.")
 
 
-def require_predictable(x: Any, text: bool) -> None:
+def require_predictable(x: object, text: bool) -> None:
     """Raises TypeError or ValueError for an x of no rows of numbers or text, or of unequal numbers of rows."""
     require_some("x", x)
     if rows.is_array_nest(x) and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
         rows.count("x: its arrays", rows.as_arrays((x, None, None), text))
 
 
-def _batches(x: Any, y: Any, sample_weight: Any, batch_size: int | None, what: str) -> tf.data.Dataset:
+def _batches(x: object, y: object, sample_weight: object, batch_size: int | None, what: str) -> tf.data.Dataset:
     """Batches what a model's own preprocessing takes; a list is one tensor, as in KerasHub."""
 
     def tensors(nest):

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 
-def is_sparse(leaf: Any) -> bool:
+def is_sparse(leaf: object) -> bool:
     """Tells if `leaf` is a sparse array of any kind."""
     return isinstance(leaf, tf.SparseTensor) or hasattr(leaf, "tocoo") or hasattr(leaf, "todense")
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import Nest
 from fastaccum.lines import warn
 
 Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists and dicts of them
@@ -21,13 +22,13 @@ class Batch(NamedTuple):
     NaN of its own. An empty tuple, a nest without leaves, stands for "no weights" and "every row is valid".
     """
 
-    x: Any
-    y: Any
-    sample_weight: Any = ()
+    x: Nest
+    y: Nest
+    sample_weight: Nest = ()
     valid: Any = ()
 
     @property
-    def weights(self) -> Any | None:
+    def weights(self) -> Nest:
         """Returns `sample_weight`, or None."""
         return self.sample_weight if tf.nest.flatten(self.sample_weight) else None
 
@@ -106,7 +107,7 @@ def warn_short(what: str, steps: int, wanted: int) -> None:
     )
 
 
-def trip_count(stack: Any) -> int:
+def trip_count(stack: object) -> int:
     """Counts the micro-batches of a stack: the leading axis that all its tensors share, else ValueError."""
     tensors = [t for t in tf.nest.flatten(stack) if t is not None]
     if not tensors:

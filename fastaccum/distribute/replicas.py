@@ -102,11 +102,11 @@ def outside_scope() -> Iterator[None]:
 class _FirstComponent:
     """Stands in for `keras.Variable._value`: reads the first local component of a distributed variable."""
 
-    def __get__(self, variable: Any, owner: type | None = None) -> Any:
+    def __get__(self, variable: keras.Variable, owner: type | None = None) -> tf.Variable:
         value = vars(variable)["_value"]
         return value.values[0] if isinstance(value, values.DistributedVariable) else value
 
-    def __set__(self, variable: Any, value: Any) -> None:
+    def __set__(self, variable: keras.Variable, value: tf.Variable) -> None:
         vars(variable)["_value"] = value
 
 
@@ -162,7 +162,7 @@ class Replicas(Workers):
                         own.numpy(), dtype=own.dtype, trainable=own.trainable, name=own.name[:-2]
                     )
 
-    def unmirror(self, holders: Sequence[Any]) -> None:
+    def unmirror(self, holders: Sequence[object]) -> None:
         """Replaces the distributed variables of objects by plain ones of equal value, which `synchronize` copies.
 
         Args:
@@ -224,7 +224,7 @@ class Replicas(Workers):
         sums = reduced._call_flat(tensors, captured)
         return [_like(nest, flat) for nest, flat in zip(nests, sums, strict=True)]
 
-    def _flat(self, nest: Any) -> tf.Tensor:
+    def _flat(self, nest: object) -> tf.Tensor:
         tensors = [t for t in tf.nest.flatten(nest) if t is not None]
         dtypes = {t.dtype for t in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
@@ -259,11 +259,11 @@ class ReplicaProgram(TracedFunction):
 
     last: TracedProgram
 
-    def __init__(self, function: Callable[..., Any], replicas: Replicas, jit_compile: bool, scope: Scope):
+    def __init__(self, function: Callable[..., object], replicas: Replicas, jit_compile: bool, scope: Scope):
         super().__init__(function, jit_compile)
         self._replicas, self._scope = replicas, scope
 
-    def __call__(self, *args: Any) -> TracedProgram:
+    def __call__(self, *args: object) -> TracedProgram:
         with first_components(), self._scope():
             concrete = self.trace(*_specs(args))
         self.last = TracedProgram(concrete, self._replicas)
@@ -281,7 +281,7 @@ class TracedProgram:
             [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in range(len(replicas.devices))
         ]
 
-    def __call__(self, replica: int, *args: Any) -> Any:
+    def __call__(self, replica: int, *args: object) -> Any:
         tensors = [t for t in tf.nest.flatten(args) if t is not None]
         with tf.device(self._replicas.devices[replica]):
             return self.concrete._call_flat(tensors, self.captured[replica])

@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -31,6 +30,7 @@ from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated
 
 SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet
+Shared = dict[str, tf.Tensor | list[tf.Tensor | None]]  # what replicas add up, by name
 
 
 class ReplicatedStep(Step):
@@ -114,7 +114,7 @@ class ReplicatedStep(Step):
 
     # On one replica, compiled.
 
-    def _accumulated(self, replica: tf.Tensor, counts: Any, *stacks: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _accumulated(self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch) -> tuple[Shared, Shared]:
         """Returns the sums that replicas add up, and the state that this replica keeps for the end of the step."""
         objective, count = self.objective, self._replicas.count
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
@@ -132,7 +132,7 @@ class ReplicatedStep(Step):
         }
         return shared, {"state": state, "seen": self.running.index_checks.seen()}
 
-    def _finished(self, shared: dict[str, Any], state: list[tf.Tensor], seen: tf.Tensor) -> tuple[Executed, tf.Tensor]:
+    def _finished(self, shared: Shared, state: list[tf.Tensor], seen: tf.Tensor) -> tuple[Executed, tf.Tensor]:
         in_range = self._take_over(shared, seen)
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
@@ -142,24 +142,24 @@ class ReplicatedStep(Step):
         result = self.running.add_step(scale, self.cycle.finish(sums, accepted=all_work & in_range), shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 
-    def _summed(self, *stacks: Batch) -> tuple[dict[str, Any], tf.Tensor]:
+    def _summed(self, *stacks: Batch) -> tuple[Shared, tf.Tensor]:
         with self._metrics_from_zero() as reached:
             sums = self.objective.evaluate(*stacks)
         return {"sums": sums, **self._common(reached)}, self.running.index_checks.seen()
 
-    def _totalled(self, shared: dict[str, Any], seen: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    def _totalled(self, shared: Shared, seen: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         in_range = self._take_over(shared, seen)
         return shared["sums"], in_range, shared["working"]
 
     def _counted(self, *stacks: Batch) -> tf.Tensor:
         return tf.stack(self.objective.count(*stacks))
 
-    def _common(self, reached: list[tf.Tensor]) -> dict[str, Any]:
+    def _common(self, reached: list[tf.Tensor]) -> Shared:
         """Returns what train steps and evaluations add up: metrics, and counts of replicas at work and in range."""
         in_range = self.running.index_checks.in_range()
         return {"metrics": reached, "in_range": tf.cast(in_range, tf.float32), "working": tf.constant(1.0)}
 
-    def _take_over(self, shared: dict[str, Any], seen: tf.Tensor) -> tf.Tensor:
+    def _take_over(self, shared: Shared, seen: tf.Tensor) -> tf.Tensor:
         """Updates metrics and index checks; returns if every replica's indices are in range."""
         for variable, value in zip(self.running.micro_batch_variables, shared["metrics"], strict=True):
             variable.assign(variable + tf.cast(value, variable.dtype))

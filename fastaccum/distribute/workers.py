@@ -189,7 +189,7 @@ class Workers:
                     f"Workers differ in {name.replace('_', ' ')}: {list(column)}, in their order. {advice}"
                 )
 
-    def require_alike(self, call: str, **description: Any) -> None:
+    def require_alike(self, call: str, **description: object) -> None:
         """Raises WorkersDifferError on every worker unless all are in this call, with one description of it."""
         text = json.dumps([call, state.plain(description)])
         if len(set(self.exchange(hashlib.sha256(text.encode()).hexdigest()))) == 1:

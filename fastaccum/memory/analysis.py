@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -91,7 +90,7 @@ def _computed(concrete: ConcreteFunction) -> int | None:
     return None if math.isinf(total) else int(total)
 
 
-def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, Any]) -> float:
+def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, object]) -> float:
     """Counts the elements of the list that an operation makes; infinite where its length or a shape is unknown."""
     if not node.op.startswith("TensorList") or node.op in ("TensorListSetItem", "TensorListGetItem", "TensorListStack"):
         return 0
@@ -170,7 +169,7 @@ def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:
             yield Buffer(_bytes(tensor.shape, tensor.dtype), "other", "", "a constant", tuple(tensor.shape))
 
 
-def _places(name: str, nest: Any) -> list[str]:
+def _places(name: str, nest: object) -> list[str]:
     """Names the tensors of a nest, in the order of `tf.nest`: "x['image']", "x[0]"."""
     if not isinstance(nest, (Mapping, list, tuple)):
         return [name] * (nest is not None)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -246,7 +246,7 @@ def user_folder() -> Path | None:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "fastaccum"
 
 
-def _origin() -> dict[str, Any]:
+def _origin() -> dict[str, object]:
     """Describes all but the program that decides on the code that XLA generates, and on who can run the code."""
     cpu = {}
     with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from fastaccum.lines import warn
 
@@ -38,11 +37,11 @@ def say_nothing(part: str) -> None:
     """Drops a message."""
 
 
-_announcer = contextvars.ContextVar[Callable[[str], Any]]("announcer", default=say_nothing)
+_announcer = contextvars.ContextVar[Callable[[str], object]]("announcer", default=say_nothing)
 
 
 @contextlib.contextmanager
-def announce(say: Callable[[str], Any] | None) -> Iterator[None]:
+def announce(say: Callable[[str], object] | None) -> Iterator[None]:
     """Passes parts of a line to `say` while programs are traced and compiled inside the block; None changes nothing."""
     if say is None:
         yield
@@ -63,6 +62,6 @@ def announce(say: Callable[[str], Any] | None) -> Iterator[None]:
             say("\n")
 
 
-def announcer() -> Callable[[str], Any]:
+def announcer() -> Callable[[str], object]:
     """Returns the function that is told of compilation; `say_nothing` outside of `announce`."""
     return _announcer.get()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.python.eager import context
-from tensorflow.types.experimental import ConcreteFunction
+from tensorflow.types.experimental import ConcreteFunction, PolymorphicFunction
 
 from fastaccum.checks import one_of
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+from fastaccum.step.tracing import TracedFunction
 
+Compiled: TypeAlias = PolymorphicFunction | TracedFunction
 Stage = Literal[
     "hlo",
     "hlo_no_metadata",
@@ -46,18 +48,18 @@ class MemoryAnalysis(NamedTuple):
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
-def compiler_ir(function: Any, *args: Any, stage: Stage = "optimized_hlo") -> str | bytes:
+def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo") -> str | bytes:
     """Returns what `function(*args)`, a `tf.function` or a `Program`, compiles to at a stage of XLA; runs nothing.
 
     Raises:
         ValueError: raised if the function is not compiled with XLA.
     """
     one_of("stage", stage, get_args(Stage))
-    function = getattr(function, "function", function)
-    if not function._jit_compile:
+    compiled: PolymorphicFunction = getattr(function, "function", function)
+    if not compiled._jit_compile:
         raise ValueError("jit_compile=False: there is no XLA program whose IR could be read. Pass jit_compile=True.")
     with graph_scoped_gradients():
-        return function.experimental_get_compiler_ir(*args)(stage=stage)
+        return compiled.experimental_get_compiler_ir(*args)(stage=stage)
 
 
 def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
@@ -75,7 +77,7 @@ def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
     return hlo_pb2.HloProto.FromString(compiled)
 
 
-def memory_analysis(function: Any, *args: Any) -> MemoryAnalysis:
+def memory_analysis(function: Compiled, *args: object) -> MemoryAnalysis:
     """Returns XLA's memory plan for `function(*args)`; compiles, runs nothing."""
     compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
     return memory_of(hlo_pb2.HloProto.FromString(compiled))

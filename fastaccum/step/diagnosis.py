@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -88,7 +88,7 @@ def require_statistics(cycle: TrainStep, objective: ModelObjective) -> None:
         )
 
 
-def warn_of_zero_lora(layers: Sequence[Any]) -> None:
+def warn_of_zero_lora(layers: Sequence[keras.layers.Layer]) -> None:
     """Warns of layers whose LoRA matrices are both 0, as Keras's `load_model` and `load_weights` leave them."""
     held = ((layer, _LORA & vars(layer).keys()) for layer in layers)
     if zero := [layer.name for layer, own in held if own and not any(getattr(layer, n).numpy().any() for n in own)]:
@@ -119,7 +119,7 @@ def _findings(step: _Failed) -> list[str]:
         return _of_step(step, seen)
 
 
-def _of_micro_batch(step: _Failed, batch: Batch, seen: Seen, layers: list[Any]) -> list[str]:
+def _of_micro_batch(step: _Failed, batch: Batch, seen: Seen, layers: list[keras.layers.Layer]) -> list[str]:
     inputs = list(_bad_inputs(batch))
     lines = [f"{each}." for each in inputs]
     bad = [layer for layer, flag in zip(layers, seen.outputs, strict=True) if flag]
@@ -185,9 +185,9 @@ def _of_step(step: _Failed, seen: Seen) -> list[str]:
     ]
 
 
-def _looker(step: _Failed) -> tuple[Callable, list[Any]]:
+def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
     """Returns a program from a micro-batch to a `Seen`, as a tuple, and a list that its trace fills with the layers."""
-    layers: list[Any] = []
+    layers: list[keras.layers.Layer] = []
     cycle, objective, jit_compile = step.cycle, step.objective, step.objective.options.jit_compile
     scale = cycle.loss_scale.scale() / objective.typical_weight(step.stacks)
     with objective.scope():
@@ -222,7 +222,7 @@ def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
     return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
 
 
-def _note_outputs(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]]) -> list[Interceptor]:
+def _note_outputs(model: Model, layers: list[keras.layers.Layer], outputs: list[list[tf.Tensor]]) -> list[Interceptor]:
     """Returns interceptors by which each layer called notes itself and what it returned, which nothing reads yet."""
     graph = tf.compat.v1.get_default_graph()
 
@@ -240,7 +240,7 @@ def _note_outputs(model: Model, layers: list[Any], outputs: list[list[tf.Tensor]
 
 def _bad_inputs(batch: Batch) -> Iterator[str]:
     """Describes the rows of a micro-batch's tensors that hold NaN or inf."""
-    for name, nest in (("x", batch.x), ("y", batch.y), ("sample_weight", batch.sample_weight)):
+    for name, nest in batch._replace(valid=())._asdict().items():
         for path, tensor in zip(optree.tree_paths(nest), optree.tree_leaves(nest), strict=True):
             if not tensor.dtype.is_floating:
                 continue

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attention import FusedAttention
-from fastaccum.adapters.attributes import restored
+from fastaccum.adapters.attributes import Nest, restored
 from fastaccum.adapters.callbacks import log_value
 from fastaccum.adapters.interceptors import intercepting
 from fastaccum.adapters.losses import Losses, Term
@@ -81,7 +80,7 @@ class ModelObjective(Objective):
 
     def terms(
         self, batch: Batch, training: bool, observe: bool = True, prepared: list[tf.Tensor] | None = None
-    ) -> tuple[list[Term], Any]:
+    ) -> tuple[list[Term], Nest]:
         """Calls the model with a micro-batch, and computes every output's loss sum and weight sum, then other losses'.
 
         Args:
@@ -122,7 +121,7 @@ class ModelObjective(Objective):
         return terms, y_pred
 
     def _own_terms(
-        self, own: OwnLoss, batch: Batch, y_pred: Any, training: bool, observe: bool, prepared: list[tf.Tensor] | None
+        self, own: OwnLoss, batch: Batch, y_pred: Nest, training: bool, observe: bool, prepared: list[tf.Tensor] | None
     ) -> list[Term]:
         asked: list[Term] = []
         rows = _rows(batch)
@@ -132,7 +131,7 @@ class ModelObjective(Objective):
             denominators = self._denominators([t.weight_sum for t in asked]) if prepared is None else prepared
             return _weighted(self.term_weights, asked, denominators)
 
-        def compiled(y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        def compiled(y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
             if asked:
                 raise ValueError(
                     f"{own.name} computes the compiled loss more than once, and each would need denominators of its "
@@ -152,20 +151,20 @@ class ModelObjective(Objective):
         nothing = [Term(tf.constant(0.0), tf.constant(0.0))] * (len(self.losses.outputs) - len(asked))
         return [*asked, *nothing, Term(value * rows if own.reduction == "mean" else value, rows)]
 
-    def _matched(self, batch: Batch, y_pred: Any) -> Matched:
+    def _matched(self, batch: Batch, y_pred: Nest) -> Matched:
         return self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
 
     def _in_range(self, batch: Matched) -> Matched:
         return batch if self.options.jit_compile else self.losses.in_range(batch)
 
-    def update_metrics(self, batch: Batch, y_pred: Any, training: bool) -> Mapping[str, Any]:
+    def update_metrics(self, batch: Batch, y_pred: Nest, training: bool) -> Mapping[str, tf.Tensor]:
         """Updates the metrics with one micro-batch; returns what a `compute_metrics` of the model's own returns."""
         if not self.has_own_metrics:
             if self.metrics.compiled.metrics:
                 self.metrics.update(self._in_range(self._matched(batch, y_pred)), batch.mask)
             return {}
 
-        def update(y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
             self.metrics.update(self._in_range(self.outputs.matched(y, y_pred, sample_weight)), None)
 
         returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
@@ -257,7 +256,7 @@ class ModelObjective(Objective):
             return []
         return [self.losses.class_indices(self.outputs.targets(stack.y))[lookup].numpy() for stack in stacks]
 
-    def _observe(self, y_true: list[Any]) -> None:
+    def _observe(self, y_true: list[tf.Tensor]) -> None:
         for i, labels in enumerate(self.losses.class_indices(y_true)):
             self.running.index_checks.observe(i, labels)
 
@@ -353,7 +352,7 @@ def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], s
     return totals
 
 
-def _targets(batch: Batch) -> Any:
+def _targets(batch: Batch) -> Nest:
     """Returns the targets, or None."""
     return batch.y if tf.nest.flatten(batch.y) else None
 

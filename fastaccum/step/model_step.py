@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -144,5 +143,5 @@ class ModelStep(Step):
         return ""
 
 
-def _at(stack: Any, i: tf.Tensor | int) -> Any:
+def _at(stack: Batch, i: tf.Tensor | int) -> Batch:
     return tf.nest.map_structure(lambda t: tf.gather(t, i), stack)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.adapters.attributes import Variable
 from fastaccum.step.tracing import converted
 
 
@@ -23,7 +24,7 @@ class Objective:
 
     state: Sequence[tf.Variable] = ()
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         """Returns the scope of the forward and backward passes of a step."""
         return contextlib.nullcontext()
 
@@ -72,7 +73,7 @@ class LossFunction(Objective):
             return self._loss_fn(micro_batch)
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
+def _takes_one(function: Callable[..., object]) -> bool:
     try:
         inspect.signature(function).bind(None)
     except TypeError:
@@ -82,7 +83,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return True
 
 
-def listed(name: str, values: Any) -> list[Any]:
+def listed(name: str, values: Iterable[Variable]) -> list[Variable]:
     """Returns the values as a list; raises TypeError for what is no list."""
     try:
         if not isinstance(values, (str, bytes, Mapping)):
@@ -93,7 +94,7 @@ def listed(name: str, values: Any) -> list[Any]:
     raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.") from cause
 
 
-def tf_variables(name: str, variables: Any) -> list[tf.Variable]:
+def tf_variables(name: str, variables: Iterable[Variable]) -> list[tf.Variable]:
     """Returns the tf.Variables behind tf.Variables and Keras variables; raises TypeError or ValueError for others."""
     found: dict[int, tf.Variable] = {}
     for variable in listed(name, variables):

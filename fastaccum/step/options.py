@@ -19,14 +19,14 @@ from fastaccum.step.loss_scale import LossScale
 OnNonfinite = Literal["skip", "raise"]
 
 
-Check = Callable[[str, Any], Any]
+Check = Callable[[str, Any], object]
 
 
 def _one_of(*values: str | bool) -> Check:
     return lambda name, value: checks.one_of(name, value, values)
 
 
-def _rules(check: Check, *, may_change: bool = False, must_agree: bool = True) -> dict[str, Any]:
+def _rules(check: Check, *, may_change: bool = False, must_agree: bool = True) -> dict[str, object]:
     """Declares the rules of an option.
 
     Args:

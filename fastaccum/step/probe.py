@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -32,7 +31,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return mixing
 
-    def forward(training: bool, batch: Batch) -> tuple[list[tf.Tensor], Mapping[str, Any]]:
+    def forward(training: bool, batch: Batch) -> tuple[list[tf.Tensor], Mapping[str, tf.Tensor]]:
         terms, y_pred = objective.terms(batch, training=training, observe=False)
         return [t.loss_sum for t in terms], objective.update_metrics(batch, y_pred, training)
 

@@ -40,19 +40,19 @@ class Program(TracedFunction):
 
     admit: Callable[[ConcreteFunction], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
-    def __init__(self, function: Callable[..., Any], jit_compile: bool = True, retraces: Retraces | None = None):
+    def __init__(self, function: Callable[..., object], jit_compile: bool = True, retraces: Retraces | None = None):
         super().__init__(function, jit_compile)
         self.anew = self.retrace
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
         self._retraces = retraces or Retraces()
         self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         leaves, signature = flatten(args)
         call = self._calls.get(signature)
         return self._first_call(args, leaves, signature) if call is None else call(leaves)
 
-    def _first_call(self, args: Any, leaves: list[Any], signature: tuple) -> Any:
+    def _first_call(self, args: tuple, leaves: list[tf.Tensor], signature: tuple) -> Any:
         for leaf in leaves:
             if not tf.is_tensor(leaf):
                 raise TypeError(
@@ -65,7 +65,7 @@ class Program(TracedFunction):
         concrete = self.trace(*args)
         call = self._calls[signature] = _call_of(concrete, args)
 
-        def again() -> Any:
+        def again() -> object:
             self.anew()
             self._calls[signature] = _call_of(self.trace(*args), args)
             return self._calls[signature](leaves)
@@ -104,7 +104,7 @@ class Program(TracedFunction):
 
 
 @contextlib.contextmanager
-def temporary_retrace(*owners: Any) -> Iterator[None]:
+def temporary_retrace(*owners: TracedFunction) -> Iterator[None]:
     """Retraces programs inside the block and restores their earlier traces on exit."""
     before = [dict(vars(each)) for each in owners]
     for each in owners:
@@ -116,19 +116,19 @@ def temporary_retrace(*owners: Any) -> Iterator[None]:
             vars(each).update(had)
 
 
-def make_programs(functions: Iterable[Callable[..., Any]], jit_compile: bool) -> list[Program]:
+def make_programs(functions: Iterable[Callable[..., object]], jit_compile: bool) -> list[Program]:
     """Makes the programs of one training, which warn once of too many shapes."""
     retraces = Retraces()
     return [Program(function, jit_compile, retraces) for function in functions]
 
 
-def flatten(nest: Any) -> tuple[list[Any], tuple]:
+def flatten(nest: Any) -> tuple[list[tf.Tensor], tuple]:
     """Flattens a nest to its arrays or tensors, and the signature that nests of one program have in common."""
     leaves, structure = optree.tree_flatten(nest)
     return leaves, (structure, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in leaves])
 
 
-def _call_of(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tensor]], Any]:
+def _call_of(concrete: ConcreteFunction, args: tuple) -> Callable[[list[tf.Tensor]], Any]:
     """Returns a function that calls a concrete function, traced with `args`, with the tensors of a nest like these."""
     captured, function = concrete.captured_inputs, concrete._inference_function
     given, returned = map(optree.tree_structure, (args, concrete.structured_outputs))
@@ -136,7 +136,7 @@ def _call_of(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tensor]
     places = np.argsort(_order(returned)).tolist()
     plain = len(places) == size  # each output is one tensor, not a RaggedTensor of several
 
-    def call(leaves: list[tf.Tensor]) -> Any:
+    def call(leaves: list[tf.Tensor]) -> object:
         tensors, now = [leaves[number] for number in order], context.context()
         if not (plain and now.executing_eagerly()) or record.could_possibly_record():
             return concrete._call_flat(tensors, captured)
@@ -148,7 +148,7 @@ def _call_of(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tensor]
     return call
 
 
-def _order(structure: Any) -> list[int]:
+def _order(structure: optree.PyTreeSpec) -> list[int]:
     """Numbers a structure's leaves in the order of TensorFlow's nests, which sort the keys of an OrderedDict too."""
     numbers = optree.tree_unflatten(structure, range(structure.num_leaves))
     return [number for number in tf.nest.flatten(numbers) if number is not None]

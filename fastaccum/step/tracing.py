@@ -27,14 +27,14 @@ class TracedFunction:
         function: the `tf.function`; another one after `retrace`.
     """
 
-    def __init__(self, function: Callable[..., Any], jit_compile: bool):
+    def __init__(self, function: Callable[..., object], jit_compile: bool):
         self._numbered = functools.partial(xla_cache.number_by_function, function)
         drawing = hoist_prng_key()(function)
         self._make = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
         self.jit_compile = jit_compile
         self.function = self._make()
 
-    def trace(self, *args: Any) -> ConcreteFunction:
+    def trace(self, *args: object) -> ConcreteFunction:
         """Returns the concrete function for nests of tensors or specs; traces it if need be."""
         with _interruptible(), _as_graphs(), graph_scoped_gradients(), without_collection(), self._numbered():
             return self.function.get_concrete_function(*args)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -28,6 +28,8 @@ from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
 from fastaccum.step.program import Program
+
+R = TypeVar("R")
 
 
 class StepResult(NamedTuple):
@@ -138,7 +140,7 @@ class TrainStep:
         self.optimizer.build(self.trained)
         self._compiled = Program(self.run, jit_compile)
 
-    def __call__(self, stack: Any) -> StepResult:
+    def __call__(self, stack: arguments.Arrays) -> StepResult:
         """Runs one train step on a nest of tensors or arrays with leading axis `[micro-batches, ...]`."""
         with checks.naming("stack"):
             stack = tf.nest.map_structure(lambda t: None if t is None else checks.as_tensor("a leaf", t), stack)
@@ -152,14 +154,14 @@ class TrainStep:
             raise refused from error
 
     @tf.autograph.experimental.do_not_convert
-    def run(self, *stacks: Any) -> StepResult:
+    def run(self, *stacks: arguments.Arrays) -> StepResult:
         """Computes the step by graph ops, for use inside a tf.function; several stacks run one after the other.
 
         More than one stack is for micro-batches that cannot share a shape: their sums add up.
         """
         return self.finish(self.accumulate(*stacks))
 
-    def accumulate(self, *stacks: Any, counts: list[tf.Tensor] | None = None) -> Accumulated:
+    def accumulate(self, *stacks: arguments.Arrays, counts: list[tf.Tensor] | None = None) -> Accumulated:
         """Sums gradients, losses and weights over the micro-batches of the stacks; `counts` as in `Objective`."""
         objective = self.objective
         # Around the backward pass too: a layer that recomputes its activations there is called again.
@@ -183,7 +185,7 @@ class TrainStep:
             )
         return sums
 
-    def _loop(self, stack: Any, prepared: Any, sums: Accumulated) -> Accumulated:
+    def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         steps = trip_count(stack)
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
@@ -237,7 +239,7 @@ class TrainStep:
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up)
 
     def _gradients(
-        self, micro_batch: Any, prepared: Any, scale: tf.Tensor, offered: Accumulators
+        self, micro_batch: object, prepared: object, scale: tf.Tensor, offered: Accumulators
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor | tf.IndexedSlices | None]]:
         """Computes the loss sum and the weight sum of a micro-batch, and the gradients of the scaled loss sum."""
         # The gradient is taken inside the loop: a tape around it would keep every micro-batch's activations in
@@ -257,7 +259,7 @@ class TrainStep:
         start: tf.Tensor,
         met: tf.Tensor,
         steps: int,
-        wholes: Mapping[Any, tf.Tensor],
+        wholes: Mapping[Hashable, tf.Tensor],
         offered: Accumulators,
     ) -> SumAccumulator | FactoredAccumulator:
         """Chooses how a variable's gradients are summed.
@@ -322,7 +324,7 @@ class TrainStep:
         return tf.cast(penalty, tf.float32), total, looked_up
 
 
-def _trace(function: Callable[..., tuple[Any, Any]], *specs: Any) -> tuple[ConcreteFunction, Any]:
+def _trace(function: Callable[..., tuple[object, R]], *specs: object) -> tuple[ConcreteFunction, R]:
     """Traces a function that returns `(outputs, extra)`; returns the program of the outputs, and `extra`."""
     found = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -84,5 +83,5 @@ class Evaluation:
             tf.function(self._step.objective.evaluate, autograph=False).get_concrete_function(one)
 
 
-def _row_shapes(sample: Batch) -> Any:
+def _row_shapes(sample: Batch) -> object:
     return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))

@@ -45,15 +45,15 @@ class Fit:
     def prepare(
         self,
         options: Options,
-        given: tuple[Any, Any, Any],
+        given: tuple[object, object, object],
         *,
         batch_size: int | Literal["auto"] | None,
         global_batch_size: int | None,
         validation_split: float,
-        validation_data: Any,
+        validation_data: object,
         shuffle: bool,
         class_weight: Mapping[int, float] | None,
-        **arguments: Any,
+        **arguments: object,
     ) -> Plan | None:
         """Makes the source of the data, after all workers agree on the call.
 
@@ -139,7 +139,7 @@ class Fit:
             builder.fingerprint.require_alike("fit, built", **fit.description, cut=fit.cut, checksums=checksums)
         model.stop_training = False
         step.running.stuck_steps.reset()
-        logs: dict[str, Any] = {}
+        logs: dict[str, float] = {}
         with saver, builder.fitting():
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
             with replicas.on_first_replica(recipe.replicas):
@@ -189,14 +189,14 @@ class Fit:
     ) -> Training:
         """Returns what a checkpoint holds of this fit."""
         recipe, model = self._recipe, self._recipe.model
-        variables: dict[str, Sequence[Any]] = {
+        variables: dict[str, Sequence[tf.Variable | keras.Variable]] = {
             "model": [*model.variables, *model.state],
             "optimizer": recipe.optimizer.variables,
             "loss_scale": step.cycle.loss_scale.variables,
             "step": step.running.variables,
         }
         plan = {**stacks.plan, "class_weight": self._class_weight}
-        cut: dict[str, Any] = {
+        cut: state.Json = {
             **stacks.cut,
             "gradient_accumulation_steps": options.gradient_accumulation_steps,
             "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
@@ -218,7 +218,7 @@ class Fit:
         )
 
 
-def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, Any]:
+def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, float]:
     """Trains with the dispatches of an epoch, of which `first` steps are done, and returns the last step's logs."""
     begin, end = hooks.hooks("train")
     pending: PendingStep | None = None

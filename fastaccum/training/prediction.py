@@ -15,10 +15,10 @@ from fastaccum.data import source
 
 def predict(
     model: Model,
-    x: Any,
+    x: object,
     *,
     batch_size: int | None,
-    verbose: Any,
+    verbose: int | str,
     steps: int | None,
     callbacks: arguments.CallbacksArgument,
 ) -> Any:

@@ -32,7 +32,7 @@ class Recipe:
     optimizer: Optimizer
     losses: Losses
     metrics: Metrics
-    given: Mapping[str, Any]
+    given: Mapping[str, object]
     replicas: Replicas | None
 
     @classmethod
@@ -71,7 +71,7 @@ class Recipe:
         return not options.jit_compile and self.model.may_take_text
 
     def make_source(
-        self, x: Any, y: Any, sample_weight: Any, options: Options, **arguments: Any
+        self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any
     ) -> ArraySource | DatasetSource:
         """Makes the source of data as `fit` takes them; `arguments` are those of `make_data_source`."""
         return source.make_data_source(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from fastaccum.adapters import fingerprint
-from fastaccum.adapters.attributes import raw
+from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.checkpoint import state
 from fastaccum.data.stacks import Batch
 from fastaccum.step.options import Options
@@ -24,7 +23,7 @@ class RunFingerprint:
         self._given = {**recipe.given, **metrics}
         self.changes = state.ChangesOfTraining()
 
-    def require_alike(self, call: str, **description: Any) -> None:
+    def require_alike(self, call: str, **description: object) -> None:
         """Raises WorkersDifferError on every worker if the workers are in other calls, or describe them differently."""
         if self._replicas is not None:
             self._replicas.require_alike(call, **description)
@@ -43,15 +42,15 @@ class RunFingerprint:
         self.require_alike("the first step", versions=state.versions(), **description, options=others)
 
     def describe(
-        self, variables: Mapping[str, Sequence[Any]], options: Options, sample: Batch, plan: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, variables: Mapping[str, Sequence[Variable]], options: Options, sample: Batch, plan: Mapping[str, object]
+    ) -> state.Json:
         """Describes the model, its losses and metrics, the optimizer, the options and the data as plain values."""
         model, optimizer, named = self._recipe.model, self._recipe.optimizer, state.name_variables(variables)
         specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
             group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
             for group, own in named.items()
         }
-        known, layers = [*model.layers, optimizer.optimizer], dict[str, Any]()
+        known, layers = [*model.layers, optimizer.optimizer], dict[str, object]()
         for layer in model.layers:
             layers[state.free_name(layer.name, layers)] = fingerprint.describe(layer, known)
         rules = {id(raw(v)): optimizer.describe_rules(v) for v in model.trainable_variables}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastaccum import checks
 from fastaccum.adapters.data_adapters import is_read_once
 from fastaccum.memory.analysis import specs
@@ -13,7 +11,7 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 def summarize(
-    builder: StepBuilder, options: Options, x: Any, y: Any, sample_weight: Any, batch_size: int | None
+    builder: StepBuilder, options: Options, x: object, y: object, sample_weight: object, batch_size: int | None
 ) -> Summary:
     """Compiles the step for data as `fit` takes them, or for the data seen first where x is None; runs nothing."""
     if is_read_once(x):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
-from fastaccum.adapters import remat
+from fastaccum.adapters import arguments, remat
 from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.devices import has_gpu
@@ -27,11 +27,11 @@ class TrainStepInputs:
     def __init__(self, builder: StepBuilder, options: Callable[[], Options]):
         self._builder, self._options = builder, options
         self._step: Step | None = None
-        self._layers: list[Any] = []
+        self._layers: list[keras.layers.Layer] = []
         self._known: set[tuple] = set()
         self._pending: PendingStep | None = None
 
-    def prepare(self, stack: Any) -> tuple[Step, Batch]:
+    def prepare(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Step, Batch]:
         """Returns the step and the stack as a `Batch`; a stack like an earlier one is not checked again."""
         batch = stack
         if type(stack) in (tuple, list) and 1 <= len(stack) <= 3:
@@ -51,7 +51,7 @@ class TrainStepInputs:
     def _signature(self, batch: Batch) -> tuple:
         return flatten(batch)[1], remat.changes(), *[layer.trainable for layer in self._layers]
 
-    def run(self, stack: Any) -> StepResult:
+    def run(self, stack: Sequence[arguments.Arrays | None]) -> StepResult:
         """Runs one train step and raises what its outcome says; on a GPU, without a wait, at the next call."""
         step, batch = self.prepare(stack)
         if self._builder.recipe.replicas is not None:
@@ -68,7 +68,7 @@ class TrainStepInputs:
                 raise
         return executed.result
 
-    def program(self, stack: Any) -> tuple[Program, Batch]:
+    def program(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Program, Batch]:
         """Returns the program of one device for a stack of this shape, and the stack; ValueError with replicas."""
         if (replicas := self._builder.recipe.replicas) is not None:
             raise ValueError(

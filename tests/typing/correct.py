@@ -52,6 +52,17 @@ def takes_one_step(model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> float:
     return float(result.loss)
 
 
+def reads(trainer: fa.Trainer, dataset: tf.data.Dataset, batches: keras.utils.PyDataset, rows: np.ndarray) -> None:
+    trainer.fit(dataset, validation_data=batches)
+    trainer.fit(batches, validation_data=dataset)
+    trainer.fit((pair for pair in [(rows, rows)]), steps_per_epoch=1)
+    trainer.fit({"ids": rows, "mask": tf.constant(rows)}, [rows, rows], validation_data=(rows, rows, rows))
+    trainer.evaluate([rows, rows], rows.tolist(), sample_weight={"a": rows})
+    trainer.predict(tf.ragged.constant([[1], [2, 3]]))
+    fa.plan(trainer, dataset, global_batch_size=64)
+    trainer.train_step((rows, None))
+
+
 def core(w: tf.Variable, stack: tf.Tensor) -> fa.StepResult:
     def loss(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.reduce_sum((x @ w) ** 2), tf.constant(4.0)
