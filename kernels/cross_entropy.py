@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.eager import record
@@ -16,7 +16,29 @@ from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_o
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.logit_chunks import Head, cut
-from fastaccum.kernels.xla_ops import HALF, dynamic_update_slice, first_order, loop, max_and_exp_sum, product
+from fastaccum.kernels.xla_ops import (
+    HALF,
+    dynamic_add_slice,
+    dynamic_update_slice,
+    first_order,
+    loop,
+    max_and_exp_sum,
+    product,
+)
+
+
+class LabelScores(NamedTuple):
+    """Scores of each token's label among its logits, in tensors of the labels' shape; garbage where it is no class.
+
+    Attributes:
+        loss: `logsumexp(logits) - logits[label]`, float32, without smoothing or z-loss.
+        best: the place of the largest logit, int32, the first of several.
+        above: how many logits are larger than the label's, int32; None where that was not asked for.
+    """
+
+    loss: tf.Tensor
+    best: tf.Tensor
+    above: tf.Tensor | None = None
 
 
 def linear_cross_entropy(
@@ -75,10 +97,20 @@ def linear_cross_entropy(
     one_of("implementation", implementation, ("auto", "chunked", "reference"))
     if implementation == "auto":
         implementation = "reference" if _is_small(head, chunk_size) else "chunked"
-    return _each(head, labels, *options, implementation)
+    return _each(head, labels, *options, implementation)[0]
 
 
-def linear_cross_entropy_sum(
+def linear_cross_entropy_sum(*args: Any, **options: Any) -> tf.Tensor:
+    """Computes the sum of `linear_cross_entropy_sum_and_scores`, without scores.
+
+    >>> total = linear_cross_entropy_sum(tf.ones([2, 3]), tf.zeros([3, 100]), tf.constant([7, -100]), tf.constant(2.0))
+    >>> round(float(total), 4)
+    9.2103
+    """
+    return linear_cross_entropy_sum_and_scores(*args, **options)[0]
+
+
+def linear_cross_entropy_sum_and_scores(
     hidden: tf.Tensor,
     kernel: tf.Tensor,
     labels: tf.Tensor,
@@ -89,8 +121,9 @@ def linear_cross_entropy_sum(
     transpose_kernel: bool = False,
     chunk_size: int | None = None,
     implementation: Literal["auto", "one_pass", "chunked", "reference"] = "auto",
+    ranks: bool | None = None,
     **options: Any,
-) -> tf.Tensor:
+) -> tuple[tf.Tensor, LabelScores | None]:
     """Computes `sum(weights * linear_cross_entropy(...))`, a float32 scalar, by three matmuls in place of four.
 
     The gradients of a weighted sum are known, up to its own cotangent, as soon as the losses are. So one loop over
@@ -106,11 +139,12 @@ def linear_cross_entropy_sum(
         implementation: "one_pass", as told above; one of those of `linear_cross_entropy`; or "auto": on a GPU the
             first, where a tape may ask for gradients and no chunk_size is given; but not with a z-loss in float16,
             whose gradients have no bound before the first slice that would keep them in range.
+        ranks: False for scores too, from the same chunks of logits and without gradients; True for those with `above`,
+            which takes another matmul where the vocabulary is cut.
         **options: ignore_index, label_smoothing and z_loss; these and the others are those of `linear_cross_entropy`.
 
-    >>> total = linear_cross_entropy_sum(tf.ones([2, 3]), tf.zeros([3, 100]), tf.constant([7, -100]), tf.constant(2.0))
-    >>> round(float(total), 4)
-    9.2103
+    Returns:
+        The sum, and the scores that `ranks` asks for or None.
     """
     head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size, rounded_kernel)
     numbers = require_options(**options)
@@ -120,8 +154,12 @@ def linear_cross_entropy_sum(
         one_pass = one_pass and not (numbers[2] and head.hidden_ND.dtype == tf.float16)
         implementation = "reference" if _is_small(head, chunk_size) else "one_pass" if one_pass else "chunked"
     if implementation == "one_pass" and head.tokens.size:
-        return _one_pass(head._replace(columns=cut(head.columns.size, head.columns.size)), labels, weights, *numbers)
-    return tf.reduce_sum(weights * _each(head, labels, *numbers, implementation))
+        head = head._replace(columns=cut(head.columns.size, head.columns.size))
+        total, *scores = _one_pass(head, labels, weights, *numbers, ranks)
+    else:
+        losses, scores = _each(head, labels, *numbers, implementation, ranks)
+        total = tf.reduce_sum(weights * losses)
+    return total, None if ranks is None else LabelScores(*(tf.reshape(t, labels.shape) for t in scores))
 
 
 def cross_entropy_from_logits(
@@ -137,32 +175,36 @@ def cross_entropy_from_logits(
     def lse_and_target(column_N):
         return _of_logits(tf.reshape(tf.cast(logits, tf.float32), [-1, vocabulary]), column_N, label_smoothing)
 
-    return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)
+    return _losses(lse_and_target, labels, vocabulary, ignore_index, z_loss)[0]
 
 
-def _each(head, labels, ignore_index, smoothing, z_loss, implementation):
+def _each(head, labels, ignore_index, smoothing, z_loss, implementation, ranks=None):
+    """Returns the losses and the parts of the scores."""
+
     def lse_and_target(column_N):
         if implementation == "chunked" and head.tokens.size:
-            return _chunked(head, column_N, smoothing)
+            return _chunked(head, column_N, smoothing, ranks)
         kernel_DV = tf.transpose(head.kernel) if head.transposed else head.kernel
         logits_NV = product(head.hidden_ND, kernel_DV, lambda dlogits_NV: _factor(dlogits_NV, head.hidden_ND.dtype))
         for b_V in head.bias:
             logits_NV += tf.cast(b_V, tf.float32)
-        return _of_logits(logits_NV, column_N, smoothing)
+        return _of_logits(logits_NV, column_N, smoothing, ranks)
 
     return _losses(lse_and_target, labels, head.columns.size, ignore_index, z_loss)
 
 
 def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore_index: int, z_loss: float):
-    """Computes the losses from a function that returns each token's log-sum-exp and target logit, float32 [N] both."""
+    """Computes the losses from a function that returns each token's log-sum-exp and target logit, float32 [N] both;
+    returns what else it returns too.
+    """
     with tf.name_scope("linear_cross_entropy"):
         column_N, counted_N = _columns(labels, vocabulary, ignore_index)
-        lse_N, target_N = lse_and_target(column_N)
+        lse_N, target_N, *scores = lse_and_target(column_N)
         losses_N = lse_N - target_N
         if z_loss:
             losses_N += z_loss * tf.square(lse_N)
         losses_N = tf.where(counted_N == 0.0, 0.0, losses_N * counted_N)
-    return tf.reshape(losses_N, tf.shape(labels))
+    return tf.reshape(losses_N, tf.shape(labels)), scores
 
 
 def _columns(labels: tf.Tensor, vocabulary: int, ignore_index: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -175,13 +217,19 @@ def _columns(labels: tf.Tensor, vocabulary: int, ignore_index: int) -> tuple[tf.
     return tf.cast(tf.where(in_range_N, labels_N, -1), tf.int32), counted_N
 
 
-def _of_logits(logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float) -> tuple[tf.Tensor, tf.Tensor]:
+def _of_logits(
+    logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float, ranks: bool | None = None
+) -> tuple[tf.Tensor, ...]:
     # A select rather than a gather, whose gradient is a scatter into one more array of this size.
     at_label_NV = tf.where(tf.range(logits_NV.shape[1]) == column_N[:, tf.newaxis], logits_NV, 0.0)
-    target_N = tf.reduce_sum(at_label_NV, -1)
+    logit_N = target_N = tf.reduce_sum(at_label_NV, -1)
     if smoothing:
         target_N = (1 - smoothing) * target_N + smoothing * tf.reduce_mean(logits_NV, -1)
-    return tf.reduce_logsumexp(logits_NV, -1), target_N
+    lse_N = tf.reduce_logsumexp(logits_NV, -1)
+    if ranks is None:
+        return lse_N, target_N
+    above = [tf.reduce_sum(tf.cast(logits_NV > logit_N[:, tf.newaxis], tf.int32), -1)] * ranks
+    return lse_N, target_N, tf.stop_gradient(lse_N - logit_N), tf.argmax(logits_NV, -1, tf.int32), *above
 
 
 def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
@@ -196,8 +244,9 @@ def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
     return tf.where(tf.math.is_finite(factor) & (factor > 0), factor, 1.0)
 
 
-def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss):
+def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss, ranks):
     column_N, counted_N = _columns(labels, head.columns.size, ignore_index)
+    scored = 0 if ranks is None else 2 + ranks  # parts of the scores
 
     @custom_gradient
     def weighted_sum(weight_N, *inputs):
@@ -206,13 +255,16 @@ def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss):
         dlse, dtarget = head.tokens.cut_up(factor * weight_N), head.tokens.cut_up(-factor * weight_N)
         mean_N = own.mean() if smoothing else None
 
-        def step(i, losses_N, *sums):
+        def step(i, losses_N, *others):
+            scores, sums = others[:scored], others[scored:]
             chunk = own.chunk(i, column_N)
             n, size = chunk.start[0], head.tokens.length
             dlse_n, dtarget_n = dlse[i], dtarget[i]
-            row_max_n, row_sum_n = max_and_exp_sum(chunk.logits_nv)
+            row_max_n, row_sum_n, *best = max_and_exp_sum(chunk.logits_nv, argmax=bool(scored))
             lse_n = row_max_n + tf.math.log(row_sum_n)
             here_n, logit_n = chunk.at_label()
+            found = [lse_n - logit_n, *best, *[chunk.above(logit_n)] * bool(ranks)][:scored]
+            scores = [dynamic_update_slice(t, part, [n]) for t, part in zip(scores, found, strict=True)]
             target_n = tf.where(here_n, logit_n, 0.0)
             if smoothing:
                 target_n = (1 - smoothing) * target_n + smoothing * tf.slice(mean_N, [n], [size])
@@ -222,17 +274,19 @@ def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss):
                 losses_n += z_loss * tf.square(lse_n)
             softmax_nv = tf.exp(chunk.logits_nv - row_max_n[:, tf.newaxis]) / row_sum_n[:, tf.newaxis]
             sums = own.add(sums, chunk, softmax_nv, dlse_n, dtarget_n, smoothing)
-            return [dynamic_update_slice(losses_N, losses_n, [n]), *sums]
+            return [dynamic_update_slice(losses_N, losses_n, [n]), *scores, *sums]
 
         with record.stop_recording():  # an eager tape would keep what the loop computes
-            zeros = [tf.zeros(t.shape) for t in (weight_N, *inputs)]
-            losses_N, *sums = loop(head.tokens.pieces * head.columns.pieces, step, zeros)
+            kinds = [tf.float32, tf.float32, tf.int32, tf.int32][: 1 + scored]
+            zeros = [*(tf.zeros(weight_N.shape, kind) for kind in kinds), *(tf.zeros(t.shape) for t in inputs)]
+            losses_N, *others = loop(head.tokens.pieces * head.columns.pieces, step, zeros)
+        scores, sums = others[:scored], others[scored:]
 
-        def gradient(d):
+        def gradient(d, *of_scores):
             grads = [tf.cast(d / factor * total, t.dtype) for total, t in zip(sums, inputs, strict=True)]
             return first_order([d * losses_N, *grads], "linear_cross_entropy_sum")
 
-        return tf.reduce_sum(tf.where(counted_N == 0.0, 0.0, weight_N * losses_N)), gradient
+        return (tf.reduce_sum(tf.where(counted_N == 0.0, 0.0, weight_N * losses_N)), *scores), gradient
 
     with tf.name_scope("linear_cross_entropy"):
         weight_N = tf.reshape(tf.broadcast_to(weights, labels.shape), [-1])
@@ -241,15 +295,15 @@ def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss):
         )
 
 
-def _chunked(head, column_N, smoothing):
+def _chunked(head, column_N, smoothing, ranks):
     @custom_gradient
     def lse_and_target(*inputs):
         own = head.of(*inputs)
-        lse_N, target_N = _online_lse(own, column_N)
-        if smoothing:
-            target_N = (1 - smoothing) * target_N + smoothing * own.mean()
+        lse_N, logit_N, *best = _online_lse(own, column_N, argmax=ranks is not None)
+        target_N = (1 - smoothing) * logit_N + smoothing * own.mean() if smoothing else logit_N
+        scores = [] if ranks is None else [lse_N - logit_N, *best, *([_above(own, column_N, logit_N)] if ranks else [])]
 
-        def gradient(dlse_N, dtarget_N):
+        def gradient(dlse_N, dtarget_N, *of_scores):
             factor = _factor(tf.abs(dlse_N) + tf.abs(dtarget_N), own.hidden_ND.dtype)
             dlse, dtarget = head.tokens.cut_up(factor * dlse_N), head.tokens.cut_up(factor * dtarget_N)
 
@@ -262,34 +316,51 @@ def _chunked(head, column_N, smoothing):
             sums = loop(head.tokens.pieces * head.columns.pieces, backward, [tf.zeros(t.shape) for t in inputs])
             return [tf.cast(total / factor, t.dtype) for total, t in zip(sums, inputs, strict=True)]
 
-        return (lse_N, target_N), gradient
+        return (lse_N, target_N, *scores), gradient
 
     return lse_and_target(head.hidden_ND, head.kernel, *head.bias)
 
 
-def _online_lse(head, column_N):
-    """Computes each token's log-sum-exp and the logit of its label in one loop over the chunks."""
+def _online_lse(head, column_N, argmax):
+    """Computes each token's log-sum-exp, the logit of its label and, if asked to, the column of its largest logit in
+    one loop over the chunks.
+    """
 
     def forward(i, *carried):
         chunk = head.chunk(i, column_N)
         n = chunk.start[0]
         before = [tf.slice(t, [n], [head.tokens.length]) for t in carried]
-        row_max_n, row_sum_n, label_logit_n = before
-        chunk_max_n, chunk_sum_n = max_and_exp_sum(chunk.logits_nv)
+        row_max_n, row_sum_n, label_logit_n, *best = before
+        chunk_max_n, chunk_sum_n, *place = max_and_exp_sum(chunk.logits_nv, argmax)
         new_row_max_n = tf.maximum(row_max_n, chunk_max_n)
         new_row_sum_n = row_sum_n * tf.exp(row_max_n - new_row_max_n)
         new_row_sum_n += chunk_sum_n * tf.exp(chunk_max_n - new_row_max_n)
         here_n, logit_n = chunk.at_label()
         after = [new_row_max_n, new_row_sum_n, tf.where(here_n, logit_n, label_logit_n)]
+        for place_n, best_n in zip(place, best, strict=True):
+            after.append(tf.where(chunk_max_n > row_max_n, place_n + chunk.start[1], best_n))
         if head.tokens.overlap:
             fresh_n = head.tokens.fresh(chunk.place[0])
             after = [tf.where(fresh_n, new, old) for new, old in zip(after, before, strict=True)]
         return [dynamic_update_slice(t, new, [n]) for t, new in zip(carried, after, strict=True)]
 
     # A finite start: the exponential of -inf - -inf, in a chunk without a possible class, would be NaN.
-    start = [tf.fill([head.tokens.size], tf.float32.min), tf.zeros([head.tokens.size]), tf.zeros([head.tokens.size])]
-    row_max_N, row_sum_N, label_logit_N = loop(head.tokens.pieces * head.columns.pieces, forward, start)
-    return row_max_N + tf.math.log(row_sum_N), label_logit_N
+    size = [head.tokens.size]
+    start = [tf.fill(size, tf.float32.min), tf.zeros(size), tf.zeros(size), *[tf.zeros(size, tf.int32)] * argmax]
+    row_max_N, row_sum_N, *others = loop(head.tokens.pieces * head.columns.pieces, forward, start)
+    return row_max_N + tf.math.log(row_sum_N), *others
+
+
+def _above(head, column_N, logit_N):
+    """Counts each token's logits above its label's, which is known only after a loop over all of them."""
+
+    def step(i, above_N):
+        chunk = head.chunk(i, column_N)
+        n, size = chunk.start[0], head.tokens.length
+        above_n = tf.where(head.tokens.fresh(chunk.place[0]), chunk.above(tf.slice(logit_N, [n], [size])), 0)
+        return [dynamic_add_slice(above_N, above_n, [n])]
+
+    return loop(head.tokens.pieces * head.columns.pieces, step, [tf.zeros([head.tokens.size], tf.int32)])[0]
 
 
 def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None) -> tuple[Head, tf.Tensor]:

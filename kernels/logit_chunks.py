@@ -60,6 +60,12 @@ class Chunk(NamedTuple):
         here_n = (self.label_n >= 0) & (self.label_n < columns)
         return here_n, tf.gather(self.logits_nv, tf.clip_by_value(self.label_n, 0, columns - 1), batch_dims=1)
 
+    def above(self, logit_n: tf.Tensor) -> tf.Tensor:
+        """Counts the chunk's logits that are larger than those of the labels, int32 [n]."""
+        others_nv = tf.range(self.logits_nv.shape[1]) != self.label_n[:, tf.newaxis]
+        above_nv = (self.logits_nv > logit_n[:, tf.newaxis]) & others_nv
+        return tf.reduce_sum(tf.cast(above_nv, tf.int32), -1)
+
 
 class Head(NamedTuple):
     """Linear layer, its inputs, and how its logits are cut into chunks."""

@@ -107,28 +107,36 @@ def unfolded(t: tf.Tensor) -> tf.Tensor:
     return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else t
 
 
-def max_and_exp_sum(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Computes `m = max(x)` and `sum(exp(x - m))` over a float32 matrix's last axis; m is finite where all is -inf.
+def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
+    """Computes `m = max(x)` and `sum(exp(x - m))` over the last axis of a float32 matrix; m is finite where all are
+    -inf. If asked to, computes the place of m too, int32, the first of several.
 
-    >>> [t.numpy().tolist() for t in max_and_exp_sum(tf.constant([[3.0, 3.0]]))]
-    [[3.0], [2.0]]
+    >>> [t.numpy().tolist() for t in max_and_exp_sum(tf.constant([[3.0, 3.0]]), argmax=True)]
+    [[3.0], [2.0], [0]]
     """
+    places = tf.range(x.shape[1])
     if not (has_gpu() and in_xla()):
         row_max = tf.maximum(tf.reduce_max(x, -1), tf.float32.min)
-        return row_max, tf.reduce_sum(tf.exp(x - row_max[:, tf.newaxis]), -1)
+        row_sum = tf.reduce_sum(tf.exp(x - row_max[:, tf.newaxis]), -1)
+        first = [tf.reduce_min(tf.where(x == row_max[:, tf.newaxis], places, x.shape[1] - 1), -1)] * argmax
+        return [row_max, row_sum, *first]
 
     # In one read: a large matrix is not in any cache when it is read again.
     @tf.function(autograph=False)
-    def combined(max_a, sum_a, max_b, sum_b):
+    def combined(*pairs):
+        (max_a, sum_a, *at_a), (max_b, sum_b, *at_b) = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         smaller = tf.exp(-tf.abs(max_a - max_b))
         larger_a = max_a > max_b
-        return tf.maximum(max_a, max_b), tf.where(larger_a, sum_a + smaller * sum_b, smaller * sum_a + sum_b)
+        firsts = [
+            tf.where(max_a == max_b, tf.minimum(a, b), tf.where(larger_a, a, b))
+            for a, b in zip(at_a, at_b, strict=True)
+        ]
+        return tf.maximum(max_a, max_b), tf.where(larger_a, sum_a + smaller * sum_b, smaller * sum_a + sum_b), *firsts
 
-    reducer = combined.get_concrete_function(*[tf.TensorSpec([], tf.float32)] * 4)
-    row_max, row_sum = xla.variadic_reduce(
-        [x, tf.ones_like(x)], [tf.constant(tf.float32.min), tf.constant(0.0)], [1], reducer
-    )
-    return row_max, row_sum
+    inputs = [x, tf.ones_like(x), *[tf.broadcast_to(places, x.shape)] * argmax]
+    start = [tf.constant(tf.float32.min), tf.constant(0.0), *[tf.constant(x.shape[1] - 1)] * argmax]
+    reducer = combined.get_concrete_function(*[tf.TensorSpec([], t.dtype) for t in (*start, *start)])
+    return list(xla.variadic_reduce(inputs, start, [1], reducer))
 
 
 def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) -> tf.Tensor:

@@ -13,12 +13,17 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
 from fastaccum.adapters.packages import package
 from fastaccum.kernels import fp32_layers
-from fastaccum.kernels.cross_entropy import cross_entropy_from_logits, linear_cross_entropy_sum, require_options
+from fastaccum.kernels.cross_entropy import (
+    cross_entropy_from_logits,
+    linear_cross_entropy_sum_and_scores,
+    require_options,
+)
 from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
 
@@ -38,6 +43,10 @@ class LinearCrossEntropy(keras.losses.Loss):
     A train step computes their gradients at once, a slice of the tokens at a time, unless a `chunk_size` is given.
     `predict`, `save` and calls of the model compute the logits as before.
 
+    These metrics of the same output are computed from the same slices: SparseCategoricalAccuracy (or "accuracy"),
+    SparseTopKCategoricalAccuracy, SparseCategoricalCrossentropy(from_logits=True) and KerasHub's
+    Perplexity(from_logits=True). Tokens whose label is `ignore_index` count in none of them.
+
     Products are computed in the dtype of the head's input and summed in float32: under mixed_float16 that is
     float16 x float16 -> float32, even if the head's own dtype is float32. The kernel's gradient is float32.
 
@@ -55,7 +64,7 @@ class LinearCrossEntropy(keras.losses.Loss):
     Raises:
         TypeError: raised if an argument is of another type.
         ValueError: raised if a number is out of its range; once the model is known, if the head is not a linear layer,
-            or if there are metrics of the same output, which would need the logits.
+            or if there are metrics of the same output that need the logits.
 
     >>> import numpy as np, fastaccum as fa
     >>> ids = keras.Input((4,), dtype="int32")
@@ -111,6 +120,7 @@ class FusedHeadLoss:
 
     def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):
         self._loss, self._output = loss, output
+        self.ranks: bool | None = None  # that `linear_cross_entropy_sum_and_scores` takes, by the output's metrics
         self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
         _require_linear(self.head, classes)
@@ -155,11 +165,15 @@ class FusedHeadLoss:
         labels = tf.identity(tf.cast(_labels(y_true, hidden), tf.int64))
         return _masked(labels, labels, self.ignore_class)
 
-    def sum(self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
-        """Returns the weighted sum of the losses that are `counted`, bool [...], from the head's input."""
+    def sum(
+        self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None
+    ) -> tuple[tf.Tensor, ScoredLabels | None]:
+        """Returns the weighted sum of the losses that are `counted`, bool [...], from the head's input; and scores of
+        the labels where metrics need them.
+        """
         kernel, transposed = _kernel(self.head)
         bias = getattr(self.head, "bias", None)
-        return linear_cross_entropy_sum(
+        total, scores = linear_cross_entropy_sum_and_scores(
             hidden,
             tf.convert_to_tensor(kernel),
             tf.where(counted, labels, self.ignore_class),
@@ -168,8 +182,11 @@ class FusedHeadLoss:
             rounded_kernel=copy_of(kernel, hidden.dtype) if hidden.dtype in HALF else None,
             transpose_kernel=transposed,
             chunk_size=self._loss.chunk_size,
+            ranks=self.ranks,
             **self._loss.options,
         )
+        counted = tf.broadcast_to(counted, labels.shape)
+        return total, None if scores is None else ScoredLabels(labels, counted, scores, self.ignore_class)
 
 
 def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:

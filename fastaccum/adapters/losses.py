@@ -16,6 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters import traces
 from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
+from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
 from fastaccum.adapters.packages import kinds, of_keras
@@ -24,10 +25,11 @@ _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
 
 class Term(NamedTuple):
-    """One output's loss over one micro-batch: float32 scalars."""
+    """One output's loss over one micro-batch: float32 scalars, and the labels' scores where metrics need them."""
 
     loss_sum: tf.Tensor  # of weight x loss over valid elements
     weight_sum: tf.Tensor  # over the full batch, what the loss's reduction divides by
+    scored: ScoredLabels | None = None
 
 
 class Output(NamedTuple):
@@ -281,15 +283,16 @@ def compute_term(
         weights = _aligned("sample_weight", tf.cast(sample_weight, tf.float32), values)
         if sample_weight.shape.rank < values.shape.rank:
             weights = tf.broadcast_to(weights, values.shape)
+    scored = None
     if isinstance(loss, FusedHeadLoss):
-        loss_sum = loss.sum(values, y_pred, elements, weights)
+        loss_sum, scored = loss.sum(values, y_pred, elements, weights)
     else:
         loss_sum = tf.reduce_sum(tf.where(elements, values if weights is None else values * weights, 0.0))
     if weights is not None and _reduction(loss) == "mean_with_sample_weight":
         weight_sum = tf.reduce_sum(tf.where(elements, weights, 0.0))
     else:
         weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, values.shape), tf.float32))
-    return Term(loss_sum, weight_sum)
+    return Term(loss_sum, weight_sum, scored)
 
 
 def _trace_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -12,8 +13,9 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
-from fastaccum.adapters import arguments, traces
+from fastaccum.adapters import arguments, head_metrics, traces
 from fastaccum.adapters.attributes import raw
+from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.adapters.packages import kinds, of_keras
 
@@ -61,7 +63,7 @@ class Metrics:
             [(i, metric) for i, metrics in enumerate(by_output) if metrics for metric in metrics.metrics]
             for by_output in (self.compiled._flat_metrics, self.compiled._flat_weighted_metrics)
         )
-        placed = [*self._plain, *self._weighted]
+        placed = self._placed
         for metric in (metrics := [metric for _, metric in placed]):
             if sum(metric is each for each in metrics) > 1:
                 raise ValueError(f"The metric {metric.name!r} is given twice, and would count rows twice: pass two.")
@@ -75,6 +77,10 @@ class Metrics:
                 self.mixing[metric.name] = operation
             self._axes[id(metric)] = _weight_axes(metric, *specs)
         self._named = self._with_names(outputs, taken)
+
+    @property
+    def _placed(self) -> list[tuple[int, keras.metrics.Metric]]:
+        return [*self._plain, *self._weighted]
 
     @property
     def given(self) -> bool:
@@ -105,17 +111,22 @@ class Metrics:
             is_alone = all(each != prefix + metric.name for _, each in named)
             named.append((i, prefix + (metric.name if is_alone else name)))
         names = make_distinct((name for _, name in named), ("loss", *taken))
-        placed = zip((i for i, _ in named), names, (m for _, m in (*self._plain, *self._weighted)), strict=True)
+        placed = zip((i for i, _ in named), names, (m for _, m in self._placed), strict=True)
         return [(name, metric) for _, name, metric in outputs.sort_metrics(list(placed))]
 
-    def require_none(self, output: int, name: str) -> None:
-        """Raises ValueError if an output has metrics: its logits are never computed."""
-        names = [metric.name for i, metric in (*self._plain, *self._weighted) if i == output]
-        if names:
+    def needed_ranks(self, output: int, name: str, ignore_index: int) -> bool | None:
+        """Tells which scores of the labels the metrics of an output need: None for none, True for ranks too.
+
+        Raises ValueError for a metric that needs the logits.
+        """
+        found = [(m.name, head_metrics.find_values(m, ignore_index)) for i, m in self._placed if i == output]
+        if others := [each for each, values in found if values is None]:
             raise ValueError(
-                f"The metrics {names} of output {name!r} need the logits, which LinearCrossEntropy never "
-                "computes. Leave them out, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                f"The metrics {others} of output {name!r} need the logits, which LinearCrossEntropy never holds. It "
+                f"takes {head_metrics.TAKEN}, where an ignore_class is its ignore_index. Leave others out, or use "
+                "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
+        return any(values.of_ranks for _, values in found if values) if found else None
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -135,12 +146,19 @@ class Metrics:
         metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
         return [*(m.name for m in metrics if not (of_keras(type(m)) or isinstance(m, sums)))]
 
-    def update(self, batch: Matched, valid: tf.Tensor | None) -> None:
-        """Updates every metric with one micro-batch's valid rows."""
+    def update(
+        self, batch: Matched, valid: tf.Tensor | None, scored: Mapping[int, ScoredLabels] = MappingProxyType({})
+    ) -> None:
+        """Updates every metric with one micro-batch's valid rows; `scored` has labels of outputs without logits."""
         valid = None if self.need_exact_rows else valid
         for metrics, weights in ((self._plain, None), (self._weighted, batch.sample_weight)):
             for i, metric in metrics:
                 y_true, y_pred = batch.y_true[i], batch.y_pred[i]
+                if (labels := scored.get(i)) is not None:
+                    given = None if weights is None else weights[i]
+                    weight = _row_weight(metric, labels.counted, labels.counted, given, ())
+                    head_metrics.update(metric, labels, weight)
+                    continue
                 with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
                     axes = self._axes[id(metric)]
                     if axes is False and y_true.shape[0] == y_pred.shape[0]:  # nor by the chance of so many rows

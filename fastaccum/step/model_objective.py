@@ -52,7 +52,7 @@ class ModelObjective(Objective):
         self.own = OwnLoss(model, options.own_loss_reduction) if model.overrides("compute_loss") else None
         self.has_own_metrics = model.overrides("compute_metrics")
         for output in losses.take_over_heads(model):
-            metrics.require_none(output.position, output.name)
+            output.loss.ranks = metrics.needed_ranks(output.position, output.name, output.loss.ignore_class)
             if self.own is not None or self.has_own_metrics:
                 raise ValueError(
                     f"{type(model.model).__name__} has a compute_loss or compute_metrics of its own, which is given "
@@ -157,11 +157,15 @@ class ModelObjective(Objective):
     def _in_range(self, batch: Matched) -> Matched:
         return batch if self.options.jit_compile else self.losses.in_range(batch)
 
-    def update_metrics(self, batch: Batch, y_pred: Nest, training: bool) -> Mapping[str, tf.Tensor]:
+    def update_metrics(
+        self, batch: Batch, terms: Sequence[Term], y_pred: Nest, training: bool
+    ) -> Mapping[str, tf.Tensor]:
         """Updates the metrics with one micro-batch; returns what a `compute_metrics` of the model's own returns."""
         if not self.has_own_metrics:
             if self.metrics.compiled.metrics:
-                self.metrics.update(self._in_range(self._matched(batch, y_pred)), batch.mask)
+                of_outputs = zip(self.losses.outputs, terms, strict=False)
+                scored = {o.position: t.scored for o, t in of_outputs if t.scored is not None}
+                self.metrics.update(self._in_range(self._matched(batch, y_pred)), batch.mask, scored)
             return {}
 
         def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
@@ -175,7 +179,7 @@ class ModelObjective(Objective):
 
     def sums(self, batch: Batch, prepared: list[tf.Tensor] | None) -> tuple[tf.Tensor, tf.Tensor]:
         terms, y_pred = self.terms(batch, training=True, prepared=prepared)
-        self.update_metrics(batch, y_pred, training=True)
+        self.update_metrics(batch, terms, y_pred, training=True)
         if prepared is None:
             (only,), (weight,) = terms, self.term_weights
             return weight * only.loss_sum, only.weight_sum
@@ -288,7 +292,7 @@ class ModelObjective(Objective):
 
         def sums(batch):
             terms, y_pred = self.terms(batch, training=False)
-            self.update_metrics(batch, y_pred, training=False)
+            self.update_metrics(batch, terms, y_pred, training=False)
             return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
 
         self.observe_labels(stacks)

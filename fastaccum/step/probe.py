@@ -33,7 +33,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
 
     def forward(training: bool, batch: Batch) -> tuple[list[tf.Tensor], Mapping[str, tf.Tensor]]:
         terms, y_pred = objective.terms(batch, training=training, observe=False)
-        return [t.loss_sum for t in terms], objective.update_metrics(batch, y_pred, training)
+        return [t.loss_sum for t in terms], objective.update_metrics(batch, terms, y_pred, training)
 
     def traced(training: bool, **rows: None) -> ConcreteFunction:
         return traces.trace(functools.partial(forward, training), sample, **rows)

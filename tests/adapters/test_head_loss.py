@@ -244,7 +244,7 @@ def ends_in(*layers):
 @pytest.mark.parametrize(
     ("model", "loss", "metrics", "message"),
     [
-        (lambda: make_model(), {}, ["accuracy"], r"metrics \['accuracy'\] of output 'head' need the logits"),
+        (lambda: make_model(), {}, [keras.metrics.Accuracy()], r"\['accuracy'\] of output 'head' need the logits"),
         (lambda: make_model(), {"head": "haed"}, (), "head='haed' names no layer"),
         (lambda: make_model(), {"head": "tokens"}, (), r"head 'tokens' \(Embedding\) has kernel shape None"),
         (lambda: ends_in(), {}, (), "finds no Dense layer"),

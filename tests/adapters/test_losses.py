@@ -133,7 +133,7 @@ def test_rows_that_only_pad_leave_no_trace(K, case, reduction):
     for sample_weight in (None, weights):
         padded = compute_term(loss, y_true, spoiled, sample_weight, valid)
         exact = compute_term(loss, y_true[:4], y_pred[:4], None if sample_weight is None else sample_weight[:4])
-        np.testing.assert_allclose(padded, exact, rtol=1e-6)
+        np.testing.assert_allclose(padded[:2], exact[:2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,8 +141,8 @@ def test_terms_of_micro_batches_add_up_to_that_of_all_rows(K, case):
     loss, y_true, y_pred = loss_of(case, "mean_with_sample_weight" if K is keras else "sum_over_batch_size", K)
     weights = tf.constant(rng.random(ROWS).astype("float32"))
     whole = compute_term(loss, y_true, y_pred, weights)
-    parts = [compute_term(loss, y_true[a:b], y_pred[a:b], weights[a:b]) for a, b in [(0, 1), (1, 4), (4, 6)]]
-    np.testing.assert_allclose(np.sum(parts, axis=0), whole, rtol=1e-5)
+    parts = [compute_term(loss, y_true[a:b], y_pred[a:b], weights[a:b])[:2] for a, b in [(0, 1), (1, 4), (4, 6)]]
+    np.testing.assert_allclose(np.sum(parts, axis=0), whole[:2], rtol=1e-5)
 
 
 def test_a_weight_of_zero_counts_but_a_masked_element_does_not():
@@ -337,6 +337,6 @@ def test_a_loss_of_a_distribution_gets_it_as_it_is():
     y = values(ROWS, 1)
     losses.build(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
     batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(tf.constant(y), Distribution(), None)
-    ((loss_sum, weight_sum),) = losses.terms(batch, None, {})
+    ((loss_sum, weight_sum, _),) = losses.terms(batch, None, {})
     assert float(loss_sum) == pytest.approx(np.square(y).sum())
     assert float(weight_sum) == ROWS

@@ -366,3 +366,60 @@ def test_an_ignored_token_has_no_part_in_the_sum_whatever_it_holds(implementatio
         hidden, tf.zeros([2, 5]), tf.constant([3, -100]), tf.ones([2]), implementation=implementation
     )
     np.testing.assert_allclose(total, np.log(5), rtol=1e-6)
+
+
+# Implementations, with how the kernel lies and what cuts tokens and vocabulary unevenly.
+WAYS = [
+    *(("reference", False, None), ("chunked", False, 32), ("chunked", True, 32)),
+    *(("one_pass", False, 32), ("one_pass", True, 32)),
+]
+
+
+@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
+@pytest.mark.parametrize(("implementation", "transposed", "chunk_size"), WAYS)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.variant)])
+def test_scores_are_those_of_all_logits(dtype, implementation, transposed, chunk_size, jit_compile):
+    """Labels' losses, best columns and ranks, next to the sum and the gradients that are there without scores too."""
+    (hidden, kernel, labels, bias), weights = make(dtype)
+    kernel, bias = tf.concat([kernel, kernel[:, :9]], 1), tf.concat([bias, bias[:9]], 0)  # equal logits far apart
+
+    def run(hidden, kernel, labels, weights, bias, ranks):
+        table = tf.transpose(kernel) if transposed else kernel
+        with tf.GradientTape() as tape:
+            tape.watch([hidden, table])
+            total, scores = cross_entropy.linear_cross_entropy_sum_and_scores(
+                *(hidden, table, labels, weights, bias),
+                implementation=implementation,
+                transpose_kernel=transposed,
+                chunk_size=chunk_size,
+                ranks=ranks,
+                **SMOOTHED,
+            )
+        return (total, *tape.gradient(total, [hidden, table])), scores
+
+    run = tf.function(run, jit_compile=jit_compile, autograph=False)
+    with h200.as_on_a_gpu() if transposed and jit_compile else contextlib.nullcontext():
+        plain, nothing = run(hidden, kernel, labels, weights, bias, None)
+        sums, scores = run(hidden, kernel, labels, weights, bias, True)
+    assert nothing is None
+    for got, expected in zip(sums, plain, strict=True):
+        np.testing.assert_allclose(*(tf.cast(t, tf.float32) for t in (got, expected)), rtol=1e-5, atol=1e-6)
+    logits = hidden.numpy().astype("float64") @ tf.cast(kernel, dtype).numpy().astype("float64") + bias.numpy()
+    counted = labels.numpy() >= 0
+    at_label = np.take_along_axis(logits, np.maximum(labels, 0)[:, None], 1)
+    losses = np.log(np.exp(logits).sum(-1)) - at_label[:, 0]
+    np.testing.assert_allclose(scores.loss.numpy()[counted], losses[counted], rtol=TOLERANCES["float32"], atol=1e-4)
+    np.testing.assert_array_equal(scores.best, logits.argmax(-1))
+    assert scores.best.numpy().max() < VOCABULARY
+    np.testing.assert_array_equal(scores.above.numpy()[counted], (logits > at_label + 1e-5).sum(-1)[counted])
+
+
+def test_equal_logits():
+    """All of them equal, in some rows but for one: the first is the best, and none is above a label."""
+    hidden, labels = tf.constant([[0.0], [0.0], [1.0]]), tf.constant([0, 99, 70])
+    kernel = tf.constant(np.where(np.arange(100) == 80, 1.0, 0.0)[None], "float32")
+    for implementation, _, chunk_size in WAYS:
+        _, scores = cross_entropy.linear_cross_entropy_sum_and_scores(
+            hidden, kernel, labels, tf.ones([3]), implementation=implementation, chunk_size=chunk_size, ranks=True
+        )
+        assert scores.best.numpy().tolist() == [0, 0, 80] and scores.above.numpy().tolist() == [0, 0, 1]
