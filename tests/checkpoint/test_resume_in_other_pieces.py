@@ -19,7 +19,7 @@ import tf_keras
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import Job, farthest
-from resuming import Interruption, StopAfter, edit_manifest
+from resuming import Interruption, StopAfter, edit_manifest, scramble
 
 import fastaccum as fa
 from fastaccum.adapters import models
@@ -38,12 +38,21 @@ class Whole:
     """Trainings without interruption, one for each kind of data, with the checkpoint of every step."""
 
     def __init__(self, folder):
-        self.folder, self.ends = folder, {}
+        self.folder, self.ends, self.trainers = folder, {}, {}
+
+    def trainer(self, accumulation, data):
+        """A Trainer of this data, traced once for all tests; its numbers are wrong but for the first time."""
+        keras.utils.set_random_seed(1)  # as for a new one: datasets that are made next shuffle by it
+        if (accumulation, data) not in self.trainers:
+            self.trainers[accumulation, data] = pieces.trainer(accumulation)
+        elif self.trainers[accumulation, data]._step is not None:
+            scramble(self.trainers[accumulation, data])
+        return self.trainers[accumulation, data]
 
     def end(self, data):
         """The numbers at the end of the training."""
         if data not in self.ends:
-            trained = pieces.trainer(2)
+            trained = self.trainer(2, data)
             saved = {"checkpoint_dir": self.folder / data, "checkpoint_every": 1, "keep": 99}
             self.ends[data] = pieces.numbers(trained, pieces.fit(trained, getattr(pieces, data)(12), **saved))
         return self.ends[data]
@@ -87,7 +96,7 @@ def whole(tmp_path_factory):
 )
 def test_pieces(whole, tmp_path, capsys, data, step, batch_size, accumulation):
     folder = whole.until(step, data, tmp_path)
-    trained = pieces.trainer(accumulation)
+    trained = whole.trainer(accumulation, data)
     options = {"checkpoint_dir": folder, "checkpoint_every": 1, "verbose": 2}
     ended = pieces.numbers(trained, pieces.fit(trained, getattr(pieces, data)(batch_size), **options))
     assert_same(ended, whole.end(data))
@@ -103,7 +112,7 @@ def test_what_is_off_shows(whole, tmp_path):
     def ended(folder, accumulation, change, **options):
         whole.until(2, "arrays", folder)
         edit_manifest(folder / "step-00000002", change)
-        trained = pieces.trainer(accumulation)
+        trained = whole.trainer(accumulation, "arrays")
         return pieces.numbers(trained, pieces.fit(trained, {**pieces.arrays(4), **options}, checkpoint_dir=folder))
 
     rolled = {name: np.roll(value, 1, 0) for name, value in pieces.arrays(4).items() if name != "batch_size"}
@@ -121,12 +130,13 @@ def test_back_and_forth(whole, tmp_path):
     """Each part of a training takes up what the last one left in other pieces."""
     whole.until(1, "dataset", tmp_path)
     for stop, (size, accumulation) in ((2, (24, 1)), (3, (4, 6)), (1, (8, 3)), (None, (12, 2))):
-        ended = pieces.run(Job(str(tmp_path), "dataset", size, accumulation, stop=stop))
+        job = Job(str(tmp_path), "dataset", size, accumulation, stop=stop)
+        ended = pieces.run(job, whole.trainer(accumulation, "dataset"))
     assert_same(ended, whole.end("dataset"))
 
 
 def test_the_same_pieces_are_bit_identical(whole, tmp_path):
-    ended = pieces.run(Job(str(whole.until(3, "dataset", tmp_path)), "dataset", 12, 2))
+    ended = pieces.run(Job(str(whole.until(3, "dataset", tmp_path)), "dataset", 12, 2), whole.trainer(2, "dataset"))
     for ours, theirs in zip(ended, whole.end("dataset"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -139,9 +149,11 @@ def test_steps_that_were_read_ahead(tmp_path):
     """What was read and not given out is held in the checkpoint, but for other pieces it is read again."""
 
     def run(size, accumulation, stop=None):
-        options = {"metrics": [Own(name="own")], "steps_per_execution": 3}
-        return pieces.run(Job(str(tmp_path), "dataset", size, accumulation, stop=stop), **options)
+        trained = trainers.get(size) or pieces.trainer(accumulation, metrics=[Own(name="own")], steps_per_execution=3)
+        trainers[size] = trained
+        return pieces.run(Job(str(tmp_path), "dataset", size, accumulation, stop=stop), trained)
 
+    trainers = {}
     run(12, 2, stop=2)  # three steps at once, then one, while the fifth is held
     expected = run(12, 2)  # takes that up, and holds another in the next epoch
     shutil.rmtree(tmp_path / "step-00000010")
@@ -151,14 +163,15 @@ def test_steps_that_were_read_ahead(tmp_path):
 
 def test_what_hangs_on_the_pieces_is_told(tmp_path):
     layers = [lambda: keras.layers.Dropout(0.5, name="masks"), lambda: keras.layers.BatchNormalization(name="norm")]
-    pieces.run(Job(str(tmp_path), "in_order", 10, 2, stop=1), layers=layers)
+    of_two = pieces.trainer(2, layers=layers)
+    pieces.run(Job(str(tmp_path), "in_order", 10, 2, stop=1), of_two)
     message = r"\(batch_size 20 x 1 instead of 10 x 2\), which 'masks', 'norm' depend on: the numbers will not be those"
     with pytest.warns(RuntimeWarning, match=message):
-        assert pieces.run(Job(str(tmp_path), "in_order", 20, 1), layers=layers) is not None
-    pieces.run(Job(str(tmp_path / "same"), "in_order", 10, 2, stop=1), layers=layers)
+        assert pieces.run(Job(str(tmp_path), "in_order", 20, 1), pieces.trainer(1, layers=layers)) is not None
+    pieces.run(Job(str(tmp_path / "same"), "in_order", 10, 2, stop=1), of_two)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pieces.run(Job(str(tmp_path / "same"), "in_order", 10, 2), layers=layers)
+        pieces.run(Job(str(tmp_path / "same"), "in_order", 10, 2), of_two)
 
 
 @pytest.mark.parametrize("of", [keras, tf_keras])
@@ -218,6 +231,7 @@ def test_a_model_that_is_built_by_its_first_batch_goes_on_in_other_pieces(tmp_pa
 
     def fit(features, batch_size, accumulation, epochs, folder):
         keras.utils.set_random_seed(0)
+        tf_keras.utils.set_random_seed(0)  # of its own generator, if another test has made one
         trainer = fa.Trainer(make(), "sgd", "mse", gradient_accumulation_steps=accumulation, jit_compile=False)
         options = {"batch_size": batch_size, "epochs": epochs, "verbose": 0, "checkpoint_dir": folder}
         trainer.fit(x[:, :features], x[:, :1], **options)
@@ -232,7 +246,7 @@ def test_a_model_that_is_built_by_its_first_batch_goes_on_in_other_pieces(tmp_pa
 
 
 def test_complete_training_is_complete_in_any_pieces(whole, tmp_path, capsys):
-    trained = pieces.trainer(3)
+    trained = whole.trainer(3, "dataset")
     history = pieces.fit(trained, pieces.dataset(8), checkpoint_dir=whole.until(10, "dataset", tmp_path), verbose=2)
     assert farthest(pieces.numbers(trained, history), whole.end("dataset")) == 0
     assert "training was complete" in capsys.readouterr().out
@@ -413,7 +427,7 @@ def start(place, jobs):
         return process(int(place), jobs)
     scope = contextlib.nullcontext if place == "one" else tf.distribute.MirroredStrategy(["CPU:0"]).scope
     for job in jobs:
-        if (ended := pieces.run(job, scope)) is not None:
+        if (ended := pieces.run(job, pieces.trainer(job.accumulation, scope))) is not None:
             np.savez(f"{job.folder}.npz", *ended)
     return contextlib.nullcontext()
 

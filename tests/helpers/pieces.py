@@ -107,17 +107,12 @@ def farthest(ours, theirs):
     return float(max(differences))
 
 
-def whole(data, batch_size, accumulation, **options):
-    """The numbers of a training that is never interrupted."""
-    trained = trainer(accumulation, **options)
-    return numbers(trained, fit(trained, globals()[data](batch_size)))
-
-
-def run(job, scope=contextlib.nullcontext, **options):
-    """Begins or goes on; the numbers at the end, or None where it stopped before."""
+def run(job, trained):
+    """Begins or goes on with a trainer; the numbers at the end, or None where it stopped before."""
+    import keras
     from resuming import Interruption, StopAfter
 
-    trained = trainer(job.accumulation, scope, **options)
+    keras.utils.set_random_seed(1)  # as for a new one: datasets that are made here shuffle by it
     callbacks = [] if job.stop is None else [StopAfter(job.stop)]
     saved = {"checkpoint_dir": job.folder, "checkpoint_every": 1, "keep": 99}
     try:
@@ -141,7 +136,7 @@ def main(count, jobs, ports=None, index="0"):
         strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(int(count))])
     for each in json.loads(jobs):
         job = Job(*each)
-        ended = run(job, strategy.scope if job.replicas else contextlib.nullcontext)
+        ended = run(job, trainer(job.accumulation, strategy.scope if job.replicas else contextlib.nullcontext))
         if ended is not None and index == "0":
             np.savez(f"{job.folder}.npz", *ended)
 
