@@ -4,7 +4,7 @@ import fuzzing_scripts as given
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.fuzz
+pytestmark = [pytest.mark.fuzz, pytest.mark.long]
 
 
 def test_a_training_script(fuzzed):

@@ -21,6 +21,8 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.step import compiler_ir as compiled
 from fastaccum.transformer import TransformerBlock
 
+pytestmark = pytest.mark.long
+
 B, T, D, DEPTH = 2, 5, 12, 3
 
 
