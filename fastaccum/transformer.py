@@ -187,7 +187,7 @@ def gpt(
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
 
     It consists of an embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in
-    float32, without biases. Train it with `fastaccum.LinearCrossEntropy`, and the logits are never in memory at once.
+    float32, without biases. Train it with `fastaccum.LinearCrossEntropy`, which holds a part of large logits at a time.
 
     Args:
         vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says otherwise.

@@ -51,6 +51,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    soft_cap: float | None = None,
     chunk_size: int | None = None,
     implementation: Literal["auto", "chunked", "reference"] = "auto",
 ) -> tf.Tensor:
@@ -60,6 +61,7 @@ def linear_cross_entropy(
     not rounded again:
 
         logits = cast(hidden @ cast(kernel, hidden.dtype), float32) + bias          # [..., V]
+        logits = soft_cap * tanh(logits / soft_cap)                                 # where there is one
         lse = logsumexp(logits)
         loss = (1 - label_smoothing) * (lse - logits[label]) + label_smoothing * (lse - mean(logits))
         loss = where(label == ignore_index, 0, loss + z_loss * lse**2)
@@ -80,6 +82,7 @@ def linear_cross_entropy(
         ignore_index: the label of tokens whose loss, and share in the gradients, is 0.
         label_smoothing: the part of the target that is spread evenly over the vocabulary, in [0, 1).
         z_loss: the factor of `lse**2`, which keeps the logits from drifting.
+        soft_cap: a bound of the logits, as Gemma's models have; None for none. Not with label_smoothing.
         chunk_size: the most tokens, and the most columns of the vocabulary, in one chunk; by default, what runs fast.
         implementation: "chunked"; "reference", the unfused expression; or "auto": the reference where all the logits
             take no more room than one chunk, or than `hidden` itself, as those of a byte-level model do.
@@ -92,8 +95,9 @@ def linear_cross_entropy(
     >>> losses.numpy().round(4).tolist()
     [4.6052, 0.0]
     """
-    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size)
     options = require_options(ignore_index, label_smoothing, z_loss)
+    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size)
+    head = _with_soft_cap(head, soft_cap, options[1])
     one_of("implementation", implementation, ("auto", "chunked", "reference"))
     if implementation == "auto":
         implementation = "reference" if _is_small(head, chunk_size) else "chunked"
@@ -119,6 +123,7 @@ def linear_cross_entropy_sum_and_scores(
     *,
     rounded_kernel: tf.Tensor | None = None,
     transpose_kernel: bool = False,
+    soft_cap: float | None = None,
     chunk_size: int | None = None,
     implementation: Literal["auto", "one_pass", "chunked", "reference"] = "auto",
     ranks: bool | None = None,
@@ -148,6 +153,7 @@ def linear_cross_entropy_sum_and_scores(
     """
     head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size, rounded_kernel)
     numbers = require_options(**options)
+    head = _with_soft_cap(head, soft_cap, numbers[1])
     one_of("implementation", implementation, ("auto", "one_pass", "chunked", "reference"))
     if implementation == "auto":
         one_pass = has_gpu() and chunk_size is None and record.could_possibly_record()
@@ -188,7 +194,7 @@ def _each(head, labels, ignore_index, smoothing, z_loss, implementation, ranks=N
         logits_NV = product(head.hidden_ND, kernel_DV, lambda dlogits_NV: _factor(dlogits_NV, head.hidden_ND.dtype))
         for b_V in head.bias:
             logits_NV += tf.cast(b_V, tf.float32)
-        return _of_logits(logits_NV, column_N, smoothing, ranks)
+        return _of_logits(head.capped(logits_NV), column_N, smoothing, ranks)
 
     return _losses(lse_and_target, labels, head.columns.size, ignore_index, z_loss)
 
@@ -385,6 +391,14 @@ def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None)
         tokens = columns = 2048  # 16 MiB of logits stay in the last cache
     cuts = cut(count, tokens), cut(vocabulary, columns)
     return Head(tf.reshape(hidden, [count, width]), kernel, biases, rounded, transposed, *cuts), labels
+
+
+def _with_soft_cap(head: Head, soft_cap: float | None, smoothing: float) -> Head:
+    if soft_cap is None:
+        return head
+    if smoothing:
+        raise ValueError(f"label_smoothing={smoothing} with soft_cap={soft_cap} (the head's): leave one of them out.")
+    return head._replace(soft_cap=number("soft_cap", soft_cap, "a finite number above 0", lambda v: 0 < v <= LARGEST))
 
 
 def _is_small(head: Head, chunk_size: int | None) -> bool:

@@ -77,6 +77,7 @@ class Head(NamedTuple):
     transposed: bool
     tokens: Cut
     columns: Cut
+    soft_cap: float | None = None
 
     def of(self, hidden_ND: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> Head:
         """Replaces the tensors; casts the kernel to hidden's dtype once, and not in each chunk."""
@@ -92,11 +93,16 @@ class Head(NamedTuple):
         logits_nv = dot(hidden_nD, kernel, transpose_b=self.transposed)
         for b_V in self.bias:
             logits_nv += tf.cast(tf.slice(b_V, [v], [self.columns.length]), tf.float32)
+        logits_nv = self.capped(logits_nv)
         label_n = tf.slice(column_N, [n], [self.tokens.length])
         if self.columns.overlap:
             logits_nv = tf.where(self.columns.fresh(column), logits_nv, -math.inf)
             label_n = tf.where(label_n >= column * self.columns.length, label_n, -1)
         return Chunk((n, v), (row, column), hidden_nD, kernel, logits_nv, label_n - v)
+
+    def capped(self, logits: tf.Tensor) -> tf.Tensor:
+        """Bounds logits by the soft cap, if there is one."""
+        return logits if self.soft_cap is None else self.soft_cap * tf.tanh(logits / self.soft_cap)
 
     def mean(self) -> tf.Tensor:
         """Returns the mean of each token's logits, float32 [N]: hidden @ (the mean of the kernel)."""
@@ -123,6 +129,8 @@ class Head(NamedTuple):
             fresh_v = tf.cast(self.columns.fresh(chunk.place[1]), tf.float32)
             smoothed_nv += smoothing / self.columns.size * fresh_v
         dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
+        if self.soft_cap is not None:  # tanh's derivative; of the -inf of a column that another chunk has, 0
+            dlogits_nv *= tf.maximum(1 - tf.square(chunk.logits_nv / self.soft_cap), 0.0)
         dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [v]) for db_V in dbias]
         dlogits_nv = tf.cast(dlogits_nv, chunk.hidden_nD.dtype)
         dhidden_nD = dot(dlogits_nv, chunk.kernel, transpose_b=not self.transposed)

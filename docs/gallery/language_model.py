@@ -46,8 +46,8 @@ print(f"{len(text):,} bytes; {len(x_train):,} windows to train on, {len(x_test):
 # %% [markdown]
 # ## The trainer
 #
-# `fa.LinearCrossEntropy` computes the model's last layer and the loss together, and never holds the scores of all
-# possible next bytes for all positions at once. With a large vocabulary these scores take much memory
+# `fa.LinearCrossEntropy` computes the model's last layer and the loss together. With a large vocabulary the scores of
+# all possible next ids take much memory, and it holds a part of them at a time
 # ([Large vocabularies](../../guides/large-vocabularies.md)).
 
 

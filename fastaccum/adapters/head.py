@@ -1,4 +1,4 @@
-"""A loss that takes over a model's output layer, so that the logits of a large vocabulary never exist at once."""
+"""A loss that takes over a model's output layer, so that the logits of a large vocabulary exist a part at a time."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class LinearCrossEntropy(keras.losses.Loss):
     """Softmax cross-entropy with integer labels, for a model whose last layer is linear and has many outputs.
 
     Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and gradients, but
-    never holds the logits of all tokens. In train steps and `evaluate`, a `Trainer` leaves out the model's output layer
+    holds a part of the logits at a time. In train steps and `evaluate`, a `Trainer` leaves out the model's output layer
     (the head) and computes the losses from the head's input and weights:
 
         losses = fastaccum.kernels.linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
 
-    A train step computes their gradients at once, a slice of the tokens at a time, unless a `chunk_size` is given.
+    A train step computes their gradients at once, a slice of the tokens at a time, unless a `chunk_size` is given. Up
+    to 4 million logits of a micro-batch (16 million on a GPU), or no more than the head's input has elements, are held
+    whole, which is faster.
     `predict`, `save` and calls of the model compute the logits as before.
 
     These metrics of the same output are computed from the same slices: SparseCategoricalAccuracy (or "accuracy"),
@@ -124,7 +126,7 @@ class FusedHeadLoss:
         self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
         _require_linear(self.head, classes)
-        self._reversible = type(self.head) in _REVERSIBLE
+        self._reversible = _is_reversible(self.head)
 
     @contextmanager
     def leave_head_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
@@ -183,10 +185,21 @@ class FusedHeadLoss:
             transpose_kernel=transposed,
             chunk_size=self._loss.chunk_size,
             ranks=self.ranks,
+            soft_cap=self.head.logit_soft_cap if self._reversible else None,
             **self._loss.options,
         )
         counted = tf.broadcast_to(counted, labels.shape)
         return total, None if scores is None else ScoredLabels(labels, counted, scores, self.ignore_class)
+
+
+def replacement(loss: Any) -> str | None:
+    """Writes the argument that makes `LinearCrossEntropy` of a sparse cross-entropy from logits; None for others."""
+    arguments: dict[str, Any] = getattr(loss, "_fn_kwargs", {})
+    name = getattr(getattr(loss, "fn", None), "__name__", "")
+    if name != "sparse_categorical_crossentropy" or not arguments.get("from_logits"):
+        return None
+    ignored = arguments.get("ignore_class")
+    return f"loss=fastaccum.LinearCrossEntropy({'' if ignored is None else f'ignore_index={ignored}'})"
 
 
 def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
@@ -227,7 +240,12 @@ def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:
-    return (_is_dense(layer) or type(layer) in _REVERSIBLE) and not is_users(layer, "call")
+    return (_is_dense(layer) or _is_reversible(layer)) and not is_users(layer, "call")
+
+
+def _is_reversible(layer: keras.layers.Layer) -> bool:
+    kind = type(layer)
+    return kind in _REVERSIBLE or (package(kind) == "keras_hub" and kind.__bases__ == _REVERSIBLE[:1])
 
 
 def _is_dense(layer: keras.layers.Layer) -> bool:
@@ -237,7 +255,7 @@ def _is_dense(layer: keras.layers.Layer) -> bool:
 
 def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
     """Returns a layer's kernel or None, as a variable where it is one, and True if its shape is [V, D], not [D, V]."""
-    if type(layer) in _REVERSIBLE:
+    if _is_reversible(layer):
         return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
     return getattr(layer, "kernel", None), False
 
@@ -249,14 +267,16 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
             f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
-            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits."
+            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits. Heads of "
+            "several layers, as KerasHub's MaskedLMHead, are not taken: use "
+            "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
         )
     activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
-    altered = activation != "linear" or getattr(layer, "logit_soft_cap", None) is not None
+    altered = activation != "linear" or (not _is_reversible(layer) and getattr(layer, "logit_soft_cap", None))
     if altered or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(
-            f"{what} has activation={activation!r}, a soft cap or an activity regulariser; LinearCrossEntropy needs "
-            "the plain logits. Leave them out."
+            f"{what} has activation={activation!r}, a soft cap of its own or an activity regulariser; "
+            "LinearCrossEntropy needs the plain logits, or the soft cap of a ReversibleEmbedding. Leave them out."
         )
     if not _is_known(layer):
         # The `call` of a user's layer may do more with its kernel than its shape tells.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastaccum.adapters.head import replacement
 from fastaccum.adapters.losses import Output
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
@@ -51,8 +52,7 @@ def explain(
     training: bool = True,
 ) -> OutOfMemoryError:
     """Makes the error that says after `message` where the bytes are, and what to change: `advice`, and `more`."""
-    classes = [output.classes for output in outputs if output.classes]
-    found = advice(memory, batch_size, classes, limit) if training else ["Evaluate with a smaller batch_size."]
+    found = advice(memory, batch_size, outputs, limit) if training else ["Evaluate with a smaller batch_size."]
     changes = [*([*found, *more] or [_ELSE]), *[note] * bool(note)]
     lines = [message, *_shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
     return OutOfMemoryError("\n".join(lines), memory, limit, batch_size and batch_size[0])
@@ -70,14 +70,21 @@ def _shares(memory: StepMemory) -> list[str]:
     return lines
 
 
+def head_advice(memory: StepMemory, outputs: Sequence[Output]) -> list[str]:
+    """Writes the argument that saves a large table of scores, for each output that has one and could do without."""
+    wide = {buffer.shape[-1] for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1}
+    found = [replacement(o.loss) for o in outputs if (o.classes or 0) >= _VOCABULARY and o.classes in wide]
+    return [line for line in found if line is not None]
+
+
 def advice(
-    memory: StepMemory, batch_size: tuple[int, int] | None, classes: Sequence[int] = (), limit: int = 0
+    memory: StepMemory, batch_size: tuple[int, int] | None, outputs: Sequence[Output] = (), limit: int = 0
 ) -> list[str]:
     """Lists changes that save memory, a sentence each, the one that helps most first.
 
     Args:
         batch_size: one that fits, and the accumulation that makes the same rows an update of it.
-        classes: of the outputs' losses.
+        outputs: with their losses.
         limit: bytes of the device, of which a large share counts even where it is a small one of the peak.
     """
     kinds, peak = memory.by_kind, memory.peak_bytes
@@ -86,9 +93,7 @@ def advice(
     if batch_size is not None:
         rows, steps = batch_size
         found.append(f"batch_size={rows} with gradient_accumulation_steps={steps} fits: as many rows an update.")
-    wide = [c for c in classes if c >= _VOCABULARY]
-    if any(buffer.shape[-1:] == (c,) for c in wide for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1):
-        found.append("loss=fastaccum.LinearCrossEntropy() never holds the logits.")
+    found += [f"{line} holds a part of the logits at a time." for line in head_advice(memory, outputs)]
     if kinds["activations"] > peak / 4 and has_gpu():  # on a CPU XLA does not save by it
         found.append("fastaccum.remat(model) computes activations again in the backward pass instead of holding them.")
     if kinds["optimizer slots"] > much:

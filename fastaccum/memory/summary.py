@@ -15,6 +15,7 @@ from fastaccum.data.stacks import Batch, Layout
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
+from fastaccum.memory.errors import head_advice
 from fastaccum.memory.tables import in_units, render
 from fastaccum.step.step import Step
 
@@ -54,6 +55,7 @@ class Summary:
         memory: the step's memory at its peak.
         programs: the programs that were compiled so far.
         attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by the layer's path.
+        advice: the argument of the Trainer that would save a large table of logits, for each output that has one.
     """
 
     model: str
@@ -68,6 +70,7 @@ class Summary:
     memory: StepMemory
     programs: tuple[Compiled, ...]
     attention: Mapping[str, str]
+    advice: tuple[str, ...] = ()
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -100,6 +103,8 @@ class Summary:
         for number, buffer in enumerate(self.memory.largest[:LARGEST], 1):
             place = "/".join(part for part in (buffer.layer, buffer.operation) if part)
             yield f"  largest {number}: {one_line(place)} ({buffer.kind})", in_units(buffer.bytes)
+        for line in self.advice:
+            yield "to hold a part of the logits at a time", line
 
     def _attention(self) -> Iterator[tuple[str, str]]:
         for choice, layers in Counter(self.attention.values()).items():
@@ -137,6 +142,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
     total = cost.count(proto for _, proto in programs)
     model, trained = step.objective.model.model, step.cycle.trained
     training = {id(v) for v in trained}
+    memory = analysis.measure(step, programs)
     return Summary(
         model=model.name,
         trainable_parameters=sum(math.prod(v.shape) for v in trained),
@@ -145,7 +151,8 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         accumulation_steps=layout.accumulation,
         replicas=layout.replicas,
         **total._asdict(),
-        memory=analysis.measure(step, programs),
+        memory=memory,
+        advice=tuple(head_advice(memory, step.objective.losses.outputs)),
         programs=tuple(
             Compiled(name, tuple(tuple(shape) for _, shape, _ in leaves if shape), seconds)
             for name, program in step.programs.items()

@@ -1,5 +1,6 @@
 """Training with `LinearCrossEntropy`: the steps of Keras's own loss, without the logits."""
 
+import contextlib
 import re
 import unittest.mock
 
@@ -214,6 +215,43 @@ def test_a_step_as_on_a_gpu_is_that_of_keras_own_loss(dtype, monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
+def reversible(layer, dtype, **options):
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((T,), dtype="int32")
+    options = {"embeddings_initializer": "normal", "reverse_dtype": "float32", "dtype": dtype, **options}
+    table = layer(V, D, mask_zero=True, **options)
+    hidden = keras.layers.Dense(D, activation="tanh", dtype=dtype)(table(ids))
+    return keras.Model(ids, table(100 * hidden, reverse=True))
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+@pytest.mark.parametrize(("tie_weights", "dtype"), [(True, "float32"), (False, "float32"), (False, "mixed_bfloat16")])
+def test_a_soft_cap(tie_weights, dtype, on_a_gpu, monkeypatch):
+    """Of logits many of which it bends, with a table of the embedding's own or another."""
+    monkeypatch.setattr(cross_entropy, "_is_small", lambda head, chunk_size: False)
+    x, y = make_data(K * B - 1)
+    outcomes = []
+    options = {"tie_weights": tie_weights, "logit_soft_cap": 3.0}
+    for loss in (fa.LinearCrossEntropy(chunk_size=None if on_a_gpu else CHUNK), theirs()):
+        model = reversible(keras.layers.ReversibleEmbedding, dtype, **options)
+        logits = keras.ops.convert_to_numpy(model(x))
+        assert 2.0 < np.abs(logits).max() < 3.0 and np.median(np.abs(logits)) > 0.3
+        trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), loss, clip_norm=1.0, jit_compile=not outcomes)
+        with h200.as_on_a_gpu() if on_a_gpu else contextlib.nullcontext():
+            trainer.fit(x, y, sample_weight=make_weights("tokens", len(x)), batch_size=B, shuffle=False, verbose=0)
+            outcomes.append([trainer.evaluate(x, y, batch_size=B, verbose=0), *model.get_weights()])
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    for got, expected in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_smoothing_with_a_soft_cap_is_refused():
+    x, y = make_data(4)
+    model = reversible(keras.layers.ReversibleEmbedding, "float32", logit_soft_cap=3.0)
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.1 with soft_cap=3\.0"):
+        fa.Trainer(model, "sgd", fa.LinearCrossEntropy(label_smoothing=0.1)).fit(x, y, verbose=0)
+
+
 def test_it_trains_a_tf_keras_model():
     tf_keras = pytest.importorskip("tf_keras")
     x, y = as_stack(K * B)
@@ -333,11 +371,10 @@ def test_logits_that_something_else_reads_are_missed():
 
 
 def test_a_head_that_computes_something_else_is_refused():
-    capped = keras.layers.ReversibleEmbedding(CLASSES, HIDDEN, logit_soft_cap=0.5)
-    ids = keras.Input((3,), dtype="int32")
-    model = keras.Model(ids, capped(capped(ids), reverse=True))
-    with pytest.raises(ValueError, match="soft cap"):
-        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(np.zeros((2, 3), int), np.zeros((2, 3), int), verbose=0)
+    capped = Tempered(CLASSES, name="head")
+    capped.logit_soft_cap = 0.5
+    with pytest.raises(ValueError, match="soft cap of its own"):
+        fit(model_with(capped), fa.LinearCrossEntropy("head"))
     with pytest.raises(ValueError, match="finds no Dense layer"):
         fit(model_with(Tempered(CLASSES, name="head")), fa.LinearCrossEntropy())
     with pytest.raises(ValueError, match=r"'head' \(Tempered\) does not return"):
@@ -358,3 +395,31 @@ def test_one_hot_labels_are_told_apart():
     model = keras.Sequential([keras.Input((3, HIDDEN)), keras.layers.Dense(CLASSES)])
     with pytest.raises(ValueError, match="class indices"):
         fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(x, np.zeros((4, 3, CLASSES)), verbose=0)
+
+
+def test_a_causal_lm_of_keras_hub_with_a_soft_cap():
+    """As Gemma 2 has it."""
+    hub = pytest.importorskip("keras_hub").models
+    x, y = make_data(K * B)
+    x = {"token_ids": x, "padding_mask": np.ones_like(x)}
+    sizes = {"vocabulary_size": V, "hidden_dim": D, "intermediate_dim": 16, "head_dim": 4, "num_layers": 1}
+    outcomes = []
+    for loss in (ours(), theirs()):
+        keras.utils.set_random_seed(1)
+        backbone = hub.GemmaBackbone(num_query_heads=2, num_key_value_heads=1, final_logit_soft_cap=1.0, **sizes)
+        trainer = fa.Trainer(hub.GemmaCausalLM(backbone), keras.optimizers.SGD(1.0), loss, jit_compile=not outcomes)
+        trainer.fit(x, y, batch_size=B, shuffle=False, verbose=0)
+        outcomes.append(trainer.model.get_weights())
+    for got, expected in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_masked_lm_of_keras_hub_is_told_what_to_use():
+    hub = pytest.importorskip("keras_hub").models
+    model = hub.BertMaskedLM(hub.BertBackbone(V, num_layers=1, num_heads=1, hidden_dim=D, intermediate_dim=8))
+    ids = np.zeros((2, T), int)
+    x = {"token_ids": ids, "padding_mask": ids + 1, "segment_ids": ids, "mask_positions": ids[:, :2]}
+    with pytest.raises(
+        ValueError, match=r"kernel shape \(8, 8\).*MaskedLMHead, are not taken: use keras\.losses\.Sparse"
+    ):
+        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(x, ids[:, :2], verbose=0)

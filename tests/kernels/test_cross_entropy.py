@@ -17,6 +17,7 @@ from fastaccum.step import compiler_ir as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 TOKENS, VOCABULARY, WIDTH = 123, 507, 35
+CAPPED = {"soft_cap": 1.5, "z_loss": 0.01}
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -57,7 +58,7 @@ def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
         return run(*inputs, cotangent)
 
 
-def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0):
+def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
     """The same by hand in float64, from what the compute dtype makes of the inputs."""
     hidden, kernel, labels, bias = inputs
     h = hidden.numpy().astype("float64").reshape(-1, hidden.shape[-1])
@@ -65,11 +66,15 @@ def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0):
     y, g = labels.numpy().ravel(), cotangent.numpy().astype("float64").ravel()
     g = np.where(y == -100, 0.0, g)
     logits = h @ k + (0.0 if bias is None else bias.numpy().astype("float64"))
+    slope = 1.0
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+        slope = 1 - np.square(logits / soft_cap)
     high = logits.max(-1, keepdims=True)
     lse = (high + np.log(np.exp(logits - high).sum(-1, keepdims=True)))[:, 0]
     q = np.eye(k.shape[1])[np.maximum(y, 0)] * (1 - label_smoothing) + label_smoothing / k.shape[1]
     losses = np.where(y == -100, 0.0, lse - (q * logits).sum(-1) + z_loss * lse**2)
-    dlogits = g[:, None] * (np.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - q)
+    dlogits = slope * g[:, None] * (np.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - q)
     gradients = [(dlogits @ k.T).reshape(hidden.shape), h.T @ dlogits]
     return losses.reshape(labels.shape), *gradients, *([] if bias is None else [dlogits.sum(0)])
 
@@ -99,7 +104,7 @@ def check(inputs, cotangent, chunk_size, jit_compile=True, implementation="chunk
     assert [t.dtype for t in ours] == [tf.float32, dtype, tf.float32, tf.float32][: len(ours)]
 
 
-@pytest.mark.parametrize("options", [{}, SMOOTHED], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("options", [{}, SMOOTHED, CAPPED], ids=["plain", "smoothed", "capped"])
 @pytest.mark.parametrize("implementation", ["chunked", "one_pass"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_losses_and_gradients_are_as_good_as_the_unfused_ones(dtype, implementation, options):
@@ -118,7 +123,7 @@ def test_it_runs_without_xla(jit_compile):
     vocabulary=st.integers(1, 300),
     width=st.integers(1, 40),
     chunk_size=st.integers(1, 310),
-    options=st.sampled_from([{}, SMOOTHED]),
+    options=st.sampled_from([{}, SMOOTHED, CAPPED]),
     how=st.sampled_from([("chunked", False), ("chunked", True), ("one_pass", False), ("one_pass", True)]),
 )
 def test_any_shape_and_any_chunk(shape, vocabulary, width, chunk_size, options, how):

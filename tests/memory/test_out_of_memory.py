@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum.adapters.losses import Output
 from fastaccum.memory import analysis, buffers, device, errors, guard
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
@@ -117,14 +118,22 @@ def test_where_copies_of_the_variables_do_not_fit_the_first_run_is_rehearsed(mon
     assert [memory.peak_bytes for memory in rehearsed] == [pytest.approx(peak, rel=0.01)]
 
 
+def output(classes, from_logits=True, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits, **options)
+    return Output(0, "head", loss, 1.0, classes)
+
+
 def test_advice(monkeypatch):
     held = {"weights": 10, "optimizer slots": 40, "activations": 50, "data": 50}
     found = [buffers.Buffer(size, kind, "", "", (8, 50_000)) for kind, size in held.items()]
     memory = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(found))
     for has_gpu, says in ((True, "batch_size=8.*LinearCross.*remat.*Lion.*steps_per"), (False, "^(?!.*remat)")):
         monkeypatch.setattr(errors, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
-        assert re.search(says, " ".join(errors.advice(memory, (8, 4), classes=[50_000])))
-    assert not re.search("Linear", " ".join(errors.advice(memory, None, classes=[10])))
+        assert re.search(says, " ".join(errors.advice(memory, (8, 4), [output(50_000)])))
+    (line,) = errors.head_advice(memory, [output(50_000, ignore_class=-1)])
+    assert line == "loss=fastaccum.LinearCrossEntropy(ignore_index=-1)"
+    for other in (output(10), output(50_000, from_logits=False), output(50_000)._replace(loss=keras.losses.Hinge())):
+        assert not re.search("Linear", " ".join(errors.advice(memory, None, [other])))
     small = [found[0], *found[2:], buffers.Buffer(1000, "activations", "", "", (8,))]  # data alone is beyond the limit
     of_small = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(small))
     assert "Fewer rows an update" in errors.advice(of_small, None, limit=40)[0]

@@ -168,3 +168,14 @@ def test_of_a_gpts_program_for_an_h200():
     assert found.bytes == pytest.approx(sum(kernel.bytes * kernel.times for kernel in launched), rel=0.05)
     # What the norm of the gradient and the rotary tables multiply is no part of the model's own arithmetic.
     assert found.flops == pytest.approx(gpt.flops, rel=0.02)
+
+
+def test_a_large_table_of_logits_comes_with_the_argument_that_saves_it():
+    x = np.zeros((2, 64), "int32")
+    for loss, advice in (
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), ("loss=fastaccum.LinearCrossEntropy()",)),
+        (fa.LinearCrossEntropy(chunk_size=64), ()),
+    ):
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Embedding(9, 8), keras.layers.Dense(5000)])
+        found = fa.Trainer(model, "sgd", loss).summary(x, x, batch_size=2, verbose=False)
+        assert found.advice == advice and all(line in str(found) for line in advice)
