@@ -15,7 +15,7 @@ import pytest
 
 from fastaccum.checkpoint import store
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.long, pytest.mark.faults]
 
 EPOCHS = 2
 STARTING, ENDING = 200, 100  # seconds, on a machine that has much else to do
@@ -61,12 +61,12 @@ def uninterrupted(context, tmp_path_factory):
 @pytest.mark.parametrize(("kind", "per_execution"), [*CASES, IN_PROCESSES])
 @pytest.mark.filterwarnings("ignore")
 def test_kill_with_data_of_every_kind(context, uninterrupted, tmp_path, kind, per_execution):
-    """Killed twice, at a random moment after a random step, and trained to the end by a third process."""
+    """Killed at a random moment after a random step, some kinds twice, and trained to the end by another process."""
     moments, folder = random.Random(f"{kind} {per_execution}"), tmp_path / "checkpoints"
-    kills = 2
+    kills = 2 if kind in ("endless", "callbacks") else 1  # test_kill.py kills five times
     options = {"steps_per_execution": per_execution}
     if (kind, per_execution) == IN_PROCESSES:  # of which Keras makes new ones for each pass, in seconds
-        kills, options["epochs"] = 1, 1
+        options["epochs"] = 1
     steps = []
     for _ in range(kills):
         child, begun = train(context, folder, kind, after=moments.randint(6, 12) // per_execution, **options)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import small_disk
 from fastaccum import Trainer
 from fastaccum.step import compile_cache, xla_cache
 from fastaccum.step.compile_cache import CompileCache
+
+pytestmark = pytest.mark.long
 
 HELPER = Path(__file__).parents[1] / "helpers" / "warm_start.py"
 ENTRY = "xla_compile_cache__1__2__XLA_CPU_JIT.pb"
@@ -232,9 +235,28 @@ def corrupt(*entries):
         seal.write_text(json.dumps(json.loads(seal.read_text()) | {"sha256": checksum}))
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """What a process without a cache prints."""
+    return ended(start(""))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache, and what the process printed that filled it."""
+    folder = tmp_path_factory.mktemp("filled") / "cache"
+    return folder, ended(start(folder))
+
+
+@pytest.fixture
+def first(filled, tmp_path):
+    """What the process printed that filled the cache in `tmp_path`."""
+    shutil.copytree(filled[0], tmp_path / "cache")
+    return filled[1]
+
+
 @pytest.mark.faults
-def test_a_second_process_loads_what_the_first_compiled(tmp_path):
-    plain, first = ended(start("")), ended(start(tmp_path / "cache"))
+def test_a_second_process_loads_what_the_first_compiled(plain, first, tmp_path):
     # What was traced before moves the numbers in the names that TensorFlow gives.
     second = ended(start(tmp_path / "cache", "import tensorflow as tf; tf.function(tf.exp)(1.0)"))
     assert first["weights"] == second["weights"] == plain["weights"]
@@ -276,8 +298,7 @@ def test_what_replicas_compile_is_kept_too(tmp_path):
 
 
 @pytest.mark.faults
-def test_a_damaged_entry_is_compiled_anew(tmp_path):
-    first = ended(start(tmp_path / "cache"))
+def test_a_damaged_entry_is_compiled_anew(first, tmp_path):
     flip(entries(tmp_path / "cache")[0])
     second = ended(start(tmp_path / "cache"))
     assert second["weights"] == first["weights"] and "loaded" not in second["said"]
@@ -286,9 +307,8 @@ def test_a_damaged_entry_is_compiled_anew(tmp_path):
 
 
 @pytest.mark.faults
-def test_an_entry_that_does_not_load_is_compiled_anew(tmp_path):
+def test_an_entry_that_does_not_load_is_compiled_anew(first, tmp_path):
     """Whole and sealed, but no program: as another build of the same version might leave it."""
-    first = ended(start(tmp_path / "cache"))
     corrupt(*entries(tmp_path / "cache"))
     second = ended(start(tmp_path / "cache"))
     assert second["weights"] == first["weights"] and "moved aside" in second["warned"][0]
@@ -316,11 +336,10 @@ def full(tmp_path):
 
 
 @pytest.mark.faults
-def test_training_goes_on_without_a_disk(full):
-    first = ended(start(""))
+def test_training_goes_on_without_a_disk(plain, full):
     for folder in (full / "cache", "/proc/1/cache"):
         went_on = ended(start(folder))
-        assert went_on["weights"] == first["weights"]
+        assert went_on["weights"] == plain["weights"]
         assert len(went_on["warned"]) == 1 and "compile_cache is not used from here on" in went_on["warned"][0]
     assert not list(full.glob("cache/*/*"))
 
