@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.h200 import golden, programs, report, roofline, summary
+from benchmarks.h200 import golden, models, programs, report, roofline, summary
 from fastaccum.kernels.recomputed_function import POLICIES
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     golden_parser.set_defaults(run=lambda options: golden.renew(options.names or list(golden.PROGRAMS)))
     _add_report(commands.add_parser("report", help="ours and JAX's against the bars, with pictures"))
+    _add_models(commands.add_parser("models", help="Keras's and KerasHub's models, with attention fused and as it is"))
     options = parser.parse_args(argv)
     try:
         options.run(options)
@@ -57,6 +58,20 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(
         run=lambda options: print(report.write(_rates(options), options.folder, options.processes)),
     )
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", choices=[[], *models.MODELS], metavar="NAME", help=", ".join(models.MODELS))
+    for name, default in (("layers", 4), ("batch", 8), ("context", 2048)):
+        parser.add_argument(f"--{name}", type=_whole, default=default, help="(%(default)s)")
+    _add_rates(parser)
+    parser.set_defaults(run=compare_models)
+
+
+def compare_models(options: argparse.Namespace) -> None:
+    names = options.names or list(models.MODELS)
+    for line in models.table(names, _rates(options), options.layers, options.batch, options.context):
+        print(line, flush=True)
 
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:

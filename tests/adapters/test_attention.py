@@ -1,7 +1,9 @@
 """Fused attention in layers of Keras: against Keras's full batch, mask by mask."""
 
 import contextlib
+import re
 
+import h200
 import keras
 import numpy as np
 import pytest
@@ -39,13 +41,15 @@ def stock(attend, mask_zero=False, times=TIMES):
     ids = keras.Input((times,), dtype="int32")
     x = keras.layers.Embedding(11, 16, mask_zero=mask_zero)(ids)
     for _ in range(2):
-        x = x + attend()(x)
+        x = x + attend()(x)  # Keras hands the mask of padding to the first of them alone
     return keras.Model(ids, keras.layers.Dense(11)(x))
 
 
 def stock_attention(kind=keras.layers.MultiHeadAttention, causal=False, **options):
     def make():
-        layer = kind(4, 4, 2, **options) if kind is keras.layers.GroupQueryAttention else kind(2, 4, **options)
+        sizes = {"head_dim": 4, "num_query_heads": 4, "num_key_value_heads": 2}
+        sizes = sizes if kind is keras.layers.GroupQueryAttention else {"num_heads": 2, "key_dim": 4}
+        layer = kind(**sizes | options)
         return lambda x: layer(x, x, use_causal_mask=causal)
 
     return make
@@ -113,8 +117,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "left"), [(case, left) for case in CASES for left in (False, True) if not left or CASES[case][1]]
+)
 def test_an_update_is_that_of_kerass_full_batch(case, left):
     attend, mask_zero = CASES[case]
     x, y = padded(left)
@@ -227,6 +232,22 @@ def test_no_scores_of_all_tokens_are_held(monkeypatch):
     assert fused.memory.peak_bytes < unfused.memory.peak_bytes / 2
     assert set(fused.attention.values()) == {"fused: blockwise"} and not unfused.attention
     assert "attention, layers: 2" in str(fused)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize(("mask_zero", "bias"), [(False, ""), (True, "ScaleBias")])
+def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
+    """Compiled for an H200, not run: padding is in a mask that is added, and what is causal is in none."""
+    x, y = (t.reshape(2, 4, -1) for t in padded(times=128))
+    with keras_policy("mixed_bfloat16"):
+        model = stock(stock_attention(causal=True, key_dim=64), mask_zero, 128)
+    trainer = fa.Trainer(model, "sgd", LOSS, gradient_accumulation_steps=2)
+    hlo, _ = h200.compile_for_h200(h200.export_step(trainer, (x, y)))
+    called = re.findall(r'custom_call_target="(__cudnn.*?)"', hlo)
+    assert sorted(called) == sorted(
+        f"__cudnn$fmha{kind}Softmax{way}" for kind in (bias, "") for way in ("", "Backward")
+    )
+    assert set(re.findall(r'"mask_type": ?"(\w+)"', hlo)) == {"CAUSAL"}
 
 
 # The masks themselves.

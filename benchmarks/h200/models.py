@@ -1,0 +1,87 @@
+"""Train steps of models that people bring, of Keras and KerasHub, with their attention fused and as it is.
+
+Needs KerasHub (`pip install -e ".[test,h200,zoo]"`) for all but Keras's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+import fastaccum as fa
+from benchmarks.h200 import programs, roofline
+from benchmarks.stablehlo import h200
+
+VOCABULARY, WIDTH, HEADS = 50_304, 2048, 16
+SIZES = {"vocabulary_size": VOCABULARY, "hidden_dim": WIDTH, "intermediate_dim": 4 * WIDTH}
+GROUPED = {"num_query_heads": HEADS, "num_key_value_heads": 4}
+
+
+def keras_gpt(layers: int, context: int) -> keras.Model:
+    """Builds a GPT of `keras.layers.MultiHeadAttention`."""
+    ids = keras.Input((context,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY, WIDTH)(ids)
+    for _ in range(layers):
+        h = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(h, h, use_causal_mask=True)
+        h = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(h))
+    return keras.Model(ids, keras.layers.Dense(VOCABULARY, use_bias=False)(keras.layers.LayerNormalization()(x)))
+
+
+def _hub(name: str, **options: Any) -> Callable[[int, int], keras.Model]:
+    def make(layers: int, context: int) -> keras.Model:
+        from keras_hub import models
+
+        length = {"max_sequence_length": context} if name == "GPT2" else {}
+        backbone = getattr(models, f"{name}Backbone")(num_layers=layers, **SIZES, **options, **length)
+        return getattr(models, f"{name}CausalLM")(backbone)
+
+    return make
+
+
+MODELS: dict[str, Callable[[int, int], keras.Model]] = {
+    "keras-gpt": keras_gpt,
+    "gpt2": _hub("GPT2", num_heads=HEADS, dropout=0.0),
+    "llama": _hub("Llama", num_query_heads=HEADS, num_key_value_heads=HEADS),
+    "mistral": _hub("Mistral", **GROUPED, sliding_window=4096),
+    "gemma": _hub("Gemma", num_query_heads=8, num_key_value_heads=4, head_dim=256),
+}
+
+
+def compile_step(name: str, flash_attention: Any, layers: int, batch: int, context: int) -> programs.Compiled:
+    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, `fa.LinearCrossEntropy`."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        with h200.weightless():
+            model = MODELS[name](layers, context)
+            optimizer, loss = keras.optimizers.AdamW(3e-4, weight_decay=0.1), fa.LinearCrossEntropy()
+            trainer = fa.Trainer(model, optimizer, loss, clip_norm=1.0, flash_attention=flash_attention)
+            ids = np.zeros((8, batch, context), "int32")
+            x = ids if name == "keras-gpt" else {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+            program = programs.of_trainer(trainer, (x, ids))
+            kernels = (w.shape for w in model.trainable_variables if w.path.endswith("kernel"))
+            inner = sum(math.prod(shape) for shape in kernels if VOCABULARY not in shape)
+    finally:
+        keras.config.set_dtype_policy(policy)
+        keras.backend.clear_session()
+    # Of a token: 6 for each parameter of a product, and for each layer, channel and position of causal attention.
+    per_token = 6 * (inner + VOCABULARY * WIDTH) + 6 * layers * WIDTH * context
+    return dataclasses.replace(program, flops=float(ids.size * per_token))
+
+
+def table(names: Iterable[str], rates: roofline.Rates, layers: int, batch: int, context: int) -> Iterator[str]:
+    """Yields the lines of a table in Markdown: MFU and temporary memory of each model, fused and as it is."""
+    sizes = f"{layers} layers, {batch} x {context:,} tokens"
+    yield f"| {sizes} | MFU, unfused | MFU, fused | temp GB, unfused | temp GB, fused |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name in names:
+        steps = [compile_step(name, fused, layers, batch, context) for fused in (False, "auto")]
+        mfu = [f"{roofline.predict(step.kernels, rates).mfu(step.flops or 0):.0%}" for step in steps]
+        yield f"| {' | '.join([name, *mfu, *(f'{step.memory.temp_bytes / 1e9:.1f}' for step in steps)])} |"
