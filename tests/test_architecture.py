@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_170,
+    "adapters": 5_171,
     "app": 1_505,
     "checkpoint": 1_430,
     "data": 1_529,
     "distribute": 942,
     "kernels": 4_556,
-    "memory": 1_514,
+    "memory": 1_516,
     "step": 3_089,
     "training": 873,
     "": 1_289,  # the modules directly in fastaccum

@@ -59,6 +59,7 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int) -> Mask | None:
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
         return None
+    mask = mask if hasattr(mask, "op") else tf.constant(mask.numpy())  # a tensor that the layer holds
     return _read(mask, (queries, keys), ("batch", "head")[4 - rank :])
 
 

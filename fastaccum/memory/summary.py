@@ -136,6 +136,8 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
+    if (fused := step.objective.attention) is not None:
+        fused.choices.clear()
     with step.temporary_retrace():
         dispatch = analysis.dispatch_of(sample, local, layout.accumulation)
         programs = analysis.compile_programs(step.trace(dispatch))
@@ -158,5 +160,5 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
             for name, program in step.programs.items()
             for (_, *leaves), seconds in program.seconds.items()
         ),
-        attention=dict(fused.choices) if (fused := step.objective.attention) else {},
+        attention={} if fused is None else dict(fused.choices),
     )

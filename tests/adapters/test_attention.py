@@ -270,11 +270,13 @@ def of_hub(padding):
     return keras.ops.cast(keras.ops.expand_dims(joined, 1), "bool")
 
 
+HELD = tf.constant(np.tri(6, dtype=bool))  # as by a layer
 MASKS = {
     "of KerasHub": (of_hub, (True, False, True)),
     "band_part": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0), (True, False, False)),
     "tril": (lambda p: keras.ops.tril(keras.ops.ones((6, 6), "bool")), (True, False, False)),
     "NumPy's": (lambda p: tf.constant(np.tri(6, dtype=bool))[None, None], (True, False, False)),
+    "a tensor that is held": (lambda p: HELD, (True, False, False)),
     "all": (lambda p: tf.ones([1, 1, 6, 6], tf.bool), (False, False, False)),
     "keys": (lambda p: p[:, None, None], (False, False, True)),
     "queries and keys": (lambda p: p[:, None, None] & p[:, None, :, None], (False, True, True)),
