@@ -55,8 +55,9 @@ def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | No
     return total
 
 
-# Operations whose result is another operation's.
+# Operations whose result is another operation's, or a list of axes that XLA computes while it compiles.
 _ALIASES = {"Identity", "IdentityN", "NoOp", "ReadVariableOp", "Reshape", "StatefulPartitionedCall", "PartitionedCall"}
+_ALIASES |= {"BroadcastGradientArgs"}
 
 
 def _computed(concrete: ConcreteFunction) -> int | None:

@@ -413,6 +413,16 @@ def test_a_save_at_an_epochs_last_step(tmp_path):
     assert history.history["val_loss"] == [logs["loss"] for logs in validations]
 
 
+def test_a_fit_of_arrays_before_the_one_that_is_resumed(tmp_path):
+    def data():
+        return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+
+    first = trainer(False)
+    first.fit(**arrays(), epochs=1, checkpoint_dir=tmp_path / "arrays", verbose=0)
+    first.fit(data(), epochs=1, checkpoint_dir=tmp_path / "data", verbose=0)
+    assert trainer(False).fit(data(), epochs=2, checkpoint_dir=tmp_path / "data", verbose=0).epoch == [0, 1]
+
+
 def test_complete_training_returns_its_history(tmp_path, capsys):
     trained = shared()
     expected = trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, verbose=0)
