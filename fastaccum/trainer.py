@@ -76,9 +76,10 @@ class Trainer:
         fp32_weight_gradients: if the model computes in float16 or bfloat16, compute the gradients of its kernels and
             biases in float32, as `fastaccum.kernels.fp32_weight_gradients` does, but within the train step alone: the
             model stays as it is. No effect in float32 and on tf_keras models.
-        flash_attention: fused attention, in memory linear in the number of tokens, for layers of Keras and KerasHub and
-            calls of `keras.ops.dot_product_attention`. "auto" where scores are large and masks are causal or padding,
-            True for all, with ValueError where that is not possible, False for none. `summary()` lists the choices.
+        flash_attention: fused attention, in memory linear in the number of tokens, in layers of Keras and KerasHub and
+            calls of `keras.ops.dot_product_attention`: "auto" where scores are large, masks are causal or padding, and
+            the model has no `compute_loss` of its own; True in each, or ValueError; False in none. `summary()` lists
+            the choices.
         jit_compile: compile with XLA. False runs the same step operation by operation.
         steps_per_execution: train steps in one call of the program. Callbacks see the last step of each call, as in
             Keras.

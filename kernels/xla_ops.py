@@ -158,7 +158,7 @@ def first_order(gradients: Sequence[tf.Tensor | None], what: str) -> list[tf.Ten
     """Returns the gradients of a custom gradient, with an error where one asks for theirs: a loop's results are
     constant to autodiff, so that second derivatives would be wrong.
     """
-    message = f'{what} has no second derivatives: pass implementation="reference".'
+    message = f'{what} has no second derivatives: pass implementation="reference", to a Trainer flash_attention=False.'
     return [None if g is None else tf.raw_ops.PreventGradient(input=g, message=message) for g in gradients]
 
 

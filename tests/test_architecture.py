@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_171,
+    "adapters": 5_242,
     "app": 1_505,
     "checkpoint": 1_431,
     "data": 1_529,
     "distribute": 942,
     "kernels": 4_556,
     "memory": 1_517,
-    "step": 3_089,
+    "step": 3_092,
     "training": 873,
-    "": 1_289,  # the modules directly in fastaccum
+    "": 1_290,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

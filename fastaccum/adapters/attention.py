@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -36,12 +37,12 @@ class _HubLayer(NamedTuple):
     """Attributes of a KerasHub layer that computes `softmax(scale * query @ key) @ value` in `_compute_attention`.
 
     Attributes:
-        unlike: names of attributes, each of which adds to the formula what the kernels lack if it is set.
-        window: name of an attribute: if it is set, a query sees keys less than `sliding_window_size` away alone.
+        unsupported: names of attributes, each of which adds to the formula what the kernels lack if it is set.
+        window: name of an attribute that turns on a symmetric window of `sliding_window_size`.
         scale: computes the factor of the scores.
     """
 
-    unlike: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
     window: str | None = None
     scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor
 
@@ -66,11 +67,13 @@ _HUB_LAYERS = {
     "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
     "qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": _HubLayer(window="sliding_window_size"),
     "gemma.gemma_attention.CachedGemmaAttention": _GEMMA,
-    "gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA,
+    "gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA._replace(
+        unsupported=(*_GEMMA.unsupported, "use_bidirectional_attention")
+    ),
 }
 
 
-class _LeftToLayer(Exception):
+class _NotFused(Exception):
     """The reason why the kernels do not compute a call."""
 
 
@@ -87,36 +90,47 @@ class FusedAttention:
 
     def __init__(self, mode: Literal["auto", True]):
         self._mode = mode
-        self._layer: str | None = None
+        self._layer: keras.layers.Layer | None = None
+        self._noted = False
         self.choices: dict[str, str] = {}
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Answers calls of `keras.ops.dot_product_attention` that are traced inside the block."""
-        return trace_context.current().extended(attention=self._answer)
+        return trace_context.current().extended(attention=self._dot_product_attention)
 
     def make_forms(self, layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
         """Returns interceptors of the layers that have an attention formula of their own."""
-        own = [layer for layer in layers if hasattr(layer, "_compute_attention") and hasattr(layer, "path")]
-        return [Interceptor(each, "_compute_attention", functools.partial(self._form, each), Role.FORM) for each in own]
+        forms = []
+        for layer in layers:
+            if hasattr(layer, "_compute_attention") and hasattr(layer, "path"):
+                form = functools.partial(self._form, layer)
+                forms.append(Interceptor(layer, "_compute_attention", form, Role.FORM))
+            make = getattr(type(layer), "_compute_causal_mask", None)
+            if getattr(make, "__module__", "").startswith("keras.src.layers.attention."):
+                forms.append(Interceptor(layer, "_compute_causal_mask", _make_causal_mask, Role.FORM))
+        return forms
 
     def _form(self, layer: keras.layers.Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Computes a layer's `_compute_attention`."""
-        outer, self._layer = self._layer, layer.path
-        self.choices.pop(layer.path, None)
+        outer, self._layer, self._noted = self._layer, layer, False
         try:
-            place = f"{type(layer).__module__}.{type(layer).__qualname__}".removeprefix("keras_hub.src.models.")
-            if (kind := _HUB_LAYERS.get(place)) is not None:
+            place = f"{type(layer).__module__}.{type(layer).__qualname__}"
+            if self._of_hub and (kind := _HUB_LAYERS.get(place.partition(".src.models.")[2])) is not None:
                 try:
                     return self._compute_hub(layer, kind, *args, **kwargs)
-                except _LeftToLayer as left:
+                except _NotFused as left:
                     self._leave(str(left))
             result = call(*args, **kwargs)
-            if layer.path not in self.choices:  # it called no `dot_product_attention`
+            if not self._noted:  # it called no `dot_product_attention`
                 dropout = getattr(layer, "dropout", 0)
                 self._leave(f"dropout={dropout} of attention weights" if dropout else "a formula of the layer's own")
             return result
         finally:
             self._layer = outer
+
+    @property
+    def _of_hub(self) -> bool:
+        return self._layer is not None and type(self._layer).__module__.startswith("keras_hub.src.")
 
     def _compute_hub(
         self,
@@ -128,19 +142,20 @@ class FusedAttention:
         attention_mask: tf.Tensor | None = None,
         **_: Any,
     ) -> tf.Tensor:
-        for name in kind.unlike:
+        _require_kernel_arguments(query, key, value, None)
+        for name in kind.unsupported:
             if set_ := getattr(layer, name):
-                raise _LeftToLayer(f"{name}={set_}")
+                raise _NotFused(f"{name}={set_}")
         if kind.window and getattr(layer, kind.window) and layer.sliding_window_size < key.shape[1]:
-            raise _LeftToLayer(f"sliding_window_size={layer.sliding_window_size}")
+            raise _NotFused(f"sliding_window_size={layer.sliding_window_size}")
         mask = None if attention_mask is None else attention_mask[:, None]
         return self._fuse(query, key, value, mask=mask, scale=kind.scale(layer))[0]
 
-    def _answer(self, query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
+    def _dot_product_attention(self, query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
         """Computes `keras.ops.dot_product_attention`: a query that sees no key gets the mean of all values."""
         try:
             output, sees = self._fuse(query, key, value, **options)
-        except _LeftToLayer as left:
+        except _NotFused as left:
             self._leave(str(left))
             return _unfused(query, key, value, **options)
         if sees is None:
@@ -149,13 +164,21 @@ class FusedAttention:
         return tf.where(sees[..., None, None], output, tf.repeat(mean, output.shape[2] // mean.shape[2], 2))
 
     def _leave(self, reason: str) -> None:
-        call = self._layer or tf.get_current_name_scope()
         if self._mode != "auto":
             raise ValueError(
-                f"flash_attention=True: the kernels do not compute the attention of {call} ({reason}). Pass "
+                f"flash_attention=True: the kernels do not compute the attention of {self._place} ({reason}). Pass "
                 'flash_attention="auto", which leaves such a layer its own formula.'
             )
-        self.choices[call] = f"unfused: {reason}"
+        self._note(f"unfused: {reason}")
+
+    @property
+    def _place(self) -> str:
+        return tf.get_current_name_scope() if self._layer is None else self._layer.path
+
+    def _note(self, choice: str) -> None:
+        """Adds to the choices of the layer, which may be called more than once."""
+        self._noted, before = True, self.choices.get(self._place, choice)
+        self.choices[self._place] = before if choice in before else f"{before}; {choice}"
 
     def _fuse(
         self,
@@ -175,27 +198,28 @@ class FusedAttention:
             The output [B, T, H, K]; and bool [B, T], whether a query sees any key, None if each does.
 
         Raises:
-            _LeftToLayer: raised if the kernels do not compute this exactly, or if it does not pay.
+            _NotFused: raised if the kernels do not compute this exactly, or if it does not pay.
         """
         query, key, value = (tf.convert_to_tensor(each) for each in (query, key, value))
-        if bias is not None or attn_logits_soft_cap is not None:
-            raise _LeftToLayer("a bias" if bias is not None else "a soft cap")
+        if bias is not None or attn_logits_soft_cap is not None or flash_attention:
+            reasons = "a bias" if bias is not None else "a soft cap", "flash_attention=True of the layer itself"
+            raise _NotFused(reasons[bool(flash_attention)])
         _require_kernel_arguments(query, key, value, scale)
         batch, queries, heads, _ = query.shape
         keys, limit = key.shape[1], _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
         scores = 4 * (batch or 1) * heads * queries * keys
-        small = _LeftToLayer(f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}")
+        small = _NotFused(f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}")
         left = self._mode == "auto" and scores < limit  # unless cuDNN takes it
-        if left and not has_gpu():
+        if left and not (has_gpu() and query.dtype in HALF):
             raise small
         parts = Mask(causal=is_causal)
         if mask is not None:
-            found = read_mask(tf.convert_to_tensor(mask), queries, keys)
+            found = read_mask(tf.convert_to_tensor(mask), queries, keys, zero_or_one=self._of_hub)
             if found is None:
-                raise _LeftToLayer("a mask that is neither causal nor padding")
+                raise _NotFused("a mask that cannot be read as causal or padding")
             parts = parts.both(found)
         if parts.causal and queries != keys:
-            raise _LeftToLayer(f"a causal mask of {queries} queries and {keys} keys")
+            raise _NotFused(f"a causal mask of {queries} queries and {keys} keys")
         padded = parts.queries is not None or parts.keys is not None
         chosen = attention_implementation(
             query.shape, key.shape, dtype=query.dtype, causal=parts.causal, packed=padded, jit_compile=in_xla()
@@ -208,19 +232,27 @@ class FusedAttention:
         output = attention(
             query, key, value, causal=parts.causal, scale=scale, segment_ids=segments, implementation=chosen
         )
-        self.choices[self._layer or tf.get_current_name_scope()] = f"fused: {chosen}"
+        self._note(f"fused: {chosen}")
         return output, sees
+
+
+def _make_causal_mask(call: Call, query: tf.Tensor, value: tf.Tensor | None = None) -> tf.Tensor:
+    """Makes the causal mask of Keras's layers of two ranges, not of two sums over a whole matrix of ones."""
+    queries, keys = query.shape[1], (query if value is None else value).shape[1]
+    if queries is None or keys is None:
+        return call(query, value)
+    return tf.range(queries)[None, :, None] >= tf.range(keys)[None, None]
 
 
 def _require_kernel_arguments(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: Any) -> None:
     if any(t.shape.rank != 4 or None in t.shape[1:] for t in (query, key, value)):
-        raise _LeftToLayer("sizes that are not known when the step is traced")
+        raise _NotFused("sizes that are not known when the step is traced")
     if query.dtype not in (*HALF, tf.float32) or not query.dtype == key.dtype == value.dtype:
-        raise _LeftToLayer("dtypes other than float32, float16 or bfloat16 alike")
+        raise _NotFused("dtypes other than float32, float16 or bfloat16 alike")
     if key.shape[1:] != value.shape[1:] or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
-        raise _LeftToLayer(f"shapes of query {query.shape}, key {key.shape} and value {value.shape}")
+        raise _NotFused(f"shapes of query {query.shape}, key {key.shape} and value {value.shape}")
     if scale is not None and not isinstance(scale, (numbers.Real, np.floating)):
-        raise _LeftToLayer("a scale that is a tensor")
+        raise _NotFused("a scale that is a tensor")
 
 
 def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[tuple[tf.Tensor, tf.Tensor], tf.Tensor]:
@@ -234,11 +266,13 @@ def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[
 
 
 _unfused = backend.nn.dot_product_attention
+_SIGNATURE = inspect.signature(_unfused)
 
 
 @functools.wraps(_unfused)
 def _dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
-    return (trace_context.current().attention or _unfused)(*args, **kwargs)
+    answer = trace_context.current().attention or _unfused
+    return answer(**_SIGNATURE.bind(*args, **kwargs).arguments)
 
 
 backend.nn.dot_product_attention = _dot_product_attention

@@ -8,12 +8,14 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.lift_to_graph import UnliftableError, lift_to_graph
 
-# Operations that move no query and no key, as long as the last two axes stay the same.
-_KEEP = {"BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"}
+# Operations that cast, reshape or broadcast; they move no query and no key if the last two axes stay the same.
+_TRANSPARENT = {"BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"}
 _BOTH = {"LogicalAnd", "Minimum"}
-_LARGEST = 2**27  # elements of a mask that is evaluated
+_COMPARISONS = {"Greater": ">", "GreaterEqual": ">=", "Less": "<", "LessEqual": "<="}
+_MIRRORED = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
+_LARGEST = 2**24  # elements of a mask that is evaluated
 
-Axes = tuple[str, ...]  # the names of the axes before the last two, of "batch" and "head"
+Axes = tuple[str, ...]  # the names of the axes before the last two: "batch", "head", or "one" for any of size 1
 
 
 class Mask(NamedTuple):
@@ -35,7 +37,7 @@ class Mask(NamedTuple):
         return Mask(self.causal or other.causal, *(b if a is None else a if b is None else a & b for a, b in pairs))
 
 
-def read_mask(mask: tf.Tensor, queries: int, keys: int) -> Mask | None:
+def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = False) -> Mask | None:
     """Takes a symbolic mask apart: true, or a positive integer, where a query sees a key.
 
     A part that depends on no input of the graph is evaluated, such as a causal mask. A part of shape [B, 1, S] or
@@ -44,6 +46,7 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int) -> Mask | None:
     Args:
         mask: bool or integers, to be broadcast to [B, H, queries, keys] as NumPy does.
         queries, keys: T and S.
+        zero_or_one: whether integers that are cast to booleans are known to be 0 or 1.
 
     Returns:
         The parts; None if another part is among them, such as one that differs between heads.
@@ -60,56 +63,94 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int) -> Mask | None:
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
         return None
     mask = mask if hasattr(mask, "op") else tf.constant(mask.numpy())  # a tensor that the layer holds
-    return _read(mask, (queries, keys), ("batch", "head")[4 - rank :])
+    return _Reader((queries, keys), zero_or_one).read(mask, ("batch", "head")[4 - rank :], positive=True)
 
 
-def _read(t: tf.Tensor, size: tuple[int, int], axes: Axes) -> Mask | None:
-    if t.shape.rank is None or t.shape.rank < 2:
+class _Reader:
+    def __init__(self, size: tuple[int, int], zero_or_one: bool):
+        self._size, self._zero_or_one = size, zero_or_one
+
+    def read(self, t: tf.Tensor, axes: Axes, positive: bool) -> Mask | None:
+        """Reads a tensor, of numbers only if those that are `positive` are true."""
+        if t.shape.rank is None or t.shape.rank < 2:
+            return None
+        operation, last = t.op, tuple(t.shape[-2:])
+        if (t.dtype.is_bool or positive) and (padding := self._read_padding(t, axes)) is not None:
+            return padding
+        if operation.type in _BOTH:
+            inputs = [(each, axes[len(axes) + 2 - (each.shape.rank or 0) :]) for each in operation.inputs]
+            one, other = (self.read(each, names, positive) for each, names in inputs)
+            return None if one is None or other is None else one.both(other)
+        if operation.type in _TRANSPARENT and (kept := _axes_of_input(operation, axes)) is not None:
+            # A cast to a boolean tells 0 from the others, and not what is positive.
+            to_bool = operation.type == "Cast" and t.dtype.is_bool and not self._zero_or_one
+            return self.read(operation.inputs[0], kept, positive and not to_bool)
+        if not t.dtype.is_bool or last != self._size:
+            return None
+        return _compare(operation) if operation.type in _COMPARISONS else _evaluate(t)
+
+    def _read_padding(self, t: tf.Tensor, axes: Axes) -> Mask | None:
+        """Reads a mask of shape [B, 1, S] or [B, T, 1]."""
+        one_head = all(name != "head" or length == 1 for name, length in zip(axes, t.shape[:-2], strict=True))
+        for part, ones, size in (("keys", -2, self._size[1]), ("queries", -1, self._size[0])):
+            if one_head and t.shape[ones] == 1 and t.shape[-3 - ones] == size:
+                return Mask(**{part: tf.reshape(t if t.dtype.is_bool else t > 0, [-1, size])})
         return None
-    padding, operation = _read_padding(t, size, axes), t.op
-    if padding is not None:
-        return padding
-    if operation.type in _BOTH:
-        inputs = [(each, axes[len(axes) + 2 - (each.shape.rank or 0) :]) for each in operation.inputs]
-        one, other = (_read(each, size, names) for each, names in inputs)
-        return None if one is None or other is None else one.both(other)
-    if operation.type in _KEEP and (kept := _axes_of_input(operation, axes)) is not None:
-        return _read(operation.inputs[0], size, kept)
-    return _evaluate(t) if t.dtype.is_bool and tuple(t.shape[-2:]) == size else None
-
-
-def _read_padding(t: tf.Tensor, size: tuple[int, int], axes: Axes) -> Mask | None:
-    """Reads a mask of shape [B, 1, S] or [B, T, 1]."""
-    one_head = all(name == "batch" or length == 1 for name, length in zip(axes, t.shape[:-2], strict=True))
-    if one_head and tuple(t.shape[-2:]) == (1, size[1]):
-        return Mask(keys=tf.reshape(t if t.dtype.is_bool else t > 0, [-1, size[1]]))
-    if one_head and tuple(t.shape[-2:]) == (size[0], 1):
-        return Mask(queries=tf.reshape(t if t.dtype.is_bool else t > 0, [-1, size[0]]))
-    return None
 
 
 def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
     """Names the axes of what an operation only casts, broadcasts or gives axes of size 1; None if it does more."""
     before, after = operation.inputs[0].shape, operation.outputs[0].shape
-    if before.rank is None or before.rank < 2 or None in before[-2:]:
+    if before.rank is None or before.rank < 2 or None in before[-2:] or before[-2:] != after[-2:]:
         return None
+    if operation.type in ("Cast", "Identity"):
+        return axes
     if operation.type == "BroadcastTo":
-        return axes[after.rank - before.rank :] if before[-2:] == after[-2:] else None
+        return axes[after.rank - before.rank :]
     if operation.type == "StridedSlice":
         strides = tf.get_static_value(operation.inputs[3])
         if strides is None or (strides != 1).any():
             return None
     # With axes of size 1 left out, the input's are the result's.
     named = [name for name, length in zip(axes, after[:-2], strict=True) if length != 1]
-    if before[-2:] != after[-2:] or [n for n in before[:-2] if n != 1] != [n for n in after[:-2] if n != 1]:
+    if None in after[:-2] or [n for n in before[:-2] if n != 1] != [n for n in after[:-2] if n != 1]:
         return None
-    return tuple(named.pop(0) if length != 1 else "head" for length in before[:-2])
+    return tuple(named.pop(0) if length != 1 else "one" for length in before[:-2])
+
+
+def _compare(operation: tf.Operation) -> Mask | None:
+    """Reads a comparison of constants [T, 1] and [1, S], however many they are."""
+    (left, right), sign = operation.inputs, _COMPARISONS[operation.type]
+    if left.shape[-1] == 1:
+        rows, columns = _constant(left), _constant(right)
+    else:
+        rows, columns, sign = _constant(right), _constant(left), _MIRRORED[sign]
+    if rows is None or columns is None or rows.size + columns.size != sum(operation.outputs[0].shape[-2:]):
+        return _evaluate(operation.outputs[0])
+    rows, columns = rows.ravel(), columns.ravel()
+    if (np.diff(columns) <= 0).any():
+        return None
+    edge = np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left")
+    if sign in ("<", "<="):  # the keys from the edge on
+        return None if edge.any() else Mask()
+    if (edge == len(columns)).all():
+        return Mask()
+    return Mask(causal=True) if len(rows) == len(columns) and (edge == np.arange(len(rows)) + 1).all() else None
 
 
 def _evaluate(t: tf.Tensor) -> Mask | None:
     """Evaluates a mask of constants; None if it depends on an input, or is not the mask of all keys or a causal one."""
-    if set(t.shape[:-2]) - {1} or t.shape.num_elements() > _LARGEST:
+    if set(t.shape[:-2]) - {1} or t.shape.num_elements() > _LARGEST or (found := _constant(t)) is None:
         return None
+    matrix = found.reshape(t.shape[-2:])
+    if matrix.all():
+        return Mask()
+    causal = matrix.shape[0] == matrix.shape[1] and np.array_equal(matrix, np.tri(len(matrix), dtype=bool))
+    return Mask(causal=True) if causal else None
+
+
+def _constant(t: tf.Tensor) -> np.ndarray | None:
+    """Evaluates a tensor; None if it depends on an input of the graph, or is drawn."""
     graph = tf.Graph()
     try:
         lifted = lift_to_graph([t], graph)[t]
@@ -118,8 +159,4 @@ def _evaluate(t: tf.Tensor) -> Mask | None:
     if any(operation.op_def.is_stateful for operation in graph.get_operations()):
         return None
     with tf.compat.v1.Session(graph=graph) as session:
-        matrix = session.run(lifted).reshape(t.shape[-2:])
-    if matrix.all():
-        return Mask()
-    causal = matrix.shape[0] == matrix.shape[1] and np.array_equal(matrix, np.tri(len(matrix), dtype=bool))
-    return Mask(causal=True) if causal else None
+        return session.run(lifted)

@@ -44,7 +44,10 @@ class ModelObjective(Objective):
         self.model, self.outputs, self.losses, self.metrics = model, outputs, losses, metrics
         self.options = options
         self.state = model.state
-        self.attention = FusedAttention(options.flash_attention) if options.flash_attention else None
+        fused = options.flash_attention
+        if fused == "auto" and model.overrides("compute_loss"):
+            fused = False  # it may ask for second derivatives, which fused attention has not
+        self.attention = FusedAttention(fused) if fused else None
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
         lookups = [(f"labels of output {name!r}", classes) for name, classes in labelled]
         lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]

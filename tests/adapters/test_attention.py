@@ -141,8 +141,8 @@ def test_in_xla_and_mixed_precision_too():
 
 @pytest.mark.parametrize("part", ["causal", "keys"])
 def test_a_part_of_the_mask_that_is_dropped_is_seen(monkeypatch, part):
-    def without_a_part(*arguments):
-        return read_mask(*arguments)._replace(**{part: Mask()._asdict()[part]})
+    def without_a_part(*arguments, **options):
+        return read_mask(*arguments, **options)._replace(**{part: Mask()._asdict()[part]})
 
     monkeypatch.setattr(adapter, "read_mask", without_a_part)
     x, y = padded(left=True)
@@ -187,7 +187,7 @@ class Scored(Crossed):
 
 LEFT = {
     "dropout=0.5 of attention weights": stock_attention(dropout=0.5, seed=1),
-    "a mask that is neither causal nor padding": stock_attention(causal=True, sliding_window=3),
+    "a mask that cannot be read as causal or padding": stock_attention(causal=True, sliding_window=3),
     "a bias": Biased,
     "a causal mask of 24 queries and 7 keys": Crossed,
     "a formula of the layer's own": Scored,
@@ -250,6 +250,84 @@ def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
     assert set(re.findall(r'"mask_type": ?"(\w+)"', hlo)) == {"CAUSAL"}
 
 
+def test_a_layer_that_is_called_twice_has_both_choices(monkeypatch):
+    class Twice(Crossed):
+        def call(self, x):
+            return self.attention(x, x) + self.attention(x, x[:, :7], use_causal_mask=True)
+
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    x, y = padded()
+    expected, _ = trained(stock(Twice), x, y, False)
+    weights, choices = trained(stock(Twice), x, y, "auto")
+    assert choices == ["fused: blockwise; unfused: a causal mask of 24 queries and 7 keys"] * 2
+    assert largest_difference(weights, expected) < 2e-7
+
+
+class Penalised(keras.Model):
+    """Adds the squared gradient of its output by its input, which takes second derivatives."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = keras.layers.MultiHeadAttention(2, 4), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.attention(x, x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(self(x))
+        return tf.reduce_mean(y_pred**2) + tf.reduce_mean(tape.gradient(total, x) ** 2)
+
+
+def test_second_derivatives_of_a_models_own_loss(monkeypatch):
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    x = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
+
+    def fit(flash_attention):
+        keras.utils.set_random_seed(1)
+        model = Penalised()
+        fa.Trainer(model, "sgd", jit_compile=False, flash_attention=flash_attention).fit(x, batch_size=8, verbose=0)
+        return model.get_weights()
+
+    assert largest_difference(fit("auto"), fit(False)) == 0
+    with pytest.raises(Exception, match=r"no second derivatives.*flash_attention=False"):
+        fit(True)
+
+
+def test_a_layer_with_the_name_of_one_of_keras_hub(monkeypatch):
+    class LlamaAttention(Crossed):
+        def _compute_attention(self, query, key, value, attention_mask=None):
+            return query + value
+
+        def call(self, x):
+            return self._compute_attention(x, x, x)
+
+    LlamaAttention.__module__, LlamaAttention.__qualname__ = "llama.llama_attention", "LlamaAttention"
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    _, choices = trained(stock(LlamaAttention), *padded(), "auto")
+    assert choices == ["unfused: a formula of the layer's own"] * 2
+
+
+def test_keras_own_switch_raises_as_in_keras():
+    with pytest.raises(ValueError, match="Flash attention is not supported in tensorflow backend"):
+        trained(stock(stock_attention(flash_attention=True)), *padded(), "auto")
+
+
+def test_arguments_by_position():
+    class ByPosition(Asks):
+        def call(self, x):
+            query = keras.ops.reshape(self.query(x), (-1, x.shape[1], 4, 4))
+            if isinstance(query, keras.KerasTensor):
+                return x
+            output = keras.src.backend.nn.dot_product_attention(query, query, query, None, None, 0.5)
+            return keras.ops.reshape(output, (-1, x.shape[1], 16))
+
+    expected, _ = trained(stock(ByPosition), *padded(), False)
+    weights, choices = trained(stock(ByPosition), *padded())
+    assert choices == ["fused: blockwise"] * 2 and largest_difference(weights, expected) < 2e-7
+
+
 # The masks themselves.
 
 
@@ -262,10 +340,10 @@ def numbers(padding):
     return tf.where(padding, 2, -1)[:, None, None]
 
 
-def of_hub(padding):
+def of_hub(padding, times=6):
     """Makes the mask of a KerasHub decoder: a causal one of floats, and padding, joined as integers."""
-    i = tf.range(6, dtype=tf.float32) + tf.cast(0, tf.float32)
-    causal = tf.broadcast_to((i[:, None] >= tf.range(6, dtype=tf.float32))[None], (2, 6, 6))
+    i = tf.range(times, dtype=tf.float32) + tf.cast(0, tf.float32)
+    causal = tf.broadcast_to((i[:, None] >= tf.range(times, dtype=tf.float32))[None], (2, times, times))
     joined = keras.ops.minimum(keras.ops.cast(padding[:, None], "int32"), causal)
     return keras.ops.cast(keras.ops.expand_dims(joined, 1), "bool")
 
@@ -281,10 +359,18 @@ MASKS = {
     "keys": (lambda p: p[:, None, None], (False, False, True)),
     "queries and keys": (lambda p: p[:, None, None] & p[:, None, :, None], (False, True, True)),
     "integers": (lambda p: tf.minimum(numbers(p), np.tri(6, dtype="int32")), None),
+    "integers of which Keras asks whether they are 0": (
+        lambda p: tf.cast(tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)), tf.bool),
+        None,
+    ),
     "integers, and a causal mask of booleans": (
         lambda p: tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)),
         (True, False, True),
     ),
+    "a window as long as the sequence": (lambda p: positions()[:, None] < positions() + 6, (False, False, False)),
+    "a window": (lambda p: positions()[:, None] < positions() + 5, None),
+    "greater": (lambda p: positions()[:, None] > positions() - 1, (True, False, False)),
+    "keys before queries": (lambda p: positions()[None, :] <= positions()[:, None], (True, False, False)),
     "another window": (lambda p: positions()[:, None] >= positions() - 1, None),
     "reversed": (lambda p: (positions()[:, None] >= positions())[:, ::-1], None),
     "anti-causal": (lambda p: positions()[:, None] <= positions(), None),
@@ -315,3 +401,13 @@ def test_masks_are_read(name):
     mask, again = tf.function(trace, autograph=False)(padding)
     assert found == [expected]
     assert np.array_equal(np.broadcast_to(mask, [2, 1, 6, 6]) > 0, np.broadcast_to(again, [2, 1, 6, 6]))
+
+
+def test_a_mask_is_read_however_long_it_is():
+    """Its comparison is of 30,000 positions, and no table of 900 million is made."""
+
+    def trace(padding):
+        parts = read_mask(of_hub(padding, 30_000), 30_000, 30_000)
+        assert parts.causal and parts.keys is not None
+
+    tf.function(trace, autograph=False).get_concrete_function(tf.TensorSpec([2, 30_000], tf.bool))

@@ -429,7 +429,7 @@ def test_the_mask_of_packed_sequences_leaves_no_weight_to_others(dtype):
     """Ids in any order; each query sees the key of its own place at least, and scores are of thousands."""
     rng = np.random.default_rng(0)
     ids, scores = rng.integers(0, 3, (2, 16)), rng.normal(size=(2, 4, 16, 16)).astype("float32") * 5000
-    mask = cudnn_attention._mask(tf.constant(ids), tf.as_dtype(dtype))
+    mask = cudnn_attention._mask((tf.constant(ids), tf.constant(ids)), tf.as_dtype(dtype))
     assert mask.dtype == dtype and mask.shape == [2, 1, 16, 16]
     weights = tf.nn.softmax(scores + tf.cast(mask, tf.float32)).numpy()
     same = np.broadcast_to(ids[:, None, :, None] == ids[:, None, None, :], weights.shape)

@@ -30,7 +30,7 @@ FUSED = {
     "Qwen 3": lambda: hub.Qwen3Backbone(**SIZES, **GROUPED, head_dim=4),
 }
 LEFT = {
-    "Mistral": (lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=3), "a mask that is neither"),
+    "Mistral": (lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=3), "a mask that cannot be read"),
     "Gemma 2": (
         lambda: hub.GemmaBackbone(**SIZES, **GROUPED, head_dim=4, attention_logit_soft_cap=50),
         "logit_soft_cap=50",
@@ -80,3 +80,26 @@ def test_what_the_kernels_lack_is_refused_by_name(name):
     with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute") as told:
         trained(make, True)
     assert reason in str(told.value)
+
+
+class Called(keras.layers.Layer):
+    """Calls an attention layer of KerasHub."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x):
+        return keras.ops.sum(self.layer(x, attention_mask=keras.ops.ones((x.shape[0] or 1, LENGTH, LENGTH))), 1)
+
+
+def test_a_window_to_both_sides_is_left_to_the_layer():
+    from keras_hub.src.models.gemma3.gemma3_attention import CachedGemma3Attention
+
+    options = {"use_sliding_window_attention": True, "use_bidirectional_attention": True, "sliding_window_size": LENGTH}
+    layer = CachedGemma3Attention(head_dim=4, num_query_heads=4, num_key_value_heads=2, **options)
+    model = keras.Sequential([keras.Input((LENGTH, 8)), Called(layer)])
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False, flash_attention=True)
+    x = np.random.default_rng(0).normal(size=(4, LENGTH, 8)).astype("float32")
+    with pytest.raises(ValueError, match="use_bidirectional_attention=True"):
+        trainer.fit(x, x[:, 0], batch_size=4, verbose=0)
