@@ -1,5 +1,7 @@
 """Metrics of an output whose loss is `LinearCrossEntropy`: the values of Keras's own metrics on all the logits."""
 
+import importlib.util
+
 import h200
 import keras
 import numpy as np
@@ -10,10 +12,7 @@ import fastaccum as fa
 from fastaccum.adapters import head_metrics
 from fastaccum.kernels import cross_entropy
 
-try:
-    import keras_hub
-except ImportError:  # an extra
-    keras_hub = None
+HAS_HUB = importlib.util.find_spec("keras_hub")  # an extra, not imported here: it would choose Keras for all tests
 
 K, B, T, V, D = 3, 4, 6, 50, 8
 ROWS = 2 * K * B + B + 1  # a last stack and in it a last micro-batch that are short
@@ -30,10 +29,16 @@ def make_model(dtype="float32", mask_zero=False):
 
 
 def make_perplexity(*arguments, **options):
-    return [keras_hub.metrics.Perplexity(*arguments, **options)] if keras_hub else []
+    if not HAS_HUB:
+        return []
+    from keras_hub.metrics import Perplexity
+
+    return [Perplexity(*arguments, **options)]
 
 
 def make_hub_model(dtype="float32"):
+    import keras_hub
+
     keras.utils.set_random_seed(1)
     backbone = keras_hub.models.LlamaBackbone(
         vocabulary_size=V,
@@ -180,7 +185,6 @@ class Own(keras.metrics.SparseCategoricalAccuracy):
         keras.metrics.SparseCategoricalCrossentropy(name="refused"),  # of probabilities
         keras.metrics.SparseCategoricalCrossentropy(name="refused", from_logits=True, ignore_class=7),
         keras.metrics.SparseTopKCategoricalAccuracy(name="refused", from_sorted_ids=True),
-        *make_perplexity(name="refused"),
         keras.metrics.Accuracy(name="refused"),
         Own(name="refused"),
     ],
@@ -190,3 +194,9 @@ def test_others_are_refused_by_name(metric):
     trainer = fa.Trainer(make_model(), "sgd", fa.LinearCrossEntropy(), ["accuracy", metric])
     with pytest.raises(ValueError, match=r"metrics \['refused'\] of output 'head' need the logits.*It takes Sparse"):
         trainer.fit(x, y, verbose=0)
+
+
+def test_a_perplexity_of_probabilities_is_refused():
+    if not HAS_HUB:
+        pytest.skip("without KerasHub")
+    test_others_are_refused_by_name(*make_perplexity(name="refused"))
