@@ -29,7 +29,7 @@ from fastaccum.kernels.xla_ops import HALF, in_xla
 FlashAttention = Literal["auto"] | bool
 Call = Callable[..., Any]
 
-# In bytes of one call's scores in float32: below these the layer's own formula is as fast, and keeps little.
+# In bytes of one call's scores in float32: below these the layer's own formula keeps little for the way back.
 _SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
 
 

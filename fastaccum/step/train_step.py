@@ -288,8 +288,8 @@ class TrainStep:
         penalty, grads, looked_up = self._with_penalty(sums, denominator)
         if left := [getattr(v, "path", v.name) for v, g in zip(self.trained, grads, strict=True) if g is None]:
             warn(
-                f"The loss does not depend on these trainable variables, which stay as they are: {left}. Is there a "
-                "loss for each output, and is each layer called? If so, set their `trainable` to False.",
+                f"No gradient of the loss reaches these trainable variables, which stay as they are: {left}. Is there "
+                "a loss for each output, and is each layer called? If so, set their `trainable` to False.",
                 UserWarning,
             )
         reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
