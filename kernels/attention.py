@@ -13,8 +13,9 @@ from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, is_usable
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.strip_attention import strip_attention, strip_rows
 from fastaccum.kernels.xla_ops import HALF, in_xla
+
+_SCORES_ON_GPU = 2**28  # bytes of a block's
 
 
 def attention(
@@ -40,10 +41,8 @@ def attention(
 
     The blocks run in one loop each way with an online softmax, and the backward one computes their scores again
     (FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691), in memory of a few blocks of scores
-    `[B, H, block_size, block_size]` beside float32 sums of the arguments' sizes. On a GPU, where `block_size` is left
-    out, they are strips instead: some queries with all keys they see, and on the way back some keys with all queries
-    that see them, as long as 16 strips of 1 GiB hold the scores. Blocks that `causal` hides are not computed. Several
-    heads of queries may share one of keys and values (grouped-query attention, Ainslie et al. 2023,
+    `[B, H, block_size, block_size]` beside float32 sums of the arguments' sizes. Blocks that `causal` hides are not
+    computed. Several heads of queries may share one of keys and values (grouped-query attention, Ainslie et al. 2023,
     https://arxiv.org/abs/2305.13245).
 
     Args:
@@ -54,7 +53,8 @@ def attention(
         scale: factor of the scores; `1 / sqrt(K)` by default.
         segment_ids: integers [B, T] of packed sequences, each of which sees itself alone; where T and S differ, a
             tuple of [B, T] and [B, S]. None for one sequence.
-        block_size: the most queries, and the most keys, in one block; by default what runs fast.
+        block_size: the most queries, and the most keys, in one block; by default 128 on a CPU, and on a GPU the largest
+            power of two, 512 at least, of which a block's scores take 256 MiB at most.
         implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
             (not run on a GPU yet); or "auto", see `attention_implementation`. cuDNN's need a program that XLA compiles
             for a GPU, float16 or bfloat16, sizes known when it is traced, and K a multiple of 8 up to 128 (256 on a
@@ -70,8 +70,8 @@ def attention(
     query, key, value = as_tensor("query", query), as_tensor("key", key), as_tensor("value", value)
     _require_tensors(query, key, value)
     one_of("implementation", implementation, ("auto", "blockwise", "cudnn", "reference"))
-    in_strips = block_size is None and has_gpu()
-    block_size = _block_size(block_size)
+    if block_size is not None:
+        block_size = whole_number("block_size", block_size)
     causal, segments = true_or_false("causal", causal), _segments(segment_ids, query, key)
     if implementation == "auto":
         implementation = attention_implementation(
@@ -96,9 +96,7 @@ def attention(
                 f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
                 'an input signature, or pass implementation="reference".'
             )
-        rows = strip_rows(query.shape, key.shape, causal) if in_strips else None
-        if rows is not None:
-            return strip_attention(query, key, value, scale, causal, segments, rows)
+        block_size = block_size or _default_block_size(*query.shape[::2])
         return blockwise_attention(query, key, value, scale, causal, segments, block_size)
 
 
@@ -134,7 +132,7 @@ def attention_implementation(
     'blockwise'
     """
     query_shape, key_shape = _sizes("query_shape", query_shape), _sizes("key_shape", key_shape)
-    block_size = _block_size(block_size)
+    block_size = _default_block_size() if block_size is None else whole_number("block_size", block_size)
     with naming(f"dtype={shown(dtype)}"):
         dtype = tf.as_dtype(dtype)
     causal, packed = true_or_false("causal", causal), true_or_false("packed", packed)
@@ -158,11 +156,14 @@ def _sizes(name: str, shape: Any) -> tuple[int | None, ...]:
     return tuple(None if size is None else whole_number(name, size, minimum=0) for size in sizes)
 
 
-def _block_size(block_size: int | None) -> int:
-    if block_size is not None:
-        return whole_number("block_size", block_size)
-    # On a CPU, a block of each head's scores stays in a core's cache; a GPU wants larger matmuls.
-    return 512 if has_gpu() else 128
+def _default_block_size(batch: int | None = None, heads: int | None = None) -> int:
+    """Returns a block's most queries and keys; the least that it is for any batch and heads where these are None."""
+    if not has_gpu():  # a block of each head's scores stays in a core's cache
+        return 128
+    block_size = 512
+    while batch and heads and 4 * batch * heads * (2 * block_size) ** 2 <= _SCORES_ON_GPU:  # few launches, and large
+        block_size *= 2
+    return block_size
 
 
 def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> Segments:

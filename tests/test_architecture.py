@@ -20,7 +20,7 @@ BUDGETS = {
     "checkpoint": 1_431,
     "data": 1_529,
     "distribute": 942,
-    "kernels": 4_556,
+    "kernels": 4_352,
     "memory": 1_517,
     "step": 3_092,
     "training": 873,
