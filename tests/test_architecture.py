@@ -18,7 +18,7 @@ BUDGETS = {
     "adapters": 5_242,
     "app": 1_505,
     "checkpoint": 1_431,
-    "data": 1_529,
+    "data": 1_545,
     "distribute": 942,
     "kernels": 4_352,
     "memory": 1_517,

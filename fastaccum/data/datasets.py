@@ -56,7 +56,7 @@ class DatasetSource:
             weight = weight if weigh is None else weigh(y, weight)
             return tf.nest.map_structure(_dense, Batch(*without_none((x, y, weight))))
 
-        self.dataset = x.map(batch)
+        self.dataset = _untuned(x.map(batch))
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(x.cardinality())
@@ -92,6 +92,19 @@ class DatasetSource:
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.origin)
         return DatasetStacks(self, layout, steps_per_epoch)
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Turns TensorFlow's tuning of parallelism off, unless the user's options have it.
+
+    It runs in a thread that an iterator waits for when it is deleted, now and then for a minute. Untuned, AUTOTUNE
+    stands for one call a core, 16 at most.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 class DatasetStacks:

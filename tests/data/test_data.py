@@ -690,3 +690,13 @@ def test_fit_learns_the_same_from_sparse_data(trainer, kind):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     if kind != "generator":
         np.testing.assert_allclose(trainer.evaluate(*given, verbose=0), loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_a_dataset_is_not_tuned_unless_its_options_say_so(given):
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((4, 2)), np.ones(4))).batch(2)
+    if given is not None:
+        options = tf.data.Options()
+        options.autotune.enabled = given
+        dataset = dataset.with_options(options)
+    assert data.make_data_source(dataset, batch_size=None).dataset.options().autotune.enabled is bool(given)
