@@ -10,8 +10,8 @@ tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and
 behind `tf.keras`, and it imports `keras.src.engine`. Once this module is imported, `import tensorflow_addons` works:
 both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process, and for those that it starts.
 `import keras` gives Keras 3 as before. In a program that has used `tf.keras` as Keras 3 already, what needs
-tensorflow-addons raises a RuntimeError. Its compiled operations fit no current TensorFlow: what needs one raises a
-NotImplementedError that says what to use instead.
+tensorflow-addons raises a RuntimeError. No current TensorFlow can load its compiled operations: what needs one
+raises a NotImplementedError, and docs/guides/addons.md says what to use instead.
 """
 
 from __future__ import annotations
@@ -35,35 +35,6 @@ Put `import fastaccum.addons` above all other imports, or add this line at the t
     import os; os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
 `tf.keras` and `from tensorflow.keras import ...` are then tf_keras; write `import keras` for Keras 3."""
-
-# By the operation: what needs it, and what to use instead.
-_COMPILED = {
-    "addons_parse_time": ("text.parse_time", "datetime.strptime in the input pipeline"),
-    "addons_skip_gram_generate_candidates": (
-        "text.skip_gram_sample",
-        "tf_keras.preprocessing.sequence.skipgrams in the input pipeline",
-    ),
-    "addons_resampler": ("image.resampler", 'tensorflow_addons.image.interpolate_bilinear(..., indexing="xy")'),
-    "addons_image_connected_components": (
-        "image.connected_components",
-        "scipy.ndimage.label in the input pipeline",
-    ),
-    "addons_euclidean_distance_transform": (
-        "image.euclidean_dist_transform",
-        "scipy.ndimage.distance_transform_edt in the input pipeline",
-    ),
-    "addons_embedding_bag": (
-        "layers.EmbeddingBag",
-        "tf_keras.layers.Embedding, and tf.reduce_sum or tf.reduce_mean over axis -2 of what it returns",
-    ),
-    "addons_correlation_cost": (
-        "layers.CorrelationCost",
-        "tf.reduce_mean(a * tf.roll(b, [dy, dx], [1, 2]), -1) for each displacement, on maps padded with zeros",
-    ),
-    # These two have a form in Python too, which is used unless a program asks for the compiled one.
-    "addons_gather_tree": ("seq2seq.gather_tree", "tensorflow_addons.options.disable_custom_kernel()"),
-    "addons_adjust_hsv_in_yiq": ("image.adjust_hsv_in_yiq", "tensorflow_addons.options.disable_custom_kernel()"),
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -125,7 +96,7 @@ def _mend(addons: ModuleType) -> None:
     discriminative_layer_training.backend = backend
     discriminative_layer_training.tf_utils = tf_utils
     addons.options.disable_custom_kernel()
-    resource_loader.LazySO.ops = _Refused()
+    resource_loader.LazySO.ops = property(_refuse)
     # It takes `np.Inf`, which NumPy 2 has no more.
     beam_search_decoder.np = SimpleNamespace(Inf=np.inf, int64=np.int64)
     # It has an `if` of a tensor, which only a tf.function takes in a graph.
@@ -154,17 +125,11 @@ def _inline(module: ModuleType) -> None:
             each.__class__ = Inlined
 
 
-class _Refused:
-    """Stand-in for the library of a compiled operation, which refuses the operation by name."""
-
-    def __getattr__(self, operation: str) -> NoReturn:
-        if operation not in _COMPILED:
-            raise AttributeError(operation)
-        what, instead = _COMPILED[operation]
-        raise NotImplementedError(
-            f"{_ADDONS}.{what} needs an operation that was compiled for TensorFlow 2.15, and that no later one can "
-            f"load: use {instead}."
-        )
+def _refuse(library: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{library.relative_path} was compiled for TensorFlow 2.15, and no later one can load it: see "
+        "docs/guides/addons.md for what to use instead."
+    )
 
 
 def _follow_weights(swa: Any) -> None:

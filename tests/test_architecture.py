@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_242,
+    "adapters": 5_163,
     "app": 1_505,
     "checkpoint": 1_431,
     "data": 1_545,
@@ -24,7 +24,7 @@ BUDGETS = {
     "memory": 1_517,
     "step": 3_092,
     "training": 873,
-    "": 1_290,  # the modules directly in fastaccum
+    "": 1_255,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

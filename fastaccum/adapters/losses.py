@@ -19,7 +19,7 @@ from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
-from fastaccum.adapters.packages import kinds, of_keras
+from fastaccum.adapters.packages import of_keras
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
@@ -51,27 +51,6 @@ class Output(NamedTuple):
     @property
     def reduction(self) -> str:
         return self.loss.reduction if self.power is None else "mean"
-
-
-_OF_ALL_ROWS = {
-    f"tensorflow_addons.{name}"
-    for name in (
-        *("TripletSemiHardLoss", "TripletHardLoss", "LiftedStructLoss", "NpairsLoss", "NpairsMultilabelLoss"),
-        "WeightedKappaLoss",
-    )
-}
-
-
-class _OfAllRows:
-    """A loss with one value for all rows of a batch, repeated for each row."""
-
-    reduction = "sum_over_batch_size"
-
-    def __init__(self, loss: keras.losses.Loss):
-        self.loss, self.name = loss, type(loss).__name__
-
-    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        return tf.fill([y_pred.shape[0]], self.loss.call(y_true, y_pred))
 
 
 class Losses:
@@ -119,10 +98,7 @@ class Losses:
             for loss, weight in _with_weights(of_output, weights[i], name):
                 if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
                     loss = get_loss(loss, target, outputs.specs[i])
-                if _OF_ALL_ROWS & kinds(loss).keys():
-                    loss = _OfAllRows(loss)
-                else:
-                    _require_sum_of_rows(loss, name, outputs.specs[i])
+                _require_sum_of_rows(loss, name, outputs.specs[i])
                 classes = None
                 if takes_class_indices(loss):
                     shape, axis = tuple(outputs.specs[i].shape), getattr(loss, "_fn_kwargs", {}).get("axis", -1)
@@ -303,7 +279,7 @@ def _trace_rows(
     The operation mixes rows, or computes with their number in another way than by a factor `rows**p`. Without one, p is
     set if the loss has such a factor.
     """
-    if isinstance(loss, _OfAllRows) or _loss_name(loss) == "circle":
+    if _loss_name(loss) == "circle":
         return loss.name, None
     if of_keras(getattr(loss, "fn", type(loss))):
         return None, None
@@ -353,7 +329,8 @@ def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTe
     if _reduction(loss) is None:
         raise ValueError(
             f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
-            "reduction='sum_over_batch_size' (the mean) or 'sum'."
+            "reduction='sum_over_batch_size' (the mean) or 'sum'; or override the model's compute_loss with a loss "
+            "that compares rows."
         )
     if _loss_name(loss) in ("dice", "tversky"):
         axis, rank = loss._fn_kwargs.get("axis"), len(spec.shape)

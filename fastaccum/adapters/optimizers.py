@@ -357,69 +357,11 @@ class _Legacy(_TFKeras):
                 self.optimizer._distribution_strategy = tf.distribute.get_strategy()
 
 
-class _AddonsMulti(Optimizer):
-    """The `tensorflow_addons.optimizers.MultiOptimizer`, with an optimizer for the weights of some layers, by name.
-
-    A weight of none of these layers is not trained, as in tensorflow-addons.
-    """
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._groups = [(get(spec["optimizer"]), spec["weights"]) for spec in optimizer.optimizer_specs]
-        super().__init__(optimizer)
-
-    @property
-    def parts(self) -> list[keras.optimizers.Optimizer]:
-        return [self.optimizer, *(part for inner, _ in self._groups for part in inner.parts)]
-
-    @property
-    def needs_lookups(self) -> bool:
-        return any(inner.needs_lookups for inner, _ in self._groups)
-
-    @functools.cached_property
-    def description(self) -> dict[str, Any]:
-        parts = [{"weights": len(names), **inner.description} for inner, names in self._groups]
-        return {"class": type(self.optimizer).__name__, "optimizers": parts}
-
-    @contextlib.contextmanager
-    def _with_lookups(self, looked_up: Mapping[Hashable, tf.Tensor]) -> Iterator[None]:
-        with contextlib.ExitStack() as scopes:
-            for inner, _ in self._groups:
-                own = {v.ref() for v in inner._model_variables}
-                scopes.enter_context(
-                    inner._with_lookups({table: rows for table, rows in looked_up.items() if table in own})
-                )
-            yield
-
-    def _knows(self, variable: Variable) -> bool:
-        return all(inner._knows(variable) for inner, names in self._groups if variable.name in names)
-
-    def _create(self, variables: list[Variable]) -> None:
-        known = [name for _, names in self._groups for name in names]
-        if not any(v.name in known for v in variables):
-            raise ValueError(
-                f"optimizer={type(self.optimizer).__name__} has optimizers for the weights {known}, and the model "
-                "trains none of these: it knows weights by their names in tf_keras layers. For a Keras 3 model use "
-                "keras.optimizers.MultiOptimizer."
-            )
-        for inner, names in self._groups:
-            inner.build([v for v in variables if v.name in names])
-        self.optimizer.iterations  # noqa: B018  # made when first asked for
-
-    def _update(self, pairs: Pairs) -> None:
-        for inner, names in self._groups:
-            # Once for each time that a layer was named, as there.
-            own = [(g, v) for g, v in pairs for name in names if raw(v).name == name]
-            if own:
-                inner._update(own)
-        self.iterations.assign_add(1)
-
-
 # The first that fits. By name, since tf_keras is imported only by those who use it.
 _FAMILIES = {
     "keras.MultiOptimizer": _KerasMulti,
     "keras.Optimizer": _Keras,
     "tf_keras.Optimizer": _TFKeras,
-    "tensorflow_addons.MultiOptimizer": _AddonsMulti,
     "tf_keras.OptimizerV2": _Legacy,
 }
 

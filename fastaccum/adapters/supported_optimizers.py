@@ -35,6 +35,8 @@ def require_supported(optimizer: keras.optimizers.Optimizer) -> None:
         problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
     elif scale is not None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
+    elif "tensorflow_addons.MultiOptimizer" in own:
+        problem = "has an optimizer for each of some layers: use keras.optimizers.MultiOptimizer, or one optimizer"
     elif uncalled := [name for name in _UNCALLED if _is_users(optimizer, name)]:
         problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
     elif isinstance(rate, (int, float)) and not checks.in_float32(rate):

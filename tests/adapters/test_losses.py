@@ -261,15 +261,28 @@ def test_only_labels_that_are_class_indices_are_observed(family):
 
 
 def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
-    """Told of, and without padding; tensorflow-addons' is one number for all rows, whose own reduction is none."""
-    pytest.importorskip("tf_keras")
+    """Told of, and without padding."""
     y_pred, labels = tf.math.l2_normalize(tf.constant([[1.0, 2], [3, 1], [2, 2], [0, 1]]), 1), tf.constant([0, 0, 1, 1])
-    for loss in (LOSSES.Circle(), fa.addons.losses.TripletSemiHardLoss()):
-        losses, outputs = Losses(loss), Outputs(["a"], y_pred)
-        losses.build(outputs, labels)
-        assert losses.mixing == {"a": loss.name if isinstance(loss, LOSSES.Circle) else type(loss).__name__}
-        (term,) = losses.terms(outputs.matched(labels, y_pred, None), None, {})
-        np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
+    losses, outputs, loss = Losses(LOSSES.Circle()), Outputs(["a"], y_pred), LOSSES.Circle()
+    losses.build(outputs, labels)
+    assert losses.mixing == {"a": "circle"}
+    (term,) = losses.terms(outputs.matched(labels, y_pred, None), None, {})
+    np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["TripletSemiHard", "TripletHard", "LiftedStruct", "Npairs", "NpairsMultilabel"])
+def test_a_loss_of_tensorflow_addons_that_compares_rows_is_refused(name):
+    """By its reduction, which is none; and by its value, a scalar, where another reduction is set on it."""
+    pytest.importorskip("tf_keras")
+    y_pred, labels = tf.fill([4, 4], 0.5), tf.eye(4) if name == "NpairsMultilabel" else tf.range(4)
+    loss, outputs = getattr(fa.addons.losses, f"{name}Loss")(), Outputs(["a"], y_pred)
+    with pytest.raises(ValueError, match=r"reduction=None.* override the model's compute_loss"):
+        Losses(loss).build(outputs, labels)
+    loss.reduction = "sum_over_batch_size"
+    losses = Losses(loss)
+    losses.build(outputs, labels)
+    with pytest.raises(ValueError, match=r"returned shape \(\) for 4 examples.*override the model's compute_loss"):
+        losses.terms(outputs.matched(labels, y_pred, None), None, {})
 
 
 class Halved(LOSSES.MeanSquaredError):

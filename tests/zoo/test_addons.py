@@ -59,6 +59,17 @@ def on(shape, *layers, **arguments):
     return Case(model, random(*shape), points()[1], loss=cross_entropy(), micro_batches=4, **arguments)
 
 
+def _rows(written, named, quick=(), **about):
+    """A test for each of the rows of these names, all written by one function of what is beside the name."""
+    for number, (name, each) in enumerate(named.items()):
+
+        @addon(name, quick=name in quick, **about)
+        def test(each=each):
+            return written(each)
+
+        globals()[f"test{written.__name__}_{number}"] = test
+
+
 def _by_hand(model, x, y, loss, jit_compile=False):
     """`fit` beside a loop over its two micro-batches, where tf_keras's `fit` cannot be compared with."""
 
@@ -227,7 +238,7 @@ def test_cells():
 
 @addon(
     "EmbeddingBag",
-    refused="tensorflow_addons.layers.EmbeddingBag needs an operation that was compiled",
+    refused="_embedding_bag_ops.so was compiled for TensorFlow 2.15",
     why="It needs an operation that no current TensorFlow can load.",
     quick=True,
 )
@@ -247,7 +258,7 @@ class _Correlated(tf_keras.Model):
 
 @addon(
     "CorrelationCost",
-    refused="tensorflow_addons.layers.CorrelationCost needs an operation that was compiled",
+    refused="_correlation_cost_ops.so was compiled for TensorFlow 2.15",
     why="It needs an operation that no current TensorFlow can load.",
     quick=True,
 )
@@ -310,57 +321,25 @@ def test_contrastive():
     return Case(model, [x[:, :3], x[:, 3:]], (y > 0).astype("float32"), loss=tfa.losses.ContrastiveLoss())
 
 
-BETWEEN_ROWS = "It compares the rows of each micro-batch, and warns of that."
-SHIFTED = "The largest error is in a bias whose exact gradient is 0, because of a softmax."
-ROUNDED = " Squared distances are differences here, which XLA rounds otherwise. Without XLA the error is 0."
-
-
-def _embeddings(loss):
-    model = classifier(KERAS.Lambda(lambda t: tf.math.l2_normalize(t, axis=1)))
-    return Case(model, random(6), np.arange(ROWS) // 2 % 2, loss=loss, by_micro_batch=True)
-
-
-@addon("TripletSemiHardLoss", note=BETWEEN_ROWS + ROUNDED, tolerance=1e-3, quick=True)
-def test_triplet_semi_hard():
-    return _embeddings(tfa.losses.TripletSemiHardLoss())
-
-
-@addon("TripletHardLoss", note=BETWEEN_ROWS + ROUNDED, tolerance=1e-3)
-def test_triplet_hard():
-    return _embeddings(tfa.losses.TripletHardLoss())
-
-
-@addon("LiftedStructLoss", note=BETWEEN_ROWS + ROUNDED, tolerance=1e-3)
-def test_lifted():
-    return _embeddings(tfa.losses.LiftedStructLoss())
-
-
-def _similarities(loss, y):
-    a, b = tf_keras.Input((3,)), tf_keras.Input((3,))
-    similarity = KERAS.Lambda(lambda ab: tf.matmul(ab[0], ab[1], transpose_b=True))
-    model = tf_keras.Model([a, b], similarity([KERAS.Dense(4)(a), KERAS.Dense(4)(b)]))
-    x = random(6)
-    return _by_hand(model, [x[:, :3], x[:, 3:]], y, loss)
-
-
-@addon(
-    "NpairsLoss",
-    note=f"{BETWEEN_ROWS} {SHIFTED} Compared with a loop by hand: in tf_keras's `fit` it is NaN.",
-    tolerance=1e-3,
-)
-def test_npairs():
-    return _similarities(tfa.losses.NpairsLoss(), np.arange(ROWS) % 4)
-
-
-@addon("NpairsMultilabelLoss", note=f"{BETWEEN_ROWS} {SHIFTED}", tolerance=1e-3)
-def test_npairs_multilabel():
-    return _similarities(tfa.losses.NpairsMultilabelLoss(), one_hot(np.arange(ROWS) % 4, 4))
-
-
-@addon("WeightedKappaLoss", note=BETWEEN_ROWS)
-def test_kappa_loss():
+def _comparing_rows(make):
     x, y = points()
-    return Case(classifier(KERAS.Softmax()), x, one_hot(y), loss=tfa.losses.WeightedKappaLoss(3), by_micro_batch=True)
+    return Case(classifier(KERAS.Softmax()), x, one_hot(y), loss=make())
+
+
+_rows(
+    _comparing_rows,
+    {
+        "TripletSemiHardLoss": lambda: tfa.losses.TripletSemiHardLoss(),
+        "TripletHardLoss": lambda: tfa.losses.TripletHardLoss(),
+        "LiftedStructLoss": lambda: tfa.losses.LiftedStructLoss(),
+        "NpairsLoss": lambda: tfa.losses.NpairsLoss(),
+        "NpairsMultilabelLoss": lambda: tfa.losses.NpairsMultilabelLoss(),
+        "WeightedKappaLoss": lambda: tfa.losses.WeightedKappaLoss(3),
+    },
+    quick={"TripletSemiHardLoss"},
+    refused="or override the model's compute_loss with a loss that compares rows",
+    why="It compares the rows of a batch.",
+)
 
 
 # Metrics
@@ -466,27 +445,20 @@ OPTIMIZERS = {
 }
 
 
-def _rows(written, named, quick=()):
-    """A test for each of the rows of these names, all written by one function of what is beside the name."""
-    for number, (name, each) in enumerate(named.items()):
-
-        @addon(name, quick=name in quick)
-        def test(each=each):
-            return written(each)
-
-        globals()[f"test{written.__name__}_{number}"] = test
-
-
 # The others are among tests/adapters/test_optimizers.py's.
 _rows(_with, OPTIMIZERS, quick={"ConditionalGradient", "ProximalAdagrad", "ExponentialCyclicalLearningRate"})
 
 
-@addon("MultiOptimizer", quick=True)
+@addon(
+    "MultiOptimizer",
+    refused="use keras.optimizers.MultiOptimizer, or one optimizer",
+    why="Keras's has an optimizer for each layer, too.",
+    quick=True,
+)
 def test_multi_optimizer():
     case = on_points(KERAS.Dense(8, "relu"))
-    first, last = case.model.layers
     sgd = tf_keras.optimizers.legacy.SGD
-    case.optimizer = lambda: tfa.optimizers.MultiOptimizer([(sgd(0.1), first), (sgd(0.01), last)])
+    case.optimizer = lambda: tfa.optimizers.MultiOptimizer([(sgd(0.1), layer) for layer in case.model.layers])
     return case
 
 

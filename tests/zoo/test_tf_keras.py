@@ -125,8 +125,8 @@ def test_sharpness_aware_minimization():
     FAMILY,
     "WideDeepModel with an optimizer for each part",
     refused="WideDeepModel",
-    why="Use a plain tf_keras.Model that adds the parts' outputs, with one optimizer or tensorflow-addons' "
-    "MultiOptimizer.",
+    why="Use a plain tf_keras.Model that adds the parts' outputs, with one optimizer or "
+    "keras.optimizers.MultiOptimizer.",
 )
 def test_wide_and_deep():
     x, _ = points()
