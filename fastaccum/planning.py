@@ -22,15 +22,14 @@ def plan(
     recompute: Literal["auto"] | None = None,
     verbose: Verbose = "auto",
 ) -> Plan:
-    """Finds the micro-batch with which an update of `global_batch_size` rows fits the device and is fastest.
+    """Finds the micro-batch with which an update of `global_batch_size` rows fits the device.
 
     It compiles the train step for about five micro-batches at most, and reads XLA's plan of the memory of each. No data
     is made, no program is kept, and trainer and model stay as they are. `fit(..., batch_size="auto",
     global_batch_size=N)` does the same with its own data.
 
     The micro-batch divides the global batch, and is a multiple of the number of devices. It is the largest that fits.
-    On a GPU a few sizes are also timed, on padding that moves no weight, and a smaller one is chosen if it is faster;
-    not so if padding would change batch statistics. Worker processes agree on one that fits all of them.
+    Worker processes agree on one that fits all of them.
 
     Args:
         trainer: a `Trainer`, trained or not.
@@ -41,7 +40,7 @@ def plan(
             FASTACCUM_MEMORY_LIMIT, or else what is free on the device, less a twentieth.
         recompute: "auto" to look for a policy of `fastaccum.remat` if no micro-batch fits, the one that computes least
             again first. The model stays as it is: pass it to `fastaccum.remat` with that policy.
-        verbose: 0 for no messages on a terminal about what is being compiled.
+        verbose: 0 for no messages on stderr about what is being compiled.
 
     Returns:
         A `Plan`. To train with it, set `trainer.gradient_accumulation_steps = plan.accumulation_steps` and pass

@@ -355,8 +355,8 @@ class Trainer:
         sample_weight: arguments.Arrays | None = None,
         verbose: bool = True,
     ) -> Summary:
-        """Prints what a train step computes, moves and holds: parameters, FLOPs, bytes, memory by kind, and what was
-        compiled so far. Compiles the step where that was not done yet; runs nothing.
+        """Prints what a train step computes and holds: parameters, FLOPs, memory by kind, and what was compiled so far.
+        Compiles the step where that was not done yet; runs nothing.
 
         Args:
             x: as `fit` takes it; only shapes and dtypes are read. None for the data that the trainer has seen first.
@@ -366,8 +366,8 @@ class Trainer:
             verbose: False prints nothing.
 
         Returns:
-            The figures: `flops`, `bytes`, `arithmetic_intensity`, `memory` and the others of the table, which is its
-            `str`. Under tf.distribute they are those of one replica.
+            The figures: `flops`, `memory` and the others of the table, which is its `str`. Under tf.distribute they
+            are those of one replica.
 
         Raises:
             TypeError: raised if x is an iterator, which could not be read again.

@@ -16,15 +16,15 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
     "adapters": 5_163,
-    "app": 1_505,
+    "app": 1_498,
     "checkpoint": 1_431,
     "data": 1_545,
     "distribute": 942,
     "kernels": 4_352,
-    "memory": 1_517,
+    "memory": 1_347,
     "step": 3_092,
-    "training": 873,
-    "": 1_255,  # the modules directly in fastaccum
+    "training": 870,
+    "": 1_254,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

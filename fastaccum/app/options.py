@@ -114,7 +114,6 @@ def make_parser() -> Parser:
     limit = "what the device may hold, in bytes or as 16GiB (by default what is free of it)"
     add("--memory-limit", type=_path, metavar="SIZE", help=limit)
     add("--recompute", choices=["auto"], help="auto: where nothing fits, look for activations to compute again")
-    add("--plot", type=_path, metavar="FILE", help="draw memory over micro-batches to FILE")
     _finish(plan, "plan")
     commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
     devices = commands.add_parser("devices", help="list what TensorFlow can train on")

@@ -34,12 +34,6 @@ def plan(options: argparse.Namespace) -> int:
         given = "".join(f" --{name} {getattr(options, name)}" for name in names)
         cut = f"--batch-size {found.batch_size} --accum {found.accumulation_steps}"
         say("to train", f"fastaccum train{given} {cut}", wraps=False)
-    if options.plot is not None:
-        try:
-            found.plot(options.plot)
-        except (OSError, ValueError, ImportError) as error:
-            raise BadArgument(f"--plot: {error}", PROG) from error
-        say("drawn", options.plot)
     return 0
 
 

@@ -1,32 +1,25 @@
-"""Counts the arithmetic and the traffic of a compiled program, instruction by instruction and turn by turn of loops."""
+"""Counts the arithmetic of a compiled program, instruction by instruction and turn by turn of loops."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fastaccum.memory.buffers import HloProto
 
-# Bytes of an element, by XLA's PrimitiveType; all others hold none.
-_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
-_SLICES = {"slice", "dynamic-slice", "gather"}
-
 
 class Cost(NamedTuple):
-    """The arithmetic and the traffic of one run of a program.
+    """The arithmetic of one run of a program.
 
     Attributes:
         flops: floating point operations of its matrix products and convolutions, two for a multiplication and its
             addition. Recomputed products count again; elementwise operations do not count.
-        bytes: read and written by its kernels, as if no cache kept anything between two of them.
         at_least: true if XLA does not know the length of a loop with products, which counts as one turn.
     """
 
     flops: int
-    bytes: int
     at_least: bool = False
 
 
@@ -49,26 +42,11 @@ class _Reader:
         called = list(line.called_computation_ids)
         if line.opcode == "while":  # the body is called first
             known = json.loads(line.backend_config or b"{}").get("known_trip_count", {})
-            times = int(known.get("n", 1))
             inner = self.cost(called[0])
-            return Cost(times * inner.flops, times * inner.bytes, inner.at_least or (not known and inner.flops > 0))
+            return Cost(int(known.get("n", 1)) * inner.flops, inner.at_least or (not known and inner.flops > 0))
         if line.opcode == "conditional":
             return max(map(self.cost, called))
-        if line.opcode in ("call", "async-start"):
-            return _sum(map(self.cost, called))
-        if line.opcode in _FREE or line.opcode.endswith(("-done", "-update")):
-            return Cost(0, 0)
-        if line.opcode == "fusion":
-            fused = self._computations[called[0]]
-            return Cost(sum(map(self._flops, self._nested(fused))), self._moved(line, fused))
-        return Cost(self._flops(line), self._moved_alone(line))
-
-    def _nested(self, computation: HloProto) -> Iterator[HloProto]:
-        for line in computation.instructions:
-            yield line
-            if line.opcode in ("fusion", "call"):
-                for called in line.called_computation_ids:
-                    yield from self._nested(self._computations[called])
+        return _sum([Cost(self._flops(line)), *map(self.cost, called)])
 
     def _flops(self, line: HloProto) -> int:
         target = line.custom_call_target
@@ -109,45 +87,6 @@ class _Reader:
         flops = 2 * products * scores * self._operand(line, 0).shape.dimensions[-1]
         return flops // 2 if "CAUSAL" in config.get("mask_type", "") else flops
 
-    def _moved_alone(self, line: HloProto) -> int:
-        operands = [self._operand(line, i).shape for i in range(len(line.operand_ids))]
-        if line.opcode in _SLICES:
-            return 2 * _size(line.shape)
-        if line.opcode == "dynamic-update-slice":
-            return 2 * _size(operands[1])
-        if line.opcode == "scatter":
-            return 3 * _size(operands[-1])
-        return _size(line.shape) + sum(map(_size, operands))
-
-    def _moved(self, line: HloProto, fused: HloProto) -> int:
-        """Counts a fusion's bytes: slices of operands that it only slices, and the part that it writes in place."""
-        inside = {i.id: i for i in fused.instructions}
-        users: dict[int, list[HloProto]] = {}
-        for each in fused.instructions:
-            for operand in each.operand_ids:
-                users.setdefault(operand, []).append(each)
-        root = inside[fused.root_id]
-        results = [self._behind(i) for i in root.operand_ids] if root.opcode == "tuple" else [self._behind(root.id)]
-        updates = [r for r in results if r.opcode == "dynamic-update-slice"]
-        in_place = {self._behind(r.operand_ids[0]).id for r in updates}
-        moved = sum(_size(r.shape) for r in results if r.opcode != "dynamic-update-slice")
-        moved += sum(_size(self._operand(r, 1).shape) for r in updates)
-        for each in fused.instructions:
-            if each.opcode == "parameter":
-                users_of = users.get(each.id, [])
-                whole = _size(each.shape)
-                if users_of and all(u.opcode in _SLICES and u.operand_ids[0] == each.id for u in users_of):
-                    moved += min(whole, sum(_size(u.shape) for u in users_of))
-                elif each.id not in in_place:
-                    moved += whole
-        return moved
-
-    def _behind(self, instruction: int) -> HloProto:
-        line = self._instructions[instruction]
-        while line.opcode in ("bitcast", "reshape", "copy"):
-            line = self._instructions[line.operand_ids[0]]
-        return line
-
     def _operand(self, line: HloProto, number: int) -> HloProto:
         return self._instructions[line.operand_ids[number]]
 
@@ -166,13 +105,9 @@ def _meetings(window: HloProto, length: int, outputs: int) -> int:
 
 def _sum(costs: Iterable[Cost]) -> Cost:
     found = list(costs)
-    return Cost(sum(c.flops for c in found), sum(c.bytes for c in found), any(c.at_least for c in found))
+    return Cost(sum(c.flops for c in found), any(c.at_least for c in found))
 
 
 def _arrays(shape: HloProto) -> list[HloProto]:
     """Lists the arrays in a shape, which may be a tuple of tuples."""
     return [array for part in shape.tuple_shapes for array in _arrays(part)] if shape.tuple_shapes else [shape]
-
-
-def _size(shape: HloProto) -> int:
-    return sum(_BYTES.get(array.element_type, 0) * math.prod(array.dimensions) for array in _arrays(shape))

@@ -1,12 +1,10 @@
-"""The result of `fastaccum.plan`: the micro-batch, and those considered, as a table and as a picture."""
+"""The result of `fastaccum.plan`: the micro-batch, and those considered, as a table."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -25,7 +23,6 @@ class Considered(NamedTuple):
         peak_bytes: the most that each device would hold.
         fits: whether the peak is within the limit.
         flops: floating point operations of a train step's matrix products and convolutions.
-        seconds: of a train step, where it was timed.
     """
 
     batch_size: int
@@ -34,7 +31,6 @@ class Considered(NamedTuple):
     peak_bytes: int
     fits: bool
     flops: int = 0
-    seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,44 +72,15 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return f"{render(self.__rich__(), sys.stdout.isatty())}\n{self.summary}"
-
-    def __rich__(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        timed, recomputed = (any(getattr(c, name) for c in self.considered) for name in ("seconds", "recompute"))
-        for column in ("batch_size", "micro-batches", "peak", "of the limit", *["s a step"] * timed):
+        recomputed = any(c.recompute for c in self.considered)
+        for column in ("batch_size", "micro-batches", "peak", "of the limit"):
             table.add_column(column, justify="right")
         table.add_column("")
         for each in sorted(self.considered, key=lambda c: (bool(c.recompute), str(c.recompute), c.batch_size)):
             chosen = (each.batch_size, each.recompute) == (self.batch_size, self.recompute)
-            seconds = "" if each.seconds is None else f"{each.seconds:.3g}"
             said = "chosen" if chosen else "" if each.fits else "does not fit"
             said += f"  {each.recompute or 'as it is'}" * recomputed
-            row = [f"{each.batch_size:,}", f"{each.accumulation_steps:,}", in_units(each.peak_bytes)]
-            row += [f"{each.peak_bytes / self.memory_limit:.0%}", *[seconds] * timed, said]
-            table.add_row(*row, style="bold green" if chosen else None if each.fits else "dim")
-        return table
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws peak memory over rows of a micro-batch, with the limit, to a file; needs the extra `plot`.
-
-        Raises:
-            ImportError: raised if matplotlib is not installed.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes: Any = figure.subplots()
-        unit, name = (2**30, "GiB") if self.memory_limit >= 2**30 else (2**20, "MiB")
-        for policy in dict.fromkeys(str(c.recompute) for c in self.considered):
-            points = sorted((c.batch_size, c.peak_bytes / unit) for c in self.considered if str(c.recompute) == policy)
-            axes.plot(*zip(*points, strict=True), "o-", label="peak" if policy == "None" else f"peak, {policy}")
-        axes.plot([self.batch_size], [self.peak_bytes / unit], "*", color="black", markersize=14, label="chosen")
-        axes.axhline(self.memory_limit / unit, color="tab:red", linestyle="--", label="limit")
-        axes.set_xscale("log", base=2)
-        rows = sorted({c.batch_size for c in self.considered})
-        axes.set_xticks(rows, [f"{each:,}" for each in rows])
-        axes.set(xlabel="rows of a micro-batch", ylabel=f"{name} of a device", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path, dpi=150)
+            figures = f"{each.batch_size:,}", f"{each.accumulation_steps:,}", in_units(each.peak_bytes)
+            table.add_row(*figures, f"{each.peak_bytes / self.memory_limit:.0%}", said)
+        return f"{render(table)}\n{self.summary}"

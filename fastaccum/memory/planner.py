@@ -1,4 +1,4 @@
-"""Plans the micro-batch that fits a device and is fastest, by compiling a few; nothing is trained."""
+"""Plans the largest micro-batch that fits a device, by compiling a few; nothing is trained."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-import tensorflow as tf
-from rich.console import Console
-
-from fastaccum.adapters.attributes import replaced, restored
+from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.remat import recomputing
-from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.data.stacks import Batch
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure, resident_bytes
+from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explain
 from fastaccum.memory.plan import Considered, Plan, Policy
@@ -29,8 +26,6 @@ from fastaccum.step.step import Step
 
 # Policies of recomputation, the cheapest first: none; all but products with weights; everything.
 RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], "nothing_saveable")
-TIMED = 3  # the largest micro-batches that fit are timed, on a GPU
-FASTER = 0.97  # of a larger micro-batch's time; a smaller one that gains less gains noise
 SHARE = 0.95  # of a device's memory, planned to be filled where no limit is given: allocators leave gaps
 
 
@@ -54,7 +49,7 @@ class Planner:
 
     Args:
         dispatched: train steps whose data a dispatch holds.
-        timed: whether steps whose rows all only pad may be timed.
+        verbose: 0 to say nothing of what is compiled.
     """
 
     def __init__(
@@ -65,39 +60,31 @@ class Planner:
         *,
         replicas: Replicas | None = None,
         dispatched: int = 1,
-        timed: bool = False,
         verbose: Literal["auto", 0, 1, 2] = "auto",
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
-        self._dispatched, self._timed = dispatched, timed
-        # In a notebook rich would ask for a package of widgets: the spinner's lines are printed there.
-        self._prints = bool(verbose) and "ipykernel" in sys.modules
-        spins = bool(verbose) and not self._prints and sys.stderr.isatty()
-        self._console = Console(
-            stderr=True, highlight=False, quiet=not spins, force_terminal=spins, force_jupyter=False
-        )
+        self._dispatched, self._verbose = dispatched, bool(verbose)
         self._started = time.monotonic()
         self._memory: dict[tuple[str, int], StepMemory] = {}
         self._considered: list[Considered] = []
-        self._limit, self._status = 0, self._console.status("plan: tracing")
+        self._limit = 0
 
     def plan(self, rows: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]) -> Plan:
         """Plans among micro-batches of `rows`, rising, with the first policy under which one of them fits."""
         self._limit = self._agreed(min, self._limit_of(memory_limit))
-        with self._status:
-            for number, policy in enumerate(policies):
-                with contextlib.ExitStack() as scope:
-                    try:
-                        scope.enter_context(self._recomputing(policy))
-                        scope.enter_context(self._step.temporary_retrace())
-                        # Where even the smallest may be too large, it comes first: the others are larger still.
-                        if number and self._peak(policy, rows[0]) > self._limit:
-                            continue
-                    except ValueError as error:  # nothing could be computed again, or not all that was found
-                        raise self._nothing_fits(rows[0], policies[:number], [_reason(error)]) from error
-                    chosen = self._largest(policy, rows)
-                    if chosen is not None:
-                        return self._planned(policy, self._fastest(policy, chosen))
+        for number, policy in enumerate(policies):
+            with contextlib.ExitStack() as scope:
+                try:
+                    scope.enter_context(self._recomputing(policy))
+                    scope.enter_context(self._step.temporary_retrace())
+                    # Where even the smallest may be too large, it comes first: the others are larger still.
+                    if number and self._peak(policy, rows[0]) > self._limit:
+                        continue
+                except ValueError as error:  # nothing could be computed again, or not all that was found
+                    raise self._nothing_fits(rows[0], policies[:number], [_reason(error)]) from error
+                chosen = self._largest(policy, rows)
+                if chosen is not None:
+                    return self._planned(policy, chosen)
         raise self._nothing_fits(rows[0], policies)
 
     def _recomputing(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
@@ -110,11 +97,6 @@ class Planner:
         if not stacks or policy is None:
             return recomputing(self._step.objective.model.model, policy)
         return replaced([each for stack in stacks for each in ((stack, "policy", policy), (stack, "unroll", False))])
-
-    def _say(self, text: str) -> None:
-        self._status.update(text)
-        if self._prints:
-            print(text, flush=True)
 
     def _limit_of(self, given: int | str | None) -> int:
         if given is not None:
@@ -130,26 +112,13 @@ class Planner:
 
     def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
         known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
-        chosen = largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
-        return rows[-1] if chosen != rows[-1] and self._fits_whole(policy, rows[-1]) else chosen
-
-    def _fits_whole(self, policy: Policy, rows: int) -> bool:
-        """Returns whether one micro-batch of all rows, which needs no accumulators, fits where smaller ones do not.
-
-        Compiles it only if a line through the two largest known peaks, less the accumulators, stays below the limit.
-        """
-        points = sorted((c.batch_size, c.peak_bytes) for c in self._considered if c.recompute == policy)
-        (before, below), (last, top) = points[-2:] if len(points) > 1 else [(0, resident_bytes(self._step)), *points]
-        if last == rows:
-            return top <= self._limit
-        accumulators = self._memory[repr(policy), last].by_kind["accumulators"]
-        at_least = top - accumulators + (top - below) / (last - before) * (rows - last)
-        return at_least <= self._limit and self._peak(policy, rows) <= self._limit
+        return largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
 
     def _peak(self, policy: Policy, rows: int) -> int:
         """Compiles the step for micro-batches of so many rows, and returns the peak."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
-        self._say(f"plan: compiling program {number}, micro-batches of {rows:,} rows")
+        if self._verbose:
+            print(f"plan: compiling program {number}, micro-batches of {rows:,} rows", file=sys.stderr, flush=True)
         programs = compile_programs(self._step.trace(dispatch_of(self._sample, rows, steps)))
         memory, flops = measure(self._step, programs), cost.count(proto for _, proto in programs).flops
         # A dispatch of several train steps holds the data of all of them.
@@ -158,36 +127,6 @@ class Planner:
         self._considered.append(Considered(rows, steps, policy, peak, peak <= self._limit, flops))
         self._memory[repr(policy), rows] = memory
         return peak
-
-    def _fastest(self, policy: Policy, chosen: int) -> int:
-        """Returns the fastest of the largest micro-batches that fit, where steps may be timed; else `chosen`."""
-        fit = [c for c in self._considered if c.recompute == policy and c.fits and self._timed]
-        shortest: float | None = None
-        for each in sorted(fit, key=lambda c: -c.batch_size)[:TIMED]:
-            self._say(f"plan: timing micro-batches of {each.batch_size:,} rows")
-            try:
-                seconds = self._seconds(each)
-            except (tf.errors.ResourceExhaustedError, OutOfMemoryError):  # the limit is above what there is
-                continue
-            self._considered[self._considered.index(each)] = each._replace(seconds=seconds)
-            if shortest is None or seconds < FASTER * shortest:
-                chosen, shortest = each.batch_size, seconds
-        return chosen
-
-    def _seconds(self, each: Considered) -> float:
-        """Times a train step whose rows are all padding: no weight and no state moves, and its logs are undone."""
-        dispatch = dispatch_of(self._sample, each.batch_size, each.accumulation_steps)
-        stacks = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), dispatch.stacks)
-        times = []
-        variables = [*self._step.running.variables, *self._step.objective.model.metric_variables]
-        measured = self._memory[repr(each.recompute), each.batch_size]
-        # The guard protects the variables if memory runs out, and need not compile the step once more.
-        with restored(variables), replaced([(self._step.guard, "measure", lambda run: measured)]):
-            for _ in range(3):  # of which the first compiles
-                start = time.perf_counter()
-                bool(self._step.dispatch(Dispatch(stacks)).fine)  # waits
-                times.append(time.perf_counter() - start)
-        return min(times[1:])
 
     def _planned(self, policy: Policy, chosen: int) -> Plan:
         (found,) = (c for c in self._considered if (c.batch_size, c.recompute) == (chosen, policy))

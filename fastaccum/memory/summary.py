@@ -1,4 +1,4 @@
-"""`Trainer.summary`: the FLOPs, traffic and memory of a train step, and the programs compiled so far."""
+"""`Trainer.summary`: the FLOPs and memory of a train step, and the programs compiled so far."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ class Summary:
         replicas: over which a micro-batch is split.
         flops: floating point operations of a step's matrix products and convolutions, as compiled for this device: two
             for a multiplication and its addition. Recomputed products count again.
-        bytes: read and written by the step's kernels, as if no cache kept anything between two of them.
-        at_least: whether FLOPs and bytes are more: one turn counts of a loop whose length XLA does not know, such as a
+        at_least: whether FLOPs are more: one turn counts of a loop whose length XLA does not know, such as a
             recurrent layer's backward pass.
         memory: the step's memory at its peak.
         programs: the programs that were compiled so far.
@@ -65,17 +64,11 @@ class Summary:
     accumulation_steps: int
     replicas: int
     flops: int
-    bytes: int
     at_least: bool
     memory: StepMemory
     programs: tuple[Compiled, ...]
     attention: Mapping[str, str]
     advice: tuple[str, ...] = ()
-
-    @property
-    def arithmetic_intensity(self) -> float:
-        """FLOPs for each byte moved: below a device's FLOP/s over its bytes/s, the step waits for memory."""
-        return self.flops / self.bytes
 
     def __str__(self) -> str:
         on = f", on each of {self.replicas} replicas" if self.replicas > 1 else ""
@@ -93,8 +86,6 @@ class Summary:
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
         at_least = "at least " if self.at_least else ""
         yield "FLOPs of products", f"{at_least}{self.flops / 1e9:,.4g} GFLOP"
-        yield "bytes moved", f"{at_least}{in_units(self.bytes)}"
-        yield "arithmetic intensity", f"{self.arithmetic_intensity:.3g} FLOP/byte"
 
     def _memory(self) -> Iterator[tuple[str, str]]:
         for kind, size in self.memory.by_kind.items():

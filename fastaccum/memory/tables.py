@@ -14,11 +14,9 @@ def in_units(size: float) -> str:
     return f"{size / 2**10:,.1f} KiB"
 
 
-def render(table: Table, terminal: bool = False) -> str:
-    """Renders a table as text: in a terminal's colours and width, or plain and of 100 columns."""
-    console = Console(
-        width=None if terminal else 100, force_terminal=terminal, force_jupyter=False, markup=False, emoji=False
-    )
+def render(table: Table) -> str:
+    """Renders a table as plain text of 100 columns."""
+    console = Console(width=100, force_terminal=False, force_jupyter=False, markup=False, emoji=False)
     with console.capture() as printed:
         console.print(table)
     return "\n".join(line.rstrip() for line in printed.get().splitlines())

@@ -10,7 +10,6 @@ from fastaccum import checks
 from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.remat import installed
 from fastaccum.data.stacks import Batch
-from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.plan import Plan
@@ -47,14 +46,12 @@ def make_plan(
     replicas = builder.recipe.replicas
     rows = planner.candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)
     step = builder.get_or_build(specs(sample, rows[-1]), options)
-    exact_rows = builder.training_layout(options).exact_rows
     search = planner.Planner(
         step,
         sample,
         global_batch_size,
         replicas=replicas,
         dispatched=options.steps_per_execution,
-        timed=has_gpu() and replicas is None and not exact_rows,
         verbose=verbose,
     )
     # A model that computes again already does so as its user chose.

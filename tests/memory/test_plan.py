@@ -1,7 +1,6 @@
 """`fa.plan` and `fit(batch_size="auto")`: the choice, what it leaves as it was, and what it refuses."""
 
 import gc
-import sys
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Dispatch
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, specs, stacked
-from fastaccum.memory.buffers import Buffer, StepMemory
 
 ROWS = 40
 X = np.random.default_rng(0).normal(size=(ROWS, 64)).astype("float32")
@@ -78,16 +76,13 @@ def test_a_plan_leaves_trainer_and_model_as_they_were(planned):
     assert trainer._step.compiled_execute.traces == 1  # that of its fit
 
 
-def test_a_plan_is_a_table_and_a_picture(planned, tmp_path):
+def test_a_plan_is_a_table(planned):
     _, _, plan, _, _ = planned
     lines = str(plan).splitlines()
     rows = sorted(each.batch_size for each in plan.considered)
     assert [line.split()[0] for line in lines[1:-1]] == [str(each) for each in rows]
     assert [line.split()[0] for line in lines if "chosen" in line] == ["4"]
     assert lines[-1].startswith("batch_size=4 x 4 micro-batches = 16 rows: ") and plan.summary == lines[-1]
-    pytest.importorskip("matplotlib")
-    plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_dispatch_of_several_steps_holds_the_data_of_all(planned, monkeypatch):
@@ -125,82 +120,12 @@ def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
         np.testing.assert_array_equal(a, b)
 
 
-def test_timing_moves_nothing(planned, monkeypatch):
-    trainer, before, _, _, _ = planned
-    seconds = {}
-
-    def timed(self, each, measure=planner.Planner._seconds):
-        assert measure(self, each) > 0
-        return seconds.setdefault(each.batch_size, 1.0 if each.batch_size == 4 else 0.5)
-
-    monkeypatch.setattr("fastaccum.training.micro_batch.has_gpu", lambda: True)
-    monkeypatch.setattr(planner, "candidates", lambda *_: [1, 2, 4])
-    monkeypatch.setattr(planner.Planner, "_seconds", timed)
-    plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
-    assert plan.batch_size == 2 and {c.batch_size: c.seconds for c in plan.considered} == seconds
-    for a, b in zip(before, state(trainer), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert trainer._step.compiled_execute.traces == 1
-
-
-def test_what_is_timed_is_guarded(planned, monkeypatch):
-    """The limit that was passed is above what there is: what does not fit must not run, or its variables are lost."""
-    trainer, before, _, _, _ = planned
-    monkeypatch.setenv("FASTACCUM_MEMORY_LIMIT", "1KiB")
-    monkeypatch.setattr("fastaccum.training.micro_batch.has_gpu", lambda: True)
-    monkeypatch.setattr(planner, "candidates", lambda *_: [2, 4])
-    plan = fa.plan(trainer, SAMPLE, global_batch_size=4, memory_limit="1GiB")
-    assert plan.batch_size == 4 and {c.seconds for c in plan.considered} == {None}
-    for a, b in zip(before, state(trainer), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_of_those_timed_what_runs_out_of_memory_is_not_chosen(planned, monkeypatch):
-    def seconds(self, each):
-        if each.batch_size == 8:
-            raise tf.errors.ResourceExhaustedError(None, None, "OOM")
-        return {4: 1.0, 2: 0.99, 1: 0.1}[each.batch_size]
-
-    monkeypatch.setattr(planner.Planner, "_seconds", seconds)
-    found = planner.Planner(planned[0]._step, None, 8, timed=True)
-    found._considered = [planner.Considered(rows, 8 // rows, None, rows, rows < 16) for rows in (4, 16, 1, 8, 2)]
-    assert found._fastest(None, 8) == 4  # of the three largest; less than 3% is noise
-
-
-@pytest.mark.parametrize(("activations", "chosen", "compiled"), [(2, 8, {2, 4, 8}), (6, None, {1, 2, 4})])
-def test_one_micro_batch_of_all_rows_may_fit_where_smaller_ones_do_not(
-    planned, monkeypatch, activations, chosen, compiled
-):
-    """It needs no accumulators. Where it could not fit either, it is not compiled."""
-    found = planner.Planner(planned[0]._step, None, 8)
-
-    def peak(self, policy, rows):
-        kinds = {"weights": 60, "accumulators": 30 * (rows < 8), "activations": activations * rows}
-        buffers = [Buffer(size, kind, "", "") for kind, size in kinds.items()]
-        memory = self._memory[repr(policy), rows] = StepMemory(None, tuple(buffers))
-        self._considered.append(planner.Considered(rows, 8 // rows, policy, memory.peak_bytes, True))
-        return memory.peak_bytes
-
-    monkeypatch.setattr(planner.Planner, "_peak", peak)
-    monkeypatch.setattr(planner, "resident_bytes", lambda step: 60)
-    found._limit = 95
-    assert found._largest(None, [1, 2, 4, 8]) == chosen
-    assert {each.batch_size for each in found._considered} == compiled
-
-
 def test_what_recomputation_adds_is_told_of_one_micro_batch(planned):
     """That with the fewest rows, which was compiled with and without: larger ones may compute less."""
     found = planner.Planner(planned[0]._step, None, 8)
     compiled = [(None, 8, 1000), (None, 1, 1200), ("auto", 1, 1560), ("auto", 4, 1400)]
     found._considered = [planner.Considered(rows, 8 // rows, policy, 0, True, n) for policy, rows, n in compiled]
     assert found._planned("auto", 4).extra_flops == pytest.approx(0.3)
-
-
-def test_a_notebook_is_told_what_is_compiled(planned, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    for verbose in ("auto", 0):
-        planner.Planner(planned[0]._step, None, 8, verbose=verbose)._say("plan: compiling program 1")
-    assert tuple(capsys.readouterr()) == ("plan: compiling program 1\n", "")
 
 
 def test_a_dataset_is_rebatched():

@@ -20,9 +20,9 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
         on_nonfinite="raise",
     )
     plan: fa.Plan = fa.plan(trainer, (x, y), global_batch_size=64, memory_limit="16GiB", recompute="auto")
-    plan.plot("plan.png")
+    print(plan)
     summary: fa.Summary = trainer.summary(x, y, batch_size=8, verbose=False)
-    print(summary.arithmetic_intensity, summary.memory.by_kind["activations"])
+    print(summary.flops, summary.memory.by_kind["activations"])
     trainer.fit(x, y, batch_size="auto", global_batch_size=plan.batch_size * plan.accumulation_steps)
     try:
         history = trainer.fit(
