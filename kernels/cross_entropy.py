@@ -104,16 +104,6 @@ def linear_cross_entropy(
     return _each(head, labels, *options, implementation)[0]
 
 
-def linear_cross_entropy_sum(*args: Any, **options: Any) -> tf.Tensor:
-    """Computes the sum of `linear_cross_entropy_sum_and_scores`, without scores.
-
-    >>> total = linear_cross_entropy_sum(tf.ones([2, 3]), tf.zeros([3, 100]), tf.constant([7, -100]), tf.constant(2.0))
-    >>> round(float(total), 4)
-    9.2103
-    """
-    return linear_cross_entropy_sum_and_scores(*args, **options)[0]
-
-
 def linear_cross_entropy_sum_and_scores(
     hidden: tf.Tensor,
     kernel: tf.Tensor,
@@ -290,7 +280,7 @@ def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss, ranks):
 
         def gradient(d, *of_scores):
             grads = [tf.cast(d / factor * total, t.dtype) for total, t in zip(sums, inputs, strict=True)]
-            return first_order([d * losses_N, *grads], "linear_cross_entropy_sum")
+            return first_order([d * losses_N, *grads], "linear_cross_entropy_sum_and_scores")
 
         return (tf.reduce_sum(tf.where(counted_N == 0.0, 0.0, weight_N * losses_N)), *scores), gradient
 

@@ -15,7 +15,7 @@ import fastaccum as fa
 from benchmarks.h200 import measures, programs, roofline
 from benchmarks.h200.programs import Gpt, JaxGpt
 from benchmarks.stablehlo import h200
-from fastaccum.kernels.cross_entropy import linear_cross_entropy_sum
+from fastaccum.kernels.cross_entropy import linear_cross_entropy_sum_and_scores
 from fastaccum.step.compiler_ir import compiler_ir
 
 Case = Gpt | JaxGpt
@@ -135,7 +135,7 @@ def head_memory() -> dict[str, float]:
     def gradients(hidden: tf.Tensor, table: tf.Tensor, labels: tf.Tensor, rounded: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch([hidden, table])
-            loss = linear_cross_entropy_sum(
+            loss, _ = linear_cross_entropy_sum_and_scores(
                 hidden, table, labels, tf.ones(tokens), transpose_kernel=True, rounded_kernel=rounded
             )
         return tape.gradient(loss, [hidden, table])

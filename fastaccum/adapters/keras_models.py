@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
-from fastaccum.adapters import added_losses, embeddings, layers, remat, traces
+from fastaccum.adapters import added_losses, embeddings, layers, traces
 from fastaccum.adapters.attributes import Nest, Variable, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.interceptors import Interceptor, Role
@@ -349,12 +349,13 @@ class Model:
     @property
     def recomputed_layers(self) -> list[keras.layers.Layer]:
         """The layers that a `keras.RematScope` recomputes whole."""
-        own = [layer for layer in self.layers if "rematerialized_call" not in vars(layer)]  # which `fa.remat` sets
-        return [layer for layer in own if remat.scope_mode(layer) not in (None, "activations")]
-
-    def state_within(self, layer: keras.layers.Layer) -> list[tf.Variable]:
-        """Lists the variables that a layer and its inner layers assign."""
-        return [v for part in layer._flatten_layers() for v in self._own_state(part)]
+        found = []
+        for layer in self.layers:
+            scope = getattr(layer, "_remat_mode", None)
+            listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)
+            if listed and scope.mode != "activations":
+                found.append(layer)
+        return found
 
     def uncompilable_layers(self) -> list[str]:
         """Names the layers that declare that XLA cannot compile them, as "name (Type)"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -65,9 +65,6 @@ def remat(
     replacing: list[Interceptor] = []
     if policy is not None and require_policy(policy) != "everything_saveable":
         replacing = [_interceptor(block, policy) for block in _blocks(model, layer_names)]
-        # Keras's own rematerialisation fails here.
-        scoped = [layer for layer in _with_graphs(model) if scope_mode(layer) not in (None, "activations")]
-        replacing += [Interceptor(layer, "rematerialized_call", _call_plainly, Role.RECOMPUTE) for layer in scoped]
     _replace(model, replacing)
     global _changes
     _changes += 1
@@ -110,8 +107,7 @@ def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[Block
         return [Block(layer) for layer in _named(model, layer_names)]
     if not model.weights:
         raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
-    named = [layer for layer in model._flatten_layers() if scope_mode(layer) == "list_of_layers"]
-    found = [Block(layer) for layer in named if blocks.refusal(layer) is None] or blocks.find(model)
+    found = blocks.find(model)
     if not found:
         parts = [part for part in model._flatten_layers() if part.weights]
         why = [f"{part.name!r} {reason}" for part in parts if (reason := blocks.refusal(part))]
@@ -136,17 +132,6 @@ def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.
                 "it out, or name the layers within it."
             )
     return [by_name[name] for name in layer_names]
-
-
-def scope_mode(layer: keras.layers.Layer) -> str | None:
-    """Returns the mode of the `keras.RematScope` in which a layer was made, if the scope recomputes the layer."""
-    scope: Any = getattr(layer, "_remat_mode", None)
-    listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)
-    return scope.mode if listed else None
-
-
-def _call_plainly(rematerialized_call: Callable, call: Callable, *args: object, **kwargs: object) -> Callable:
-    return call
 
 
 def _with_graphs(model: keras.Model) -> list[keras.layers.Layer]:

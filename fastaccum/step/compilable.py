@@ -23,13 +23,12 @@ def require(model: Model) -> None:
 
 
 def require_recomputable(model: Model) -> None:
-    """Raises ValueError for layers under a `keras.RematScope` whose recomputation would give other values."""
-    layers = [_called(layer) for layer in model.recomputed_layers if model.state_within(layer)]
+    """Raises ValueError for layers under a `keras.RematScope`: Keras would recompute them otherwise, or not at all."""
+    layers = [_called(layer) for layer in model.recomputed_layers]
     if layers:
         raise ValueError(
-            f"{', '.join(layers)} were made under keras.RematScope, and draw random numbers or keep statistics: "
-            "computed once more in the backward pass, they would draw others and move twice. Call fa.remat(model), "
-            "which recomputes them exactly, or make them outside of it."
+            f"{', '.join(layers)} were made under keras.RematScope, which fails on TensorFlow, or draws other random "
+            "numbers in the backward pass. Make them outside of it, and call fa.remat(model), which recomputes exactly."
         )
 
 
@@ -38,17 +37,6 @@ def translate_errors(model: Model) -> Iterator[None]:
     """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        layers = [_called(layer) for layer in model.recomputed_layers]
-        signs = "custom_gradient decorator currently supports keyword", "that does not match type"
-        if not layers or not any(sign in str(error) for sign in signs):
-            raise
-        raise ValueError(
-            f"{', '.join(layers)} were made under keras.RematScope. In a graph, Keras recomputes none called "
-            "with keyword arguments, as most are with `training`, nor any of mixed precision. Call fa.remat(model), "
-            "which recomputes them here, or make them outside of it; fastaccum.kernels.LayerStack recomputes layers of "
-            "one kind in a loop."
-        ) from error
     except tf.errors.InvalidArgumentError as error:
         refused = refusal("this model", error, _layers_in(str(error), model))
         if refused is None:

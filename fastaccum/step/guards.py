@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -121,29 +121,24 @@ class IndexChecks(tf.Module):
         seen = self.seen()
         return tf.reduce_all((seen[:, 0] >= 0) & (seen[:, 1] < self._sizes))
 
-    def require(self, seen: tf.Tensor, find: Callable[[int, int], str] = lambda lookup, size: "") -> None:
-        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range.
-
-        Args:
-            find: `find(i, size)` describes where such an index of lookup i stands, if that is known.
-        """
+    def require(self, seen: tf.Tensor) -> None:
+        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range."""
         if not self.lookups:
             return  # and no wait for the step
         seen = seen.numpy()
         if (seen[:, 0] >= 0).all() and (seen[:, 1] < self._sizes).all():
             return
-        for i, ((what, size), (low, high)) in enumerate(zip(self.lookups, seen.tolist(), strict=True)):
+        for (what, size), (low, high) in zip(self.lookups, seen.tolist(), strict=True):
             if low < 0 or high >= size:
-                where = find(i, size)
                 self.reset()
                 if low == NOT_WHOLE:
                     raise ValueError(
-                        f"{what}: a value that is no whole number (a fraction, or NaN) was seen{where}. Nothing was "
+                        f"{what}: a value that is no whole number (a fraction, or NaN) was seen. Nothing was "
                         "updated with it. Correct the data."
                     )
                 room = f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
                 raise ValueError(
-                    f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist{where}. Nothing "
+                    f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing "
                     f"was updated with them. Correct the data{room}."
                 )
 

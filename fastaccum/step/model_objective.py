@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attention import FusedAttention
@@ -256,12 +255,6 @@ class ModelObjective(Objective):
         """Checks the class indices among the targets, unless targets are only known in a micro-batch."""
         for stack in () if self.model.takes_targets_apart else stacks:
             self._observe(self.outputs.targets(stack.y))
-
-    def labels(self, stacks: Sequence[Batch], lookup: int) -> list[np.ndarray]:
-        """Returns the labels of each stack that a lookup of the index checks sees; none if the program alone knows."""
-        if lookup >= self._first_embedding or self.model.takes_targets_apart:
-            return []
-        return [self.losses.class_indices(self.outputs.targets(stack.y))[lookup].numpy() for stack in stacks]
 
     def _observe(self, y_true: list[tf.Tensor]) -> None:
         for i, labels in enumerate(self.losses.class_indices(y_true)):

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
@@ -116,7 +115,7 @@ class ModelStep(Step):
         if executed.fine:
             return
         running = self.running
-        running.index_checks.require(executed.indices, functools.partial(self._label, dispatch, place))
+        running.index_checks.require(executed.indices)
         since = running.stuck_steps.since_end(executed.stuck)
         if since is None:
             return
@@ -128,19 +127,6 @@ class ModelStep(Step):
             raise diagnosis.error(self.cycle, self.objective, stacks, running.stuck_steps.patience, place)
         finally:
             running.stuck_steps.reset()
-
-    def _label(self, dispatch: Dispatch, place: str, lookup: int, size: int) -> str:
-        """Describes where the first label out of range stands, as part of a sentence; empty if that is not known."""
-        micro_batches = 0
-        for labels in self.objective.labels(dispatch.stacks, lookup):
-            bad = np.argwhere((labels < 0) | (labels >= size))
-            if len(bad):
-                *step, micro_batch, row = bad[0][: 2 + dispatch.is_multi_step].tolist()
-                of_step = f" of step {step[0]} of the dispatch" if step else ""
-                at = f"row {row} of micro-batch {micro_batches + micro_batch}{of_step} (counted from 0)"
-                return f"; {place[:1].lower()}{place[1:]}the first is in {at}"
-            micro_batches += len(labels)
-        return ""
 
 
 def _at(stack: Batch, i: tf.Tensor | int) -> Batch:

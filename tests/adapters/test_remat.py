@@ -367,22 +367,6 @@ def test_what_has_no_blocks_says_so():
         fa.remat(made(attended), "some")
 
 
-def test_it_takes_over_from_a_remat_scope():
-    """Which fails on TensorFlow."""
-    with keras.RematScope("list_of_layers", layer_names=["first", "second"]):
-        hidden = [layers.Dense(4, "tanh", name=name) for name in ("first", "second", "third")]
-        dropped = layers.Dropout(0.5, name="second")
-    model = keras.Sequential([keras.Input((4,)), hidden[0], hidden[2], dropped, layers.Dense(1)])
-    trainer = fa.Trainer(model, "sgd", "mse")
-    x = np.ones((4, 4), "float32")
-    with pytest.raises(ValueError, match=r"second .Dropout.*fa\.remat\(model\)"):
-        trainer.fit(x, x[:, :1], verbose=0)
-    fa.remat(model)
-    barriers = trainer.compiler_ir((x[None], x[None, :, :1]), "hlo").count(" opt-barrier(")
-    assert barriers > 1  # a Dropout has one of its own
-    assert [layer.name for layer in model.layers if "call" in vars(layer)] == ["first", "second"]
-
-
 class LegacyBlock(tf_keras.layers.Layer):
     def __init__(self, rate):
         super().__init__()

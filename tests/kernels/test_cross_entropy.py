@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastaccum.kernels import cross_entropy, logit_chunks, xla_ops
-from fastaccum.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
+from fastaccum.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_sum_and_scores
 from fastaccum.step import compiler_ir as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
@@ -43,7 +43,9 @@ def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
             if options.get("implementation") == "one_pass":
                 args = hidden, kernel, labels, cotangent, bias
                 rounded = tf.cast(kernel, hidden.dtype) if transposed else None
-                total = linear_cross_entropy_sum(*args, rounded_kernel=rounded, transpose_kernel=transposed, **options)
+                total, _ = linear_cross_entropy_sum_and_scores(
+                    *args, rounded_kernel=rounded, transpose_kernel=transposed, **options
+                )
             else:
                 losses = linear_cross_entropy(hidden, kernel, labels, bias, transpose_kernel=transposed, **options)
                 total = tf.reduce_sum(losses * cotangent)
@@ -251,7 +253,7 @@ def test_one_pass_on_a_gpu():
     def step(hidden, table, labels, weights):
         with tf.GradientTape() as tape:
             tape.watch([hidden, table])
-            total = linear_cross_entropy_sum(hidden, table, labels, weights, transpose_kernel=True)
+            total, _ = linear_cross_entropy_sum_and_scores(hidden, table, labels, weights, transpose_kernel=True)
         return total, *tape.gradient(total, [hidden, table])
 
     arguments = [((tokens, width), "bfloat16"), ((vocabulary, width), "float32"), ((tokens,), "int32")]
@@ -311,7 +313,7 @@ def test_no_tokens_have_no_losses():
     inputs = tf.zeros([0, 3]), tf.zeros([3, 5]), tf.zeros([0], tf.int32)
     for implementation in ("auto", "chunked", "reference"):
         assert linear_cross_entropy(*inputs, implementation=implementation).shape == [0]
-    assert linear_cross_entropy_sum(*inputs, tf.zeros([0]), implementation="one_pass") == 0
+    assert linear_cross_entropy_sum_and_scores(*inputs, tf.zeros([0]), implementation="one_pass")[0] == 0
 
 
 GOOD = {"hidden": tf.zeros([4, 3]), "kernel": tf.zeros([3, 5]), "labels": tf.zeros([4], tf.int32)}
@@ -367,7 +369,7 @@ def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation)
 @pytest.mark.parametrize("implementation", ["one_pass", "chunked", "reference"])
 def test_an_ignored_token_has_no_part_in_the_sum_whatever_it_holds(implementation):
     hidden = tf.constant([[1.0, 2.0], [np.nan, np.inf]])
-    total = linear_cross_entropy_sum(
+    total, _ = linear_cross_entropy_sum_and_scores(
         hidden, tf.zeros([2, 5]), tf.constant([3, -100]), tf.ones([2]), implementation=implementation
     )
     np.testing.assert_allclose(total, np.log(5), rtol=1e-6)
