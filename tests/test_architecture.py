@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_163,
+    "adapters": 5_149,
     "app": 1_498,
     "checkpoint": 1_431,
     "data": 1_545,
     "distribute": 942,
-    "kernels": 4_352,
+    "kernels": 4_342,
     "memory": 1_347,
-    "step": 3_092,
+    "step": 3_054,
     "training": 870,
     "": 1_254,  # the modules directly in fastaccum
 }

@@ -351,7 +351,7 @@ class Model:
         """The layers that a `keras.RematScope` recomputes whole."""
         found = []
         for layer in self.layers:
-            scope = getattr(layer, "_remat_mode", None)
+            scope: Any = getattr(layer, "_remat_mode", None)
             listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)
             if listed and scope.mode != "activations":
                 found.append(layer)
