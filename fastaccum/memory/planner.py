@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from tensorflow.types.experimental import ConcreteFunction
+
 from fastaccum.adapters.attributes import replaced
 from fastaccum.adapters.remat import recomputing
 from fastaccum.data.stacks import Batch
@@ -16,7 +18,7 @@ from fastaccum.distribute.replicas import Replicas
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
-from fastaccum.memory.analysis import compile_programs, dispatch_of, limit_of, measure
+from fastaccum.memory.analysis import bytes_at_most, compile_programs, dispatch_of, limit_of, measure
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explain
 from fastaccum.memory.plan import Considered, Plan, Policy
@@ -112,14 +114,25 @@ class Planner:
 
     def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
         known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
+        if not known and self._plainly_fits(rows[-1]):
+            self._peak(policy, rows[-1])
+            return rows[-1]
         return largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
+
+    def _trace(self, rows: int) -> list[ConcreteFunction]:
+        return self._step.trace(dispatch_of(self._sample, rows, self._global_batch // rows))
+
+    def _plainly_fits(self, rows: int) -> bool:
+        """Tells without compiling if there is room even where no result of an operation is ever freed."""
+        bound = bytes_at_most(self._step, self._trace(rows))
+        return self._agreed(max, self._limit + 1 if bound is None else self._dispatched * bound) <= self._limit
 
     def _peak(self, policy: Policy, rows: int) -> int:
         """Compiles the step for micro-batches of so many rows, and returns the peak."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
         if self._verbose:
             print(f"plan: compiling program {number}, micro-batches of {rows:,} rows", file=sys.stderr, flush=True)
-        programs = compile_programs(self._step.trace(dispatch_of(self._sample, rows, steps)))
+        programs = compile_programs(self._trace(rows))
         memory, flops = measure(self._step, programs), cost.count(proto for _, proto in programs).flops
         # A dispatch of several train steps holds the data of all of them.
         more = (self._dispatched - 1) * memory.by_kind["data"]

@@ -95,6 +95,12 @@ def test_a_dispatch_of_several_steps_holds_the_data_of_all(planned, monkeypatch)
     assert data >= IN_FLIGHT * 16 * (64 * 4 + 8 + 1)  # rows of x, labels and validity
 
 
+def test_with_room_for_all_rows_one_program_is_compiled(planned):
+    plan = fa.plan(planned[0], SAMPLE, global_batch_size=16, memory_limit="1GiB")
+    assert (plan.batch_size, plan.compilations) == (16, 1)
+    assert plan.peak_bytes == memory(planned[0], 16, 16).peak_bytes
+
+
 def test_nothing_fits(planned, monkeypatch):
     trainer = planned[0]
     monkeypatch.setattr(planner, "has_gpu", lambda: True)  # where recomputation saves memory
