@@ -59,7 +59,7 @@ class Accumulated(NamedTuple):
     gradients: list[tf.Tensor | None]
     loss_sum: tf.Tensor  # float32 scalar
     weight_sum: tf.Tensor  # float32 scalar
-    scale: tf.Tensor  # float32 scalar, the same on every device
+    scale: tf.Tensor  # float32 scalar, the same on every device: what the losses of `gradients` were multiplied by
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
     looked_up: dict[int, tf.Tensor]  # bool [rows of a table], by its variable's place; where the optimizer must know
 
@@ -187,7 +187,7 @@ class TrainStep:
 
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
-        steps = trip_count(stack)
+        micro_batches = trip_count(stack)
         zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
         start = [zero if total is None else total for zero, total in zip(zeros, sums.gradients, strict=True)]
         met = [sums.looked_up.get(j, tf.zeros(v.shape[:1], tf.bool)) for j, v in enumerate(self.variables)]
@@ -196,7 +196,7 @@ class TrainStep:
         pairs = zip(self.trained, self.variables, strict=True)
         weights = [(v, tf_v.read_value()) for v, tf_v in pairs if id(tf_v) not in moving]
         # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
-        given = start if in_xla() and steps > 1 else []
+        given = start if in_xla() and micro_batches > 1 else []
         specs = [tf.TensorSpec.from_tensor(total) for total in given]
 
         def micro_step(i, totals):
@@ -207,7 +207,7 @@ class TrainStep:
             slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
             wholes = {part.ref(): whole for part, whole in slices if part is not None}
             added = {
-                j: self._accumulator(gradient, start[j], met[j], steps, wholes, offered)
+                j: self._choose_accumulator(gradient, start[j], met[j], micro_batches, wholes, offered)
                 for j, gradient in enumerate(grads)
                 if gradient is not None
             }
@@ -229,7 +229,7 @@ class TrainStep:
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
         carried = {j: each.start() for j, each in accumulators.items()}
-        loss_sum, weight_sum, carried = loop(steps, body, [sums.loss_sum, sums.weight_sum, carried])
+        loss_sum, weight_sum, carried = loop(micro_batches, body, [sums.loss_sum, sums.weight_sum, carried])
         totals, looked_up = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
             for j, each in accumulators.items():
@@ -253,12 +253,12 @@ class TrainStep:
         with tf.name_scope("backward"), gradients.suppress_densify_warning():
             return loss, weight, tape.gradient(scaled, self.variables)
 
-    def _accumulator(
+    def _choose_accumulator(
         self,
         gradient: tf.Tensor | tf.IndexedSlices,
         start: tf.Tensor,
         met: tf.Tensor,
-        steps: int,
+        micro_batches: int,
         wholes: Mapping[Hashable, tf.Tensor],
         offered: Accumulators,
     ) -> SumAccumulator | FactoredAccumulator:
@@ -267,14 +267,14 @@ class TrainStep:
         Args:
             start: the sum before the first of these micro-batches.
             met: the rows of a table that were looked up before.
-            steps: how many micro-batches there are.
+            micro_batches: how many there are.
             wholes: the tensor of all micro-batches, by the reference of one micro-batch's part of it.
         """
         if (added := offered.with_added(gradient)) is not None:
             return AddedAccumulator(start, *added)
         if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
             return LookupAccumulator(start, gradient, met)
-        return accumulator(start, gradient, steps, lambda t: wholes.get(t.ref()))
+        return accumulator(start, gradient, micro_batches, lambda t: wholes.get(t.ref()))
 
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
         """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.

@@ -242,6 +242,6 @@ def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, f
             break
     if pending is None:
         raise ValueError("The data ended before the place to go on from: pass what the checkpoint was made with.")
-    logs = dict(late)
+    logs = dict(late)  # reading them waits for the last step, and raises what went wrong in it
     step.running.stuck_steps.warn(executed.stuck)
     return logs
