@@ -12,6 +12,7 @@ import pathlib
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.managers import BaseManager
 
 import numpy as np
@@ -160,6 +161,12 @@ def peer(*arguments):
         process = _start_process()
     with process:
         yield process.Peer(*arguments)
+
+
+def in_new_process(function, *arguments):
+    """Returns `function(*arguments)`, called in a process of its own."""
+    with _importable(), ProcessPoolExecutor(1, mp_context=_SPAWN) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def take_turns(benchmark, contestants, rounds, updates=1):
