@@ -28,8 +28,6 @@ from fastaccum.checkpoint.state import Training, plain
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.lines import warn
 
-_TRIES = 5  # to write into a folder that somebody removes
-
 
 class Saver:
     """Saves the state of a fit, and resumes it.
@@ -62,7 +60,6 @@ class Saver:
         self._done = self._saved = 0
         self._cut_short = False  # of the epoch
         self._process = os.getpid()
-        self._last: Path | None = None  # the newest in the folder
         self._is_chief = True
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
         self._write: concurrent.futures.Future | None = None
@@ -146,7 +143,6 @@ class Saver:
             _warn_of_other_numbers(self._pieces, fit.split_sensitive_layers)
         self._resumed = found
         self._done = self._saved = found.step
-        self._last = found.path
         callback_state.prepare(fit.callbacks)
         if not self._complete(epochs):
             determinism.warn_on_gpu(fit.description["batch plan"]["jit_compile"])
@@ -277,22 +273,12 @@ class Saver:
         self._saved = manifest["progress"]["step"]
         if not self._is_chief:
             return
-        self._write = self._writer.submit(self._written, manifest, tensors)
+        self._write = self._writer.submit(store.write, self.directory, manifest, tensors, self.keep)
         if self._preemption.requested:
             self._wait()
             path = self._path(self._saved)
             print(f"saved {path}: the same fit goes on from there", file=sys.stderr, flush=True)
             raise Preempted(path)
-
-    def _written(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
-        for left in reversed(range(_TRIES)):
-            try:
-                self._lock.acquire()  # which a folder that was removed took along
-                self._last = store.write(self.directory, manifest, tensors, self.keep)
-                return
-            except (FileNotFoundError, tf.errors.NotFoundError):  # it is being removed
-                if not left:
-                    raise
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
@@ -307,15 +293,8 @@ class Saver:
             reason = str(error).partition("\n")[0] or type(error).__name__  # TensorFlow adds lines
             raise CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
-                f"{reason}. {self._what_is_left()} Make room or mend the folder, then call fit again."
+                f"{reason}. No earlier one was touched. Make room or mend the folder, then call fit again."
             ) from error
-
-    def _what_is_left(self) -> str:
-        if self._last is None:
-            return "There are no earlier ones."
-        if not os.path.lexists(self._last):
-            return f"Earlier ones are gone, {self._last.name} among them, which somebody else removed."
-        return f"Earlier ones are as they were, and fit goes on from {self._last.name}."
 
 
 def _require_same_training(found: store.Checkpoint, fit: Training) -> None:

@@ -213,8 +213,6 @@ def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.
                 manifests.read(path)
             _remove(path)
         temporary.rename(path)
-        for name in (*FILES, MANIFEST):
-            os.stat(path / name)  # gone if somebody removes the folder meanwhile
         files.flush(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

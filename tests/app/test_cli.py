@@ -81,6 +81,7 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
         "curve.png",
         "model.keras",
         "checkpoints",
+        ".fastaccum-lock",
     }
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -124,6 +125,7 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, source):
         "curve.png",
         "model.keras",
         "checkpoints",
+        ".fastaccum-lock",
     }
     assert json.loads((folder / "config.json").read_text())["precision"] == "mixed_float16"
     last = rows_of(folder)[-1]

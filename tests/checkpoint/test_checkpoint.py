@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import keras
@@ -25,7 +24,7 @@ import tf_keras
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import state, store
+from fastaccum.checkpoint import lock, state, store
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -260,7 +259,7 @@ def test_leftovers_of_a_killed_process_are_removed(run, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     run.goes_on(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "notes.txt",
+        *(lock.NAME, "notes.txt"),
         *("step-00000008", "step-00000010", "step-00000012"),
     ]
 
@@ -416,16 +415,12 @@ def test_folder_that_becomes_read_only(run, small_disk):
 
 
 def test_folder_that_is_removed(run, tmp_path):
-    """It is made anew: a later checkpoint is as good as an earlier one."""
     folder = tmp_path / "checkpoints"
     run.begin_at(folder)
-
-    def remove():
-        time.sleep(0.3)  # a write that is on its way would be an error
-        shutil.rmtree(folder)
-
-    run.goes_on(folder, every=1, callbacks=[At(3, remove)])
-    assert store.latest(folder).step == STEPS
+    with pytest.raises(RuntimeError, match=r"could not be written .*No such file or directory"):
+        fit(run.trainer, folder, every=1, callbacks=[At(3, lambda: folder.rename(tmp_path / "moved"))])
+    assert not folder.exists()
+    run.goes_on(tmp_path / "moved")
 
 
 def test_file_in_place_of_the_folder(run, tmp_path):

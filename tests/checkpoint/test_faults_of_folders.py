@@ -61,7 +61,7 @@ def send(number):
 
 
 def names(folder):
-    return sorted(each.name for each in folder.iterdir())
+    return sorted(each.name for each in folder.iterdir() if each.name != lock.NAME)
 
 
 class Run:
@@ -202,11 +202,8 @@ def test_a_working_directory_that_is_removed(run, tmp_path, monkeypatch):
         time.sleep(0.3)  # a write that is on its way would be an error
         shutil.rmtree(tmp_path / "here")
 
-    scramble(run.trainer)
-    fit(run.trainer, "checkpoints", [At("on_train_batch_end", 4, remove)])
-    assert bits(run.trainer) == run.end
-    assert store.latest(tmp_path / "here" / "checkpoints").step == STEPS
-    shutil.rmtree(tmp_path / "here")
+    with pytest.raises(RuntimeError, match=r"could not be written .*No such file or directory"):
+        fit(run.trainer, "checkpoints", [At("on_train_batch_end", 4, remove)])
     with pytest.raises(ValueError, match="checkpoint_dir='checkpoints' cannot be written to"):
         fit(run.trainer, "checkpoints")
 
@@ -220,7 +217,7 @@ def test_a_file_that_takes_the_folders_place(run, tmp_path):
         folder.rename(tmp_path / "moved")
         folder.write_text("mine")
 
-    with pytest.raises(RuntimeError, match=r"could not be written .*File exists"):
+    with pytest.raises(RuntimeError, match=r"could not be written .*Not a directory"):
         fit(run.trainer, folder, [At("on_train_batch_end", 4, swap)])
     assert folder.read_text() == "mine"
     run.goes_on(tmp_path / "moved")

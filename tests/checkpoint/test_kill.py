@@ -61,4 +61,4 @@ def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
     assert json.loads((tmp_path / "result").read_text()) == uninterrupted[kind]
     assert 0 < steps[-1] < killed.STEPS
     assert steps == sorted(steps)
-    assert not [each.name for each in folder.iterdir() if each.name.startswith(".")]
+    assert not [each.name for each in folder.iterdir() if each.name.startswith(".step-")]

@@ -1,12 +1,8 @@
-"""Folders that others had their hands in: another version's checkpoints, crafted files, names taken, a removal."""
+"""Folders that others had their hands in: another version's checkpoints, crafted files, names taken."""
 
 import json
 import os
-import re
 import shutil
-import sys
-import threading
-import time
 import warnings
 
 import keras
@@ -16,7 +12,7 @@ import tensorflow as tf
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import lock, store
+from fastaccum.checkpoint import store
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.files import sha256
 
@@ -326,96 +322,3 @@ def test_paths_that_cannot_be(run, tmp_path, monkeypatch, path, reason):
 def test_names_of_folders_are_taken_as_they_are(run, tmp_path, name):
     run.goes_on(run.begin(tmp_path / name))
     assert store.latest(tmp_path / name).step == 12
-
-
-# Folders that vanish.
-
-
-class Removing:
-    """Removes a folder whenever Python is about to do one of `events` below it for the count-th time."""
-
-    def __init__(self, folder, event, count):
-        self.folder, self.event, self.left, self.removed = folder, event, count, 0
-        self.on = True
-        sys.addaudithook(self)
-
-    def __call__(self, event, arguments):
-        if not self.on or event != self.event or not str(arguments[0]).startswith(str(self.folder)):
-            return
-        self.left -= 1
-        if self.left == 0:
-            self.on = False
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.removed += 1
-
-
-# Within a save: the folder and its lock are looked for, the hidden folder is made, its files are read, written and
-# flushed, it takes its name, older ones are listed and put out of sight.
-MOMENTS = [
-    *(("os.mkdir", n) for n in (2, 3, 4, 5)),
-    *(("open", n) for n in range(6, 26, 2)),
-    *(("os.rename", n) for n in (1, 2, 3)),
-    *(("os.listdir", n) for n in (2, 3, 4, 5)),
-    ("shutil.rmtree", 2),
-]
-
-
-@pytest.mark.parametrize(
-    ("event", "count"),
-    [pytest.param(*each, marks=pytest.mark.faults if i % 4 else ()) for i, each in enumerate(MOMENTS)],
-)
-def test_a_folder_removed_in_the_middle_of_a_save_is_made_anew(run, tmp_path, event, count):
-    folder = run.begin(tmp_path / "run")
-    scramble(run.trainer)
-    removing = None
-
-    class Begins(Stateless):
-        def on_train_begin(self, logs=None):
-            nonlocal removing
-            removing = Removing(folder, event, count)
-
-    try:
-        run.goes_on(folder, Begins(), keep=1)
-    finally:
-        removing.on = False
-    assert removing.removed == 1
-    assert store.latest(folder).step == 12
-    assert lock.NAME not in os.listdir(folder)
-
-
-@pytest.mark.faults
-def test_a_folder_that_a_thread_keeps_removing(run, tmp_path):
-    """Whatever becomes of the saves, training ends with the right weights or with an error that says what is left."""
-    for seed in range(8):
-        folder = run.begin(tmp_path / str(seed))
-        moments, stop = np.random.default_rng(seed), threading.Event()
-
-        def remove(folder=folder, moments=moments, stop=stop):
-            while not stop.is_set():
-                time.sleep(moments.uniform(0, 0.1))
-                shutil.rmtree(folder, ignore_errors=True)
-
-        thread = threading.Thread(target=remove)
-        begins = keras.callbacks.LambdaCallback(on_train_begin=lambda logs, thread=thread: thread.start())
-        try:
-            run.fit(folder, begins)
-        except (RuntimeError, ValueError) as error:
-            assert re.search("could not be written .* Earlier ones are gone|There are no earlier", str(error)), error
-        finally:
-            stop.set()
-            thread.join()
-
-
-def test_what_is_left_is_said(run, tmp_path):
-    """A file in place of the folder: nothing can be written, and earlier checkpoints are gone."""
-    folder = run.begin(tmp_path / "run")
-
-    class Replaces(Stateless):
-        def on_train_batch_end(self, batch, logs=None):
-            if folder.is_dir():
-                folder.rename(tmp_path / "elsewhere")
-                folder.write_text("mine")
-
-    with pytest.raises(RuntimeError, match=r"could not be written .*File exists.* Earlier ones are gone"):
-        run.fit(folder, Replaces())
-    assert folder.read_text() == "mine"
