@@ -1,4 +1,4 @@
-"""Manifests with other values than were written: a checksum tells. A part that another program sealed is named."""
+"""Manifests with other values than were written: a checksum tells."""
 
 import contextlib
 import copy
@@ -10,10 +10,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from resuming import Interruption, Stateless, StopAfter
+from resuming import Interruption, Stateless, StopAfter, edit_manifest
 
 import fastaccum as fa
-from fastaccum.checkpoint import manifest as manifests
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.errors import CorruptCheckpointError
 
@@ -99,11 +98,6 @@ def changed(manifest, path, value=None):
     return manifest
 
 
-def sealed(manifest):
-    manifest.pop("sha256")
-    return {**manifest, "sha256": manifests.digest(manifest)}
-
-
 @pytest.mark.parametrize("kind", ["run", "run_of_batches"])
 def test_another_value_at_any_key_is_seen(request, tmp_path, kind):
     run = request.getfixturevalue(kind)
@@ -115,33 +109,7 @@ def test_another_value_at_any_key_is_seen(request, tmp_path, kind):
             (path / store.MANIFEST).write_text(json.dumps(changed(run.manifest, at, value)))
             with pytest.raises(CorruptCheckpointError, match=r"checksum differs|have this format"):
                 store.inspect(path)
-    assert len(paths) > 200
-
-
-# What another program may have sealed.
-
-PARTS = ["versions", "progress", "data", "history", "callbacks", "description", "cut", "tensors", "files"]
-PARTS = [*((part,) for part in PARTS), ("versions", "keras"), ("progress", "epoch"), ("progress", "stopped")]
-PARTS += [("history", "epoch"), ("description", "loss"), ("cut", "replicas")]
-
-
-@pytest.mark.parametrize("path", PARTS, ids=".".join)
-@pytest.mark.parametrize("value", [None, 0.5], ids=["missing", "of another type"])
-def test_a_part_that_is_missing_or_of_another_type_is_named(run, tmp_path, path, value):
-    folder = tmp_path / run.path.name
-    shutil.copytree(run.path, folder)
-    (folder / store.MANIFEST).write_text(json.dumps(sealed(changed(run.manifest, path, value))))
-    with pytest.raises(CorruptCheckpointError, match=rf"manifest.json: {'.'.join(path)} is (missing|0.5, which is no)"):
-        store.inspect(folder)
-
-
-@pytest.mark.parametrize("value", [{}, {"size": "long"}, -1])
-def test_a_file_without_size_or_checksum_is_no_checkpoint(run, tmp_path, value):
-    folder = tmp_path / run.path.name
-    shutil.copytree(run.path, folder)
-    (folder / store.MANIFEST).write_text(json.dumps(sealed(changed(run.manifest, ("files", store.FILES[0]), value))))
-    with pytest.raises(CorruptCheckpointError):
-        store.inspect(folder)
+    assert len(paths) > 150
 
 
 @pytest.mark.parametrize(
@@ -152,14 +120,18 @@ def test_a_file_without_size_or_checksum_is_no_checkpoint(run, tmp_path, value):
         ("description", "optimizer", "class"),
         ("description", "optimizer", "\x1b[2J\n"),
         ("description", "loss", "\x1b[2J\n"),
-        ("tensors", "\x1b[2J\n"),
     ],
 )
 def test_what_is_quoted_of_a_manifest_cannot_move_a_cursor(run, tmp_path, path):
-    manifest = changed(run.manifest, ("format",), 4) if path[-1] == "python" else run.manifest
     folder = tmp_path / run.path.name
     shutil.copytree(run.path, folder)
-    (folder / store.MANIFEST).write_text(json.dumps(sealed(changed(manifest, path, "\x1b[2J\n" + "a" * 10**5))))
+
+    def change(manifest):
+        manifest.update(changed(manifest, path, "\x1b[2J\n" + "a" * 10**5))
+        if path[-1] == "python":
+            manifest["format"] = 5
+
+    edit_manifest(folder, change)
     said = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
