@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.checkpoint import callback_state, determinism, files, state, store
+from fastaccum.checkpoint import callback_state, files, state, store
 from fastaccum.checkpoint import manifest as manifests
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.checkpoint.files import Json
@@ -26,6 +25,7 @@ from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Training, plain
 from fastaccum.data.stacks import Dispatch, Position
+from fastaccum.kernels.devices import has_gpu, has_op_determinism
 from fastaccum.lines import warn
 
 
@@ -145,7 +145,7 @@ class Saver:
         self._done = self._saved = found.step
         callback_state.prepare(fit.callbacks)
         if not self._complete(epochs):
-            determinism.warn_on_gpu(fit.description["batch plan"]["jit_compile"])
+            _warn_on_gpu(fit.description["batch plan"]["jit_compile"])
             _warn_of_draws(fit.unsaved_draws)
         if (trained := self._position.epoch) > epochs:
             warn(f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.", UserWarning)
@@ -193,11 +193,7 @@ class Saver:
         callback_state.restore(self._training.callbacks, manifest["callbacks"], self._of("callbacks"))
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
-        arrays = manifest["history"].get("arrays")
-        history.history = {
-            name: _as_logged(values, "float32" if arrays is None else arrays.get(name))  # earlier: no dtype
-            for name, values in self._resumed.history.items()
-        }
+        history.history = dict(self._resumed.history)
         for group, named in self._variables.items():
             for name, variable in named.items():
                 variable.assign(self._tensors[f"{group}/{name}"])
@@ -257,11 +253,7 @@ class Saver:
         manifest = {
             "progress": progress,
             "data": data,
-            "history": {
-                "epoch": plain(history.epoch),
-                "history": plain(history.history),
-                "arrays": _array_dtypes(history.history),
-            },
+            "history": {"epoch": plain(history.epoch), "history": plain(history.history)},
             "callbacks": callbacks,
             "description": self._training.description,
             "cut": dict(self._training.cut),
@@ -312,20 +304,6 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         )
 
 
-def _array_dtypes(history: Json) -> dict[str, str]:
-    """Returns the dtypes of the logs that are arrays, as those of a metric with a value for each class, by name."""
-    firsts = {name: values[0] for name, values in history.items() if isinstance(values, list) and values}
-    return {name: first.dtype.name for name, first in firsts.items() if isinstance(first, (np.ndarray, tf.Tensor))}
-
-
-def _as_logged(values: Any, dtype: str | None) -> Any:
-    """Returns a log's values with lists as arrays of a dtype; as they are if it is None, or the lists are no arrays."""
-    if dtype is not None and isinstance(values, list):
-        with contextlib.suppress(ValueError):
-            return [np.asarray(value, dtype) if isinstance(value, list) else value for value in values]
-    return values
-
-
 def _warn_of_other_numbers(pieces: str, layers: Sequence[str]) -> None:
     if layers:
         warn(
@@ -340,6 +318,18 @@ def _warn_of_draws(operations: Sequence[str]) -> None:
             f"{len(operations)} operations of the model draw from TensorFlow's own random generators ({operations[0]}, "
             "...), as tf_keras's layers do: no checkpoint has their state, so the numbers will not be those of the "
             "uninterrupted training. Keras 3's layers draw from seeds that are saved."
+        )
+
+
+def _warn_on_gpu(jit_compile: bool) -> None:
+    flag = "--xla_gpu_deterministic_ops=true"
+    same = flag in os.environ.get("XLA_FLAGS", "") if jit_compile else has_op_determinism()
+    if has_gpu() and not same:
+        remedy = f"XLA_FLAGS={flag}" if jit_compile else "tf.config.experimental.enable_op_determinism()"
+        warn(
+            "This fit is resumed on a GPU without deterministic operations: it goes on from the state that was saved, "
+            "but not bit for bit as it would have without the interruption. It would with "
+            f"{remedy} in all of a training's processes, which costs speed."
         )
 
 
