@@ -104,18 +104,7 @@ class Passes:
                 self._start = self._serialized()
         else:
             self._iterator, self._resumed = self._resumed, None
-        return self._told(self._iterator) if _caches(self._pipeline) else self._iterator
-
-    def _told(self, elements: Iterator) -> Iterator:
-        """Yields the elements of a pipeline with a cache in a file; explains a cache that was left half-written."""
-        try:
-            yield from elements
-        except tf.errors.AlreadyExistsError as error:
-            files = ", ".join(f"{name}*" for name in _caches(self._pipeline))
-            raise RuntimeError(
-                f"{self._origin.what}: its cache ({files}) was left half-written by a process that was killed, or is "
-                "being written by one that still runs. If there is none, remove these files, and call again."
-            ) from error
+        return self._iterator
 
     def read(self, step: Dispatch, rows: int) -> Dispatch:
         """Notes a step that was read."""
@@ -246,7 +235,7 @@ class Passes:
         for _ in range(self._ended):
             self._origin.begin()
             if not self._origin.python:  # a shuffle draws its seeds as a pass begins
-                elements = self._told(iter(self._pipeline))
+                elements = iter(self._pipeline)
                 first = next(elements, None)
                 collections.deque(elements if whole else (), 0)
             self._origin.end()
@@ -295,12 +284,6 @@ def _unseeded(dataset: tf.data.Dataset) -> bool:
     return any(int(shuffle._seed) == 0 == int(shuffle._seed2) for shuffle in _parts(dataset, "ShuffleDataset"))
 
 
-def _caches(dataset: tf.data.Dataset) -> list[str]:
-    """Lists the files that a pipeline caches elements in."""
-    names = (each._filename.numpy().decode() for each in _parts(dataset, "CacheDataset"))
-    return [name for name in names if name]
-
-
 def _endless(dataset: tf.data.Dataset) -> bool:
     return any(int(each._count) < 0 for each in _parts(dataset, "RepeatDataset"))
 
@@ -322,7 +305,7 @@ def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
 
 def _obstacle(dataset: tf.data.Dataset) -> str | None:
     """Returns the part of a pipeline whose saved state would not let later passes go on as before; else None."""
-    if _caches(dataset):
+    if any(each._filename.numpy() for each in _parts(dataset, "CacheDataset")):
         return "a cache in a file"  # which goes on being written after the state was saved
     if any(len(_parts(shuffle, "ShuffleDataset")) > 1 for shuffle in _parts(dataset, "ShuffleDataset")):
         return "a shuffle of a shuffle"
