@@ -23,7 +23,7 @@ import tf_keras
 from resuming import Interruption, Stateless, StopAfter, bits, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import lock, state, store
+from fastaccum.checkpoint import errors, lock, state, store
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -218,7 +218,7 @@ def test_every_flipped_byte_and_every_length_is_seen(run, tmp_path):
             (path / name).write_bytes(content)
             try:
                 found = {name: tensor.numpy().tobytes() for name, tensor in store.inspect(path).tensors().items()}
-            except store.CorruptCheckpointError:
+            except errors.CorruptCheckpointError:
                 continue
             unseen += 1
             assert found == expected
@@ -666,5 +666,5 @@ def test_a_lambda_may_move_within_its_file_and_to_another(tmp_path):
     for epochs, file, above in (1, "a/x.py", 0), (2, "a/x.py", 3), (3, "b/x.py", 3):
         history = fit(of_lambdas(tmp_path / file, above, 2.0), tmp_path / "run", epochs=epochs).history
         assert len(history["loss"]) == epochs
-    with pytest.raises(store.IncompatibleCheckpointError, match=r"lambda.*was saved, now"):
+    with pytest.raises(errors.IncompatibleCheckpointError, match=r"lambda.*was saved, now"):
         fit(of_lambdas(tmp_path / "a/x.py", 0, 3.0), tmp_path / "run", epochs=4)
