@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import inspect
 import json
 import math
-import platform
-import secrets
-import shutil
-import sys
-import textwrap
-import warnings
 from pathlib import Path
 
 import keras
-import tensorflow as tf
 
 from fastaccum import lines
 from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
-from fastaccum.app import run_folder, text
-from fastaccum.app.options import MOST, MOST_STEPS, STEPS, BadArgument, list_devices
-from fastaccum.checkpoint import store
+from fastaccum.app import text
+from fastaccum.app.options import MOST, MOST_STEPS, BadArgument, list_devices
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
@@ -32,163 +23,80 @@ from fastaccum.transformer import PRESETS, gpt
 HELD_OUT_WINDOWS = 512  # 64 KiB at 128 a window: a standard error of about 0.02 bits per byte
 BYTES = 256
 ROWS = 100  # of metrics.csv, about
-# What `--resume` takes from config.json, and what must not have changed.
+EVALUATIONS = 10
+# What `--resume` takes from config.json.
 OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
-CHANGED = ("steps", "options_sha256")  # where a run is extended
-SAME = ("text_sha256", "parameters", "options_sha256")
-MOST_FILES = 10_000  # that config.json lists
 
 
 class Run:
     """The text, model and trainer of a run, made from the options.
 
-    A resumed run has in `rows` the rows of metrics.csv so far. Checkpoints carry the run's `identity`.
+    Checkpoints carry its `identity`, the options and the checksum of the text. `config` is what config.json holds.
     """
 
-    def __init__(self, options: argparse.Namespace, rows: list[run_folder.Row] | None = None):
-        self.options, self.rows = options, rows
-        self.identity: str = getattr(options, "identity", None) or secrets.token_hex(8)
-        options.steps = options.steps or STEPS
-        self.steps_per_row = math.ceil(options.steps / ROWS)
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
         keras.utils.set_random_seed(options.seed)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
-        self.device = " ".join(list_devices()[0])
-        self.precision = resolve_precision(options.precision)
-        self.sizes = {**PRESETS[options.preset], "vocabulary_size": BYTES}
-        self.context: int = self.sizes["context"]
-        self.tokens_per_step: int = options.batch_size * options.accum * self.context
-        if 8 * self.tokens_per_step > device.available("CPU:0").free:
+        kind, device_name = list_devices()[0]
+        if options.precision == "auto":
+            options.precision = "mixed_float16" if kind == "GPU" else "float32"
+        self.steps_per_row = math.ceil(options.steps / ROWS)
+        self.rows = math.ceil(options.steps / self.steps_per_row)
+        self.evaluated_rows = {*range(0, self.rows, math.ceil(self.rows / EVALUATIONS)), self.rows} - {0}
+        self.context: int = PRESETS[options.preset]["context"]
+        tokens = options.batch_size * options.accum * self.context
+        if 8 * tokens > device.available("CPU:0").free:
             raise MemoryError  # for a step's ids and labels alone
         self.text = text.read_text(options.paths)
-        # More than any run takes: they stay the same where it is extended.
-        self.windows = text.RandomWindows(
-            self.text.train, self.context, options.batch_size, MOST_STEPS * MOST, options.seed
-        )
+        windows = MOST_STEPS * MOST  # more than any run takes
+        self.windows = text.RandomWindows(self.text.train, self.context, options.batch_size, windows, options.seed)
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
         if options.compile_cache and (cache := compile_cache.user_folder()) is not None:
             try:
                 compile_cache.use(cache)
             except ValueError as error:
                 say("note", str(error))
+        self.model = gpt(BYTES, preset=options.preset, dtype=options.precision)
         optimizer = make_optimizer(options.optimizer, make_schedule(options.lr, options.steps))
-        self.trainer = make_trainer(options.preset, self.precision, optimizer, options.accum)
-        self.model = self.trainer.model
-
-    @property
-    def config(self) -> run_folder.Config:
-        """The contents of config.json."""
-        return self.config_of(self.options.steps)
-
-    def config_of(self, steps: int) -> run_folder.Config:
-        """Returns the contents of config.json for a run of so many steps."""
-        options = {name: getattr(self.options, name) for name in OPTIONS}
-        options |= {"precision": self.precision, "steps": steps}
-        return {
-            **options,
-            "run": self.identity,
-            "options_sha256": hashlib.sha256(json.dumps(options).encode()).hexdigest(),
-            # Absolute: the run may be resumed from another working directory.
-            "paths": [str(Path(path).resolve()) for path in self.options.paths],
-            "device": self.device,
-            **self.sizes,
-            "parameters": self.model.count_params(),
-            "train_bytes": len(self.text.train),
-            "held_out_bytes": len(self.text.held_out),
-            "text_sha256": self.text.sha256,
-            "files": self.text.files if self.options.paths and len(self.text.files) <= MOST_FILES else {},
-            "versions": {"python": platform.python_version(), "tensorflow": tf.__version__, "keras": keras.__version__},
-        }
-
-    def announce(self) -> None:
-        """Prints what the run will do."""
-        options = self.options
-        skipped = f"; {self.text.skipped} that are not text left out" if self.text.skipped else ""
+        self.trainer = Trainer(
+            self.model, optimizer, LinearCrossEntropy(), gradient_accumulation_steps=options.accum, clip_norm=1.0
+        )
+        self.identity = {name: getattr(options, name) for name in OPTIONS} | {"text_sha256": self.text.sha256}
+        # Absolute: the run may be resumed from another working directory.
+        self.config = {**self.identity, "paths": [str(Path(path).resolve()) for path in options.paths]}
+        say("device", f"{kind} {device_name}, {options.precision}")
         source = ", ".join(options.paths) or "Python's standard library"
-        if binary := self.text.binary:
-            say("warning", f"{', '.join(binary)}: holds NUL bytes, so this may be no text; trained on as it is")
-        say("device", self.device)
-        say("precision", self.precision)
-        say("text", f"{source}: {len(self.text.files):,} file{'s' * (len(self.text.files) != 1)}{skipped}")
-        say("", f"{len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
-        shape = ", ".join(name if value is True else f"{name} {value:,}" for name, value in self.sizes.items())
-        say("model", f"{options.preset}: {self.model.count_params():,} parameters ({shape})")
+        say("text", f"{source}: {len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
+        say("model", f"{options.preset}: {self.model.count_params():,} parameters")
         batch = f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch"
-        windows = f"{options.batch_size * options.accum:,} windows of {self.context:,} bytes"
-        say("batch", f"{batch} {windows}, {self.tokens_per_step:,} tokens")
+        say("batch", f"{batch} {options.batch_size * options.accum:,} windows of {self.context:,} bytes")
         say("training", f"{options.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
 
 
-def require_resumable(options: argparse.Namespace) -> Path:
-    """Returns the folder `options.resume`; raises ValueError if no run wrote it, or for options that cannot change."""
-    kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)} - {"--steps"}
-    named = sorted(kept & {*options.given})
-    if extra := named + ["FILE or FOLDER"] * bool(options.paths):
-        raise ValueError(
-            f"--resume {options.resume}: a run keeps the options that it began with, but for --steps; "
-            f"leave out {', '.join(extra)}"
-        )
-    path = Path(options.resume)
-    run_folder.require_own_files(path)
-    run_folder.read_config(path)
-    return path
-
-
 def resume(options: argparse.Namespace) -> Run:
-    """Makes the `Run` that continues in the folder `options.resume`, to `options.steps` if given.
-
-    Raises:
-        ValueError: raised if the run cannot continue as it began.
-    """
-    path, asked = Path(options.resume), options.steps
-    file = repr(str(path / "config.json"))
-    config = run_folder.read_config(path)
-    if missing := sorted({*OPTIONS, "run", "paths", *SAME} - config.keys()):
+    """Makes the `Run` that continues in the folder `options.resume`; ValueError if it cannot continue as it began."""
+    kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)}
+    if extra := sorted(kept & options.given) + ["FILE or FOLDER"] * bool(options.paths):
         raise ValueError(
-            f"{file} lacks {', '.join(missing)}: the run cannot be resumed. The file is of another version of "
-            "fastaccum, or was edited"
+            f"--resume {options.resume}: a run keeps the options that it began with; leave out {', '.join(extra)}"
         )
-    # Through the parser again: it knows what each may be.
-    arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
-    paths = config["paths"]
-    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
-        raise ValueError(f"{file}: paths={paths!r} is not a list of names")
+    file = Path(options.resume, "config.json")
     try:
-        parsed = options.parser.parse_args([*arguments, "--", *paths], options)
-    except BadArgument as error:
-        raise ValueError(f"{file}: {error}") from None
-    steps = parsed.steps
-    if asked and asked < steps:
-        raise ValueError(f"--steps {asked}: the run in {path} is one of {steps}: leave --steps out, or give more")
-    parsed.steps = asked or steps
-    parsed.identity = config["run"]
-    run = Run(parsed, run_folder.read_rows(path, steps))
-    now = run.config_of(steps)
-    if other := sorted(config.keys() ^ now.keys()):
-        raise ValueError(f"{file} is of another version of fastaccum, which cannot continue it: {', '.join(other)}")
-    if any(config[name] != now[name] for name in (*OPTIONS, "options_sha256")):
-        raise ValueError(f"{file} was edited: its options are not those that the run began with")
-    if changed := [f"{name} was {config[name]!r}, is {now[name]!r}" for name in SAME if config[name] != now[name]]:
-        before, files = config["files"] if isinstance(config["files"], dict) else {}, now["files"]
-        other = sorted(name for name in before.keys() | files.keys() if before.get(name) != files.get(name))
-        states = ["is gone" if name not in files else "has changed" if name in before else "is new" for name in other]
-        changed += [*map("{!r} {}".format, other[:5], states), *[f"and {len(other) - 5} more"] * (len(other) > 5)]
-        raise ValueError(f"--resume {path}: the run cannot continue as it began: {'; '.join(changed)}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # which `fit` gives again
-        found = store.latest(path / run_folder.CHECKPOINTS)
-    state = found.manifest["callbacks"].get("Recorder", {}).get("state", {}) if found else {}
-    if found and (state.get("run") != run.identity or not isinstance(state.get("rows"), list)):
-        raise ValueError(f"{found.path} is another run's, or is of another version of fastaccum: move it elsewhere")
-    for row, saved in zip(run.rows or (), state.get("rows", ()), strict=False):
-        if str(sorted(row.items())) != saved:
-            raise ValueError(f"{str(path / 'metrics.csv')!r}: this run wrote no row {row}: remove the file")
-    say("resuming", f"{path}: " + (f"{found.step:,} steps are done" if found else "no checkpoint, so from the start"))
-    if parsed.steps > steps:
-        rate = "the learning rate now follows the schedule of the longer run"
-        say("extending", f"from {steps:,} to {parsed.steps:,} steps; {rate}")
-    for name in ("device", "versions"):
-        if config.get(name) != now[name]:
-            say("note", f"{name} was {config.get(name)}, is {now[name]}: results will differ by rounding")
+        config = json.loads(file.read_bytes())
+        # Through the parser again: it knows what each may be.
+        arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
+        parsed = options.parser.parse_args([*arguments, "--", *map(str, config["paths"])], options)
+        began_with = str(config["text_sha256"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, BadArgument) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{str(file)!r} is not what this version writes for a run: {reason}") from error
+    run = Run(parsed)
+    if run.text.sha256 != began_with:
+        raise ValueError(
+            f"--resume {options.resume}: the text has changed since the run began: its text_sha256 was "
+            f"{began_with:.12}, is {run.text.sha256:.12}; put it back, or begin a new run"
+        )
     return run
 
 
@@ -198,17 +106,6 @@ def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.Lear
     return keras.optimizers.schedules.CosineDecay(
         0.0, max(1, steps - warmup), alpha=0.02, warmup_target=highest, warmup_steps=warmup
     )
-
-
-def resolve_precision(name: str) -> str:
-    """Returns the dtype policy of a precision; "auto" is mixed_float16 on a GPU and float32 on a CPU."""
-    return name if name != "auto" else "mixed_float16" if list_devices()[0][0] == "GPU" else "float32"
-
-
-def make_trainer(preset: str, precision: str, optimizer: keras.optimizers.Optimizer, accumulation: int = 1) -> Trainer:
-    """Makes the Trainer of a new model of a preset, on bytes."""
-    model = gpt(BYTES, preset=preset, dtype=precision)
-    return Trainer(model, optimizer, LinearCrossEntropy(), gradient_accumulation_steps=accumulation, clip_norm=1.0)
 
 
 def make_optimizer(name: str, rate: keras.optimizers.schedules.LearningRateSchedule) -> keras.optimizers.Optimizer:
@@ -233,10 +130,6 @@ def make_optimizer(name: str, rate: keras.optimizers.schedules.LearningRateSched
         raise ValueError(f"--optimizer {name!r} cannot be made from a learning rate alone: {error}") from error
 
 
-def say(topic: str, message: str, *, wraps: bool = True) -> None:
-    """Prints a line with its topic in a column of its own; on a terminal it is wrapped, unless it is to be copied."""
-    line = f"{topic:10}{lines.one_line(message)}"
-    if wraps and sys.stdout.isatty():
-        columns = max(30, shutil.get_terminal_size().columns)
-        line = textwrap.fill(line, columns, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False)
-    print(line, flush=True)
+def say(topic: str, message: str) -> None:
+    """Prints a line with its topic in a column of its own."""
+    print(f"{topic:10}{lines.one_line(message)}", flush=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import hashlib
-import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -15,19 +12,15 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from fastaccum.app import run_folder
-
 HELD_OUT_EVERY = 20
+TEMPERATURE = 0.8
 
 
 class Text(NamedTuple):
-    """Byte ids, uint8, and where they come from."""
+    """Byte ids, uint8, to train on and to evaluate with."""
 
     train: np.ndarray
     held_out: np.ndarray
-    files: dict[str, str]  # the start of each one's SHA-256, by its path
-    skipped: int  # files in the folders that hold a NUL byte: not text
-    binary: list[str]  # files that were named and hold one
 
     @property
     def sha256(self) -> str:
@@ -47,30 +40,21 @@ def standard_library() -> list[Path]:
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
     """Reads files and folders, with all folders in them, as bytes, and holds a part out as `split` does.
 
-    Files of a folder are read in sorted order, without hidden ones, files of runs and files that are not text. A file
+    Files of a folder are read in sorted order, without hidden ones, folders of runs and files with a NUL byte. A file
     that is itself in `paths` is read in any case. Without paths, `standard_library()` is read.
     """
     files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ValueError(f"{str(path)!r} does not exist: give a text file, or a folder of them.")
-        if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{str(path)!r} is a pipe or a device, which cannot be read again: give a text file.")
+    for name in paths:
+        path = Path(name)
+        if not (name and (path.is_file() or path.is_dir())):  # a pipe could not be read again
+            raise ValueError(f"{str(name)!r} is no file and no folder: give a text file, or a folder of them.")
         for file in _files_below(path) if path.is_dir() else [path]:
             files.setdefault(file.resolve(), file is path)
-    size, memory = sum(file.stat().st_size for file in files), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 2 * size > memory:  # the files, and then their text as one
-        raise ValueError(f"the text has {size:,} bytes, which the {memory:,} of memory here cannot hold: give less.")
-    read = {path: path.read_bytes() for path in files}
-    binary = {path for path, content in read.items() if b"\0" in content}
-    texts = {str(path): content for path, content in read.items() if path not in binary or files[path]}
-    if not any(texts.values()):
+    contents = [content for file, named in files.items() if b"\0" not in (content := file.read_bytes()) or named]
+    if not any(contents):
         where = ", ".join(repr(str(path)) for path in paths)
         raise ValueError(f"no text in {where}: give a file or a folder that holds some, other than those of a run.")
-    train, held_out = split([*texts.values()])
-    sums = {path: hashlib.sha256(content).hexdigest()[:16] for path, content in texts.items()}
-    named = sorted(str(path) for path in binary if files[path])
-    return Text(train, held_out, sums, skipped=len(files) - len(texts), binary=named)
+    return Text(*split(contents))
 
 
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -118,12 +102,7 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
 
 
 def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, seed: int = 0) -> bytes:
-    """Draws the first `length` bytes after `prompt`."""
-    return bytes(itertools.islice(draw(model, prompt, context, seed=seed), length))
-
-
-def draw(model: keras.Model, prompt: bytes, context: int, *, temperature: float = 0.8, seed: int = 0) -> Iterator[int]:
-    """Yields bytes after `prompt`, without end, drawn from `softmax(logits / temperature)`: at 0 the likeliest.
+    """Draws `length` bytes after `prompt` from `softmax(logits / TEMPERATURE)`.
 
     Args:
         model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
@@ -140,7 +119,7 @@ def draw(model: keras.Model, prompt: bytes, context: int, *, temperature: float 
 
     random = np.random.default_rng(seed)
     ids = list(prompt)
-    while True:
+    for _ in range(length):
         seen = ids[-context:]
         # Padded behind to one shape, so that one program serves: a causal model never looks there.
         padded_BT = np.zeros((1, context), np.int32)
@@ -148,23 +127,14 @@ def draw(model: keras.Model, prompt: bytes, context: int, *, temperature: float 
         scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64)
         if not np.isfinite(scores).all():
             raise ValueError("the model's logits are not finite: its training has diverged, and a lower --lr may help")
-        chances = np.exp((scores - scores.max()) / max(temperature, 1e-30))
+        chances = np.exp((scores - scores.max()) / TEMPERATURE)
         ids.append(int(random.choice(len(chances), p=chances / chances.sum())))
-        yield ids[-1]
+    return bytes(ids[len(prompt) :])
 
 
-def printable(data: bytes, decoder: codecs.IncrementalDecoder | None = None) -> str:
-    """Decodes bytes to text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD.
-
-    A character may begin in the bytes of one call and end in those of the next with the same `decoder`.
-    """
-    text = (decoder or make_utf8_decoder()).decode(data)  # a cut inside the last character is no error
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def make_utf8_decoder() -> codecs.IncrementalDecoder:
-    """Makes a decoder that replaces what is not UTF-8."""
-    return codecs.getincrementaldecoder("utf-8")("replace")
+def printable(data: bytes) -> str:
+    """Decodes bytes to text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in data.decode("utf-8", "replace"))
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -172,9 +142,9 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise error  # or what cannot be listed would be left out in silence
 
     for parent, folders, names in os.walk(folder, onerror=fail):
-        with contextlib.suppress(ValueError):
-            if run_folder.read_config(Path(parent)).keys() >= {"text_sha256", "options_sha256"}:
-                folders[:] = names = []  # of a run, which change while it goes on
+        config = Path(parent, "config.json")
+        if config.is_file() and b'"text_sha256"' in config.read_bytes():
+            folders[:] = names = []  # of a run, which change while it goes on
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)

@@ -1,12 +1,10 @@
 import csv
-import importlib.metadata
 import importlib.util
-import io
-import itertools
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +18,10 @@ import tiny_command
 
 import fastaccum
 from fastaccum import cli
-from fastaccum.app import generate, options, progress, recorder, text, train
-from fastaccum.app import plan as app_plan
+from fastaccum.app import options, run_folder, text, train
 from fastaccum.app import run as app_run
-from fastaccum.app.run_folder import RunFolder
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.signals import EndRequest
-from fastaccum.memory.errors import OutOfMemoryError
 from fastaccum.transformer import PRESETS, gpt
 
 pytestmark = pytest.mark.long
@@ -43,8 +38,7 @@ def source(tmp_path):
 
 
 def start(arguments, cwd, command=("-m", "fastaccum"), **environment):
-    asked = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "1"}  # for log lines, which there must not be
-    environment = {**os.environ, **asked, **environment}
+    environment = {**os.environ, **environment}
     return subprocess.Popen(
         [sys.executable, *command, *map(str, arguments)],
         cwd=cwd,
@@ -57,6 +51,8 @@ def start(arguments, cwd, command=("-m", "fastaccum"), **environment):
 
 
 def rows_of(folder):
+    if not (folder / "metrics.csv").exists():
+        return []
     with open(folder / "metrics.csv", newline="") as file:
         return [{key: float(value) for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
 
@@ -73,7 +69,7 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
     options = ["--steps", "8", "--batch-size", "2", "--accum", "3", "--lr", "0.01", "--seed", "7"]
     process = start(["train", source, *options, "--out", "run"], tmp_path)
     printed, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (0, "")
+    assert process.returncode == 0 and "Traceback" not in errors, errors
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
@@ -81,15 +77,13 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
         "curve.png",
         "model.keras",
         "checkpoints",
-        ".fastaccum-lock",
     }
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
     config = json.loads((folder / "config.json").read_text())
     model = keras.models.load_model(folder / "model.keras")
-    assert config["parameters"] == model.count_params()
     assert (config["steps"], config["batch_size"], config["accum"], config["seed"]) == (8, 2, 3, 7)
-    assert config["train_bytes"] + config["held_out_bytes"] == len(TEXT)
+    assert set(config) == {*app_run.OPTIONS, "paths", "text_sha256"}
 
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -100,7 +94,7 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
     assert held_out_bits(folder) == pytest.approx(reached, abs=1e-4)
 
     assert "micro-batch 2 x accumulation 3 = global batch 6" in printed
-    assert f"{config['parameters']:,} parameters" in printed
+    assert f"{model.count_params():,} parameters" in printed
     assert f"{reached:.3f} bits per byte after 8 steps" in printed
     assert len(printed.split("sample", 1)[1]) > 400
 
@@ -113,7 +107,7 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, source):
     process = start(["train", source, *options, "--optimizer", optimizer], tmp_path, TINY)
     folder = tmp_path / "runs" / f"nano-{optimizer.lower().replace(':', '-')}-seed0"
     deadline = time.monotonic() + 240
-    while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < deadline:
+    while len(rows_of(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=120)
@@ -125,15 +119,15 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, source):
         "curve.png",
         "model.keras",
         "checkpoints",
-        ".fastaccum-lock",
     }
     assert json.loads((folder / "config.json").read_text())["precision"] == "mixed_float16"
-    last = rows_of(folder)[-1]
-    assert 200 <= last["step"] < 20000
+    first, *_, last = rows_of(folder)
+    assert 600 <= last["step"] < 20000
     assert last["loss_scale"] > 1
-    assert last["bits_per_byte"] < 7
-    assert held_out_bits(folder) == pytest.approx(last["held_out_bits_per_byte"], abs=0.01)
-    assert f"after {last['step']:,.0f} steps" in printed
+    assert last["bits_per_byte"] < first["bits_per_byte"]
+    (said,) = re.findall(r"held out +([\d.]+) bits per byte after ([\d,]+) steps", printed)
+    assert held_out_bits(folder) == pytest.approx(float(said[0]), abs=0.01)
+    assert last["step"] <= int(said[1].replace(",", "")) < 20000
 
 
 def wait_for(path, process):
@@ -143,13 +137,11 @@ def wait_for(path, process):
 
 
 def what_was_learned(folder):
-    """Every tensor of the last checkpoint, and what metrics.csv says of training but for times."""
-    left_out = "seconds", "tokens_per_second", "held_out_bits_per_byte"  # Ctrl-C evaluates once more
+    """Every tensor of the last checkpoint, and the bytes of metrics.csv."""
     tensors = {
         name: tensor.numpy().tobytes() for name, tensor in store.latest(folder / "checkpoints").tensors().items()
     }
-    rows = [{k: v for k, v in row.items() if k not in left_out} for row in rows_of(folder)]
-    return {"tensors": tensors, "rows": rows}
+    return {"tensors": tensors, "rows": (folder / "metrics.csv").read_bytes()}
 
 
 @pytest.mark.faults
@@ -174,54 +166,64 @@ def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
         if end is None:
             break
         process = start(["train", "--resume", folder.name], tmp_path, TINY, **cache)
-    assert "steps are done" in printed and "after 301 steps" in printed
+    assert "resumed from" in printed and "after 301 steps" in printed
     _, errors = whole.communicate(timeout=240)
     assert whole.returncode == 0, errors
     expected = what_was_learned(tmp_path / "whole")
-    assert what_was_learned(folder) == expected and expected["rows"][-1]["step"] == 301
+    assert what_was_learned(folder) == expected and rows_of(folder)[-1]["step"] == 301
 
     # Complete: nothing is trained, and what it leaves is written again. It may lie elsewhere by then.
     folder.rename(moved)
     (moved / "model.keras").unlink()
-    with open(moved / "metrics.csv", "rb+") as file:
-        file.truncate((moved / "metrics.csv").stat().st_size - 3)  # as a full disk would cut it short
+    (moved / "metrics.csv").write_bytes(b"of nobody's")  # which is never read
     done = start(["train", "--resume", moved], tmp_path, TINY, **cache)
     printed, errors = done.communicate(timeout=240)
-    assert (done.returncode, errors) == (0, "")
+    assert done.returncode == 0, errors
     assert "after 301 steps" in printed and (moved / "model.keras").exists()
-    assert what_was_learned(moved)["tensors"] == expected["tensors"]
+    assert what_was_learned(moved) == expected
+
+
+@pytest.fixture
+def began(tmp_path, source, monkeypatch):
+    """The folder "run" of a run that has not trained yet, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    run = app_run.Run(options.parse(["train", str(source), "--batch-size", "2", "--accum", "1", "--steps", "4"]))
+    return run_folder.begin("run", "", run.config)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: (run / "config.json").unlink(), "'run/config.json' cannot be read, so 'run' is not a run folder"),
-        (lambda run: (run / "config.json").write_text("[1]"), "'run/config.json' holds a list"),
-        (lambda run: rewrite(run, steps=None), "'run/config.json': argument --steps: 'None' must be a whole number"),
-        (lambda run: rewrite(run, steps="__import__('os')"), "must be a whole number from 1 to 1000000000"),
-        (lambda run: rewrite(run, paths="source.txt"), "paths='source.txt' is not a list of names"),
-        (lambda run: rewrite(run, seed=...), "lacks seed: the run cannot be resumed"),
-        (lambda run: rewrite(run, parameters=7), "parameters was 7, is"),
-        (lambda run: rewrite(run, lr=0.5), "'run/config.json' was edited"),
+        (lambda run: (run / "config.json").unlink(), "'run/config.json' is not what this version writes for a run: F"),
+        (lambda run: (run / "config.json").write_text("[1]"), "list indices must be integers"),
+        (lambda run: (run / "config.json").write_text("{"), "JSONDecodeError"),
+        (lambda run: (run / "config.json").write_text('{"a":' * 100_000), "RecursionError"),
+        (lambda run: rewrite(run, steps=None), "argument --steps: 'None' must be a whole number"),
+        (lambda run: rewrite(run, lr=math.nan), "argument --lr: 'nan' must be a positive number"),
+        (lambda run: rewrite(run, paths=None), "NoneType"),
+        (lambda run: rewrite(run, paths=["gone.txt"]), "'gone.txt' is no file and no folder"),
+        (lambda run: rewrite(run, seed=...), "KeyError: 'seed'"),
         (
             lambda run: (run.parent / "source.txt").write_bytes(TEXT + b"."),
-            "continue as it began: text_sha256 was",
+            "the text has changed since the run began: its text_sha256 was",
         ),
-        (lambda run: (run / "metrics.csv").write_text("step,pickle\n1,2\n"), "its columns are ['step', 'pickle']"),
         (lambda run: (run / "checkpoints" / "step-00000020").mkdir(parents=True), "None of the 1 checkpoints in"),
     ],
 )
-def test_a_folder_that_is_no_runs_is_refused(tmp_path, source, monkeypatch, capsys, change, message):
-    monkeypatch.chdir(tmp_path)
-    run = app_run.Run(options.make_parser().parse_args(["train", str(source), "--out", "run"]))
-    with RunFolder("run", run.config).held:
-        pass
-    change(tmp_path / "run")
+def test_a_folder_that_is_no_runs_is_refused(began, capsys, change, message):
+    change(began)
+    before = seen(began)
     with pytest.raises(SystemExit) as exit, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the checkpoint that is passed over
         cli.main(["train", "--resume", "run"])
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and message in error and len(error.splitlines()) == 1
+    assert seen(began) == before
+
+
+def seen(folder):
+    """The files that a user sees."""
+    return sorted(path for path in folder.rglob("*") if not path.name.startswith("."))
 
 
 def rewrite(run, **values):
@@ -229,22 +231,44 @@ def rewrite(run, **values):
     (run / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
+@pytest.mark.faults
+def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
+    """Whatever of them config.json is made to say: the checkpoint knows those that it was made with."""
+    monkeypatch.setitem(PRESETS, "micro", {**PRESETS["nano"], "width": 32})
+    monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
+    assert cli.main(["train", "--resume", "run"]) == 0
+    before = what_was_learned(began)
+    others = {"steps": 5, "lr": 0.5, "optimizer": "lion", "precision": "mixed_bfloat16", "preset": "micro", "seed": 7}
+    for name, value in [*others.items(), ("checkpoint_every", 3), ("batch_size", 1)]:
+        shutil.copy(began / "config.json", "kept")
+        rewrite(began, **{name: value}, **({"accum": 2} if name == "batch_size" else {}))
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["train", "--resume", "run"])
+        named = {"steps": "learning_rate", "lr": "learning_rate", "precision": "bfloat16", "preset": "32"}
+        named["batch_size"] = "batch plan.steps_per_pass"
+        error = capsys.readouterr().err
+        assert named.get(name, name) in error.splitlines()[-1], error
+        assert what_was_learned(began) == before
+        shutil.copy("kept", began / "config.json")
+    assert cli.main(["train", "--resume", "run"]) == 0
+    assert what_was_learned(began) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (["train", "--resume", "empty"], "'empty/config.json' cannot be read"),
-        (["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"], "leave out --lr, FILE or FOLDER"),
+        (["train", "--resume", "empty"], "'empty/config.json' is not what this version writes for a run"),
+        (["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"], "out --lr, --steps, FILE or FOLDER"),
         (["train", "--checkpoint-every", "0"], "--checkpoint-every: '0' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "0"], r"--steps: '0' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "1000000001"], "--steps: '1000000001' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "9" * 5000], "must be a whole number from 1 to 1000000000"),
         (["train", "--batch-size", "1000001"], "--batch-size: '1000001' must be"),
-        (["train", "--accum", "1000000", "--batch-size", "1000000", "SOURCE"], "out of memory at --batch-size 1000000"),
-        (["train", ""], "'' is not a path"),
-        (["train", "SOURCE", "--out", "a\0b"], r"--out: 'a\x00b' is not a path"),
-        (["train", "SOURCE", "--out", ""], "--out: '' is not a path"),
-        (["train", "--resume", "\ud800"], r"--resume: '\ud800' is not a path"),
+        (["train", "SOURCE", "--out", "a\0b"], "--out: "),
+        (["train", "SOURCE", "--out", "\ud800"], "--out: "),
+        (["train", "SOURCE", "--out", "run[1]"], "--out: "),
+        (["train", "--resume", "\ud800"], r"\ud800"),
         (["train", "SOURCE", "--a\nb\x1b[2J"], r"unrecognized arguments: --a b\x1b[2J"),
         (["bench", "--from", "SOURCE"], "cannot be read: Expecting value"),
         (["bench", "--from", "used"], "it must be a file"),
@@ -260,19 +284,15 @@ def rewrite(run, **values):
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
         (["train", "--preset", "giant"], "--preset: invalid choice: 'giant'"),
         (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a Keras optimizer"),
-        (["train", "--step", "3"], "unrecognized arguments: --step: did you mean --steps?"),
-        (["train", "--batch_size=3", "nofile"], "unrecognized arguments: --batch_size=3: did you mean --batch-size?"),
-        (["train", "--learning-rate", "0.1"], "unrecognized arguments: --learning-rate: did you mean --lr?"),
-        (["plan", "--model", "nano"], "unrecognized arguments: --model nano: did you mean --preset?"),
-        (["train", "--size=nano", "SOURCE"], "unrecognized arguments: --size=nano: did you mean --preset?"),
-        (["generate", "empty"], "'empty/config.json' cannot be read"),
-        (["generate", "empty", "--temperature", "-1"], "--temperature: '-1' must be a number from 0, such as 0.8"),
+        (["train", "--step", "3"], "unrecognized arguments: --step"),
+        (["generate", "empty"], "'empty/model.keras' is not there"),
         (["generate", "empty", "--prompt", ""], "--prompt '' is empty"),
-        (["train", "missing.txt"], "'missing.txt' does not exist"),
+        (["train", ""], "'' is no file and no folder"),
+        (["train", "missing.txt"], "'missing.txt' is no file and no folder"),
         (["train", "empty"], "no text in 'empty'"),
         (["train", "short.txt"], "held-out text has 10 bytes, but a window takes 129"),
         (["train", "SOURCE", "--out", "used"], "'used' has files in it"),
-        (["train", "SOURCE", "--out", "short.txt"], "Not a directory: 'short.txt'"),
+        (["train", "SOURCE", "--out", "short.txt"], "File exists: 'short.txt'"),
     ],
 )
 def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monkeypatch, capsys, arguments, message):
@@ -295,18 +315,10 @@ def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", [[], ["train"]])
-def test_versions(capsys, monkeypatch, command):
-    found = importlib.metadata.packages_distributions()
-    for of in (found, {"tensorflow": ["tf_keras"]}):  # as tensorflow-cpu and tf-nightly have another name
-        monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda of=of: of)
-        with pytest.raises(SystemExit, match="0"):
-            cli.main([*command, "--version"])
-        number = r"[\d.]+" if of is found else "not installed"
-        assert re.fullmatch(
-            rf"fastaccum {fastaccum.__version__} \(TensorFlow [\d.]+, Keras {number}, Python [\d.]+\)\n",
-            capsys.readouterr().out,
-        )
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"fastaccum {fastaccum.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -320,70 +332,6 @@ def test_what_needs_no_tensorflow_is_quick(arguments, seconds):
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
         times.append(time.perf_counter() - start)
     assert min(times) < seconds
-
-
-@pytest.mark.faults
-def test_the_first_line_comes_at_once_and_log_lines_when_they_are_asked_for(tmp_path):
-    begun = time.monotonic()
-    process = start(["train", "--tensorflow-log", "--optimizer", "none", __file__], tmp_path)
-    assert process.stdout.readline() == "loading   TensorFlow\n" and time.monotonic() - begun < 2
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2 and "cpu_feature_guard" in errors
-
-
-def train_here(*arguments):
-    tiny = ["--batch-size", "1", "--accum", "1", "--optimizer", "sgd"]
-    assert cli.main(["train", *arguments, *([] if "--resume" in arguments else tiny)]) == 0
-
-
-@pytest.mark.faults
-def test_a_run_that_is_extended_is_the_longer_run(tmp_path, source, monkeypatch, capsys):
-    """With a schedule that is another for each number of steps, and the same rate at each step: bit by bit."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(PRESETS, "nano", {"width": 16, "layers": 1, "heads": 2, "context": 8})
-    cosine = keras.optimizers.schedules.CosineDecay
-    monkeypatch.setattr(app_run, "make_schedule", lambda highest, steps: cosine(highest, 10**9 + steps))
-    monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
-    monkeypatch.setattr(app_run, "ROWS", 20)
-    train_here(str(source), "--steps", "20", "--out", "whole", "--preset", "Nano")
-    monkeypatch.setattr(app_run, "ROWS", 2)
-    train_here(str(source), "--steps", "7", "--out", "run")
-    train_here("--resume", "run", "--steps", "13")
-    end = recorder.Recorder.on_train_batch_end
-
-    def interrupted(self, batch, logs=None):
-        end(self, batch, logs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken:
-        broken.setattr(recorder.Recorder, "on_train_batch_end", interrupted)
-        assert cli.main(["train", "--resume", "run", "--steps", "20"]) == 130
-    assert not (tmp_path / "run" / "model.keras").exists()  # it was that of 13 steps
-    for _ in range(2):
-        train_here("--resume", "run")
-    printed = capsys.readouterr().out
-    assert "from 7 to 13 steps" in printed and "20 steps are done" in printed
-    runs = [what_was_learned(tmp_path / name) for name in ("whole", "run")]
-    tensors = [{k: v for k, v in run["tensors"].items() if not k.startswith("step/mean/")} for run in runs]  # of a row
-    assert tensors[0] == tensors[1] and len(tensors[0]) > 10
-    optimizer = store.latest(tmp_path / "run" / "checkpoints").manifest["description"]["optimizer"]
-    assert optimizer["learning_rate"]["decay_steps"] == 10**9 + 20
-    # About as many rows for each length, each the mean of the steps since the one before.
-    assert [row["step"] for row in runs[1]["rows"]] == [4, 7, 13, 20]
-    losses = [row["bits_per_byte"] for row in runs[0]["rows"]]
-    for row, first in zip(runs[1]["rows"], (0, 4, 7, 13), strict=True):
-        last = int(row["step"])
-        assert row["bits_per_byte"] == pytest.approx(sum(losses[first:last]) / (last - first), rel=1e-5)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 20
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["train", "--resume", "run", "--steps", "19"])
-    assert "the run in run is one of 20: leave --steps out, or give more" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("state", [{}, {"steps": 4, "row_began": 0}, {"steps": 2, "row_began": 3}])
-def test_a_state_that_no_run_is_in(state):
-    with pytest.raises(ValueError, match="no run of 3 steps is at"):
-        recorder.Recorder.set_state(mock.Mock(total=3), state)
 
 
 @pytest.fixture
@@ -400,52 +348,44 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.faults
 def test_a_model_continues_a_text(run, capsys):
     texts = []
-    for seed, *more in (("0",), ("0",), ("1",), ("0", "--temperature", "0"), ("1", "--temperature", "0")):
-        assert cli.main(["generate", run.name, "--prompt", "line é", "--length", "30", "--seed", seed, *more]) == 0
+    for _ in range(2):
+        assert cli.main(["generate", run.name, "--prompt", "line é", "--length", "30"]) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("line é") and len(texts[0]) > 20
-    assert texts[3] == texts[4] != texts[0]
+    assert texts[0] == texts[1] and texts[0].startswith("line é") and len(texts[0]) > 20
 
 
-def test_a_model_that_cannot_continue_a_text(run, capsys, monkeypatch):
+def test_a_model_that_cannot_continue_a_text(run, capsys):
     def said(*arguments):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["generate", *arguments])
         return capsys.readouterr().err
 
-    assert "'a run/model.keras' is a file: name the folder of a run, such as 'a run'" in said("a run/model.keras")
+    weights = [weight * math.nan for weight in keras.saving.load_model(run / "model.keras").get_weights()]
+    diverged = gpt(256, width=16, layers=1, heads=2, context=8)
+    diverged.set_weights(weights)
+    diverged.save(run / "model.keras")
+    assert "its training has diverged" in said("a run")
     (run / "model.keras").write_bytes(b"PK")
-    assert "'a run/model.keras' cannot be loaded" in said("a run")
+    assert "model.keras" in said("a run")
     (run / "model.keras").unlink()
-    (run / "config.json").write_text("{}")
-    assert "is saved when training ends: `fastaccum train --resume 'a run'` trains" in said("a run")
-    # Nor one that has diverged, or that is not waited for.
-    failing = mock.Mock(side_effect=[ValueError("not finite"), KeyboardInterrupt])
-    monkeypatch.setattr(generate.text, "draw", lambda *_, **__: iter(failing, None))
-    monkeypatch.setattr(generate, "_load", lambda _: (None, 8))
-    for code, message in ((1, "not finite"), (130, "interrupted")):
-        assert cli.main(["generate", "a run"]) == code
-        assert capsys.readouterr().err == f"\n{message}\n"
+    assert "'a run/model.keras' is not there: `fastaccum train` saves it when training ends" in said("a run")
 
 
-def test_generating_ends_with_its_reader(monkeypatch, capsys):
-    """As after `| head`."""
-    drawn = itertools.count(65)
-    monkeypatch.setattr(generate, "_load", lambda _: (None, None))
-    monkeypatch.setattr(generate.text, "draw", lambda *_, **__: drawn)
+@pytest.mark.faults
+def test_output_that_nobody_reads_ends_the_command():
+    """As after `| head`: code 1, and no traceback."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["generate", "run", "--prompt", "a"]) == 0
-    assert next(drawn) == 65 and "stdout has ended: Broken pipe" in capsys.readouterr().err
+    command = [sys.executable, "-m", "fastaccum", "devices"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr and "Exception" not in ended.stderr
 
 
-def test_a_binary_file_that_is_named_is_taken_with_a_warning(tmp_path, source, capsys):
-    file = tmp_path / "text.gz"
-    file.write_bytes(TEXT + b"\0")
-    app_run.Run(options.parse(["train", str(file), str(source)])).announce()
-    assert f"warning   {file}: holds NUL bytes, so this may be no text" in capsys.readouterr().out
+def test_interrupted_before_training_began(monkeypatch, capsys):
+    monkeypatch.setattr(train, "_begin", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_help_answers_without_tensorflow():
@@ -460,32 +400,11 @@ def test_help_answers_without_tensorflow():
     assert all(preset in printed for preset in PRESETS)
 
 
-def test_plan_says_what_train_takes(monkeypatch, capsys):
-    sizes = {"width": 16, "layers": 1, "heads": 2, "context": 8}
-    monkeypatch.setitem(PRESETS, "nano", sizes)
-    arguments = ["plan", "--global-batch", "2", "--optimizer", "sgd", "--memory-limit"]
-    assert cli.main([*arguments, "1GiB"]) == 0
-    *_, chosen, train = capsys.readouterr().out.splitlines()
-    assert chosen.startswith("batch_size=2 x 1 micro-batch = 2 rows: ") and "of 1.0 GiB" in chosen
-    assert train == "to train  fastaccum train --optimizer sgd --batch-size 2 --accum 1"
-    monkeypatch.setattr(app_plan.planning, "plan", mock.Mock(side_effect=MemoryError("Not even 1 row fits")))
-    assert cli.main([*arguments, "4 KiB"]) == 1
-    assert capsys.readouterr().err == "--preset nano: Not even 1 row fits\n"
-    for wrong in (["--preset", "no"], ["--memory-limit", "much"]):
-        with pytest.raises(SystemExit, match="2"):
-            cli.main(["plan", *wrong])
-        error = capsys.readouterr().err
-        assert error.startswith("fastaccum plan: error: ") and wrong[0] in error
-
-
-def test_what_cannot_fit_is_told_in_the_terminal(monkeypatch, capsys):
-    fits = "{} fits: as many rows an update."
-    told = "A train step takes 2 GiB.\nThe largest: the logits\n  - " + fits
-    error = OutOfMemoryError(told.format("batch_size=2 with gradient_accumulation_steps=16"))
-    monkeypatch.setattr(train, "_begin", lambda *_: (None, None))
-    monkeypatch.setattr(train, "_train", mock.Mock(side_effect=error))
-    assert cli.main(["train"]) == 1
-    assert capsys.readouterr().err == told.format("--batch-size 2 --accum 16") + "\n"
+def test_what_cannot_fit_is_told_in_the_terminal(source, tmp_path, capsys):
+    huge = ["--accum", "1000000", "--batch-size", "1000000"]
+    assert cli.main(["train", str(source), *huge, "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err.startswith("out of memory: halve --batch-size and double --accum")
+    assert not (tmp_path / "run").exists()
 
 
 def test_devices_lists_the_cpu(capsys):
@@ -496,7 +415,7 @@ def test_devices_lists_the_cpu(capsys):
 @pytest.mark.parametrize(("kind", "precision"), [("GPU", "mixed_float16"), ("CPU", "float32")])
 def test_auto_precision_follows_the_device(source, monkeypatch, kind, precision):
     monkeypatch.setattr(app_run, "list_devices", lambda: [(kind, "some model")])
-    run = app_run.Run(options.make_parser().parse_args(["train", str(source)]))
+    run = app_run.Run(options.parse(["train", str(source)]))
     assert run.config["precision"] == precision
     assert run.model.get_layer("block_0").dtype_policy.name == precision
 
@@ -516,58 +435,3 @@ def test_the_first_interrupt_asks_and_the_second_would_end_the_process(capfd):
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == before
     assert "Ctrl-C again to abort" in capfd.readouterr().err
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    for stream in (io.StringIO(), Terminal()):
-        with progress.Display(10, stream) as shown:
-            shown.hear("Tracing: 1.0 s. Compiling it: ")
-            shown.hear("2.0 s.\n")
-            shown.update(4, 2.0, 9000.0)
-            shown.row(10, 1.5, 2.5, 8000.0)
-        printed = stream.getvalue()
-        rows = ["step  bits/byte  held out  tokens/s", "  10      1.500     2.500     8,000", "Compiling it: 2.0 s."]
-        assert all(line in printed for line in rows) and "loss scale" not in printed and "skipped" not in printed
-        assert ("10/10" in printed and "1.500 bits/byte  8,000 tokens/s" in printed) == stream.isatty()
-
-
-def test_half_precision_has_a_column_for_its_loss_scale(capsys):
-    with progress.Display(10) as shown:
-        shown.row(1, 8.0, math.nan, math.nan, 32768.0)
-        shown.row(2, 8.0, math.nan, 7.0, 16384.0, 1)
-    first, *rows = capsys.readouterr().out.splitlines()
-    assert first.endswith("tokens/s  loss scale")
-    assert [row.split() for row in rows] == [["1", "8.000", "32,768"], ["2", "8.000", "7", "16,384", "1", "skipped"]]
-
-
-def test_a_narrow_terminal_has_the_count_and_the_time_left(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "50")
-    with progress.Display(300, Terminal()) as shown:
-        shown.update(150, 2.0, 123_456.0, 32768.0, 3)
-        (line,) = shown._console.render_lines(shown._bar.get_renderable(), pad=False)
-    text = "".join(segment.text for segment in line)
-    assert "150/300 --:-- 2.000 bits/byte" in text and len(text) <= 50
-
-
-def test_a_line_that_is_not_to_be_copied_is_wrapped_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "30")
-    for terminal, wraps in ((True, True), (True, False), (False, True)):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
-        app_run.say("text", "one two three four five", wraps=wraps)
-    wrapped = ["text      one two three four", "          five"]
-    assert capsys.readouterr().out.splitlines() == [*wrapped, *["text      one two three four five"] * 2]
-
-
-def test_without_matplotlib_there_is_no_curve(tmp_path, monkeypatch):
-    folder = RunFolder(tmp_path / "run", {})
-    folder.add_row({"step": 1, "bits_per_byte": 8.0})
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not folder.draw_curve()
-    assert not (folder.path / "curve.png").exists()

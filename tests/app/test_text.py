@@ -2,8 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from fastaccum.app import text
-from fastaccum.app.run_folder import RunFolder
+from fastaccum.app import run_folder, text
 from fastaccum.transformer import gpt
 
 
@@ -12,7 +11,6 @@ def test_the_standard_library_is_real_text_without_tests():
     assert files == sorted(files)
     assert not [path for path in files if {"test", "site-packages"} & set(path.parts)]
     read = text.read_text()
-    assert len(read.files) == len(files)
     assert len(read.train) > 1_000_000
     assert 0.01 < len(read.held_out) / len(read.train) < 0.3
 
@@ -44,7 +42,7 @@ def test_many_files_are_held_out_whole():
     assert not set(held_out) & set(train)
 
 
-def test_reads_folders_to_the_bottom_and_counts_what_is_not_text(tmp_path):
+def test_reads_folders_to_the_bottom_without_what_is_not_text(tmp_path):
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "b" / "deep" / "2.txt").write_bytes(b"second" * 9)
@@ -54,14 +52,14 @@ def test_reads_folders_to_the_bottom_and_counts_what_is_not_text(tmp_path):
     (tmp_path / ".dot").write_bytes(b"never")
     read = text.read_text([tmp_path])
     assert bytes(read.train) + bytes(read.held_out) == b"first!" * 9 + b"second" * 9
-    assert (len(read.files), read.skipped) == (2, 1)
-    assert len(text.read_text([tmp_path / "picture.bin"]).files) == 1
+    named = text.read_text([tmp_path / "picture.bin"])
+    assert bytes(named.train) + bytes(named.held_out) == b"\0\1\2"
 
 
 def test_a_file_named_twice_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"0123456789" * 10)
     read = text.read_text([tmp_path / "a.txt", tmp_path])
-    assert (len(read.files), len(read.train) + len(read.held_out)) == (1, 100)
+    assert len(read.train) + len(read.held_out) == 100
 
 
 def test_the_files_of_runs_are_no_text(tmp_path):
@@ -69,21 +67,22 @@ def test_the_files_of_runs_are_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"text")
     alone = text.read_text([tmp_path])
     for folder in (tmp_path / "runs" / "one", tmp_path / "deep" / "er" / "two"):
-        RunFolder(folder, {"text_sha256": "0", "options_sha256": "0"}, [{"step": 1}]).held.release()
+        run_folder.begin(str(folder), "", {"text_sha256": "0"})
         (folder / "notes").mkdir()
         (folder / "notes" / "mine.txt").write_text("of the run")
     again = text.read_text([tmp_path])
-    assert (again.sha256, again.files, again.skipped) == (alone.sha256, alone.files, 0)
+    assert again.sha256 == alone.sha256
     with pytest.raises(ValueError, match=r"no text in.*other than those of a run"):
         text.read_text([tmp_path / "runs"])
     (tmp_path / "other").mkdir()
     for config in ("{}", "[]", "no json", '{"hidden_size": 8}'):
         (tmp_path / "other" / "config.json").write_text(config)
-        assert {*text.read_text([tmp_path]).files} - {*alone.files} == {str(tmp_path / "other" / "config.json")}
+        read = text.read_text([tmp_path])
+        assert bytes(read.train) + bytes(read.held_out) == b"text" + config.encode()
 
 
 def test_nothing_to_read_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"missing\.txt.*does not exist"):
+    with pytest.raises(ValueError, match=r"missing\.txt.*is no file and no folder"):
         text.read_text([tmp_path / "missing.txt"])
     with pytest.raises(ValueError, match="no text in"):
         text.read_text([tmp_path])
@@ -153,4 +152,4 @@ def test_generate_repeats_under_a_seed():
 def test_printable_keeps_text_and_defuses_control_codes():
     assert text.printable("naïve\n\té".encode()) == "naïve\n\té"
     assert text.printable(b"\x1b]0;title\x07") == "\ufffd]0;title\ufffd"
-    assert text.printable(b"a\xff\xc3") == "a\ufffd"
+    assert text.printable(b"a\xff\xc3") == "a\ufffd\ufffd"

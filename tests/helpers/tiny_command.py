@@ -7,7 +7,7 @@ from fastaccum import cli
 
 def make_small():
     """The model, as little as it can be."""
-    cli._import_tensorflow()  # without its messages
+    cli._set_environment()
     from fastaccum import transformer
 
     transformer.PRESETS["nano"] |= {"width": 32, "layers": 1, "heads": 2}
