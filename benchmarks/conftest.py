@@ -15,6 +15,9 @@ from benchmarks import scores
 
 PEERS = ("tf-keras", "tensorflow-addons", "gradient-accumulator", "jax", "optax", "torch")
 QUICK_ROUNDS = 3
+QUICK = (
+    f"of the workloads only MLP 128, {QUICK_ROUNDS} rounds each; with --benchmark-disable the first of each benchmark"
+)
 
 # Modules whose doctests cannot be looked for where the framework that they are written in is missing.
 _WRITTEN_IN = {"jax": ["*/jax_*.py", "gpu/run.py"], "torch": ["*/torch_*.py"]}
@@ -26,7 +29,7 @@ _SCORES = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help=f"of the workloads only MLP 128, {QUICK_ROUNDS} rounds each")
+    parser.addoption("--quick", action="store_true", help=QUICK)
 
 
 def pytest_configure(config):
@@ -40,6 +43,9 @@ def pytest_collection_modifyitems(config, items):
         return
     from benchmarks import models
 
+    if config.getoption("benchmark_disable"):
+        items[:] = _with_first_workload(items, models.Workload)
+        return
     left_out = pytest.mark.skip(reason=f"--quick runs {models.MLP_128.name} only")
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -48,6 +54,16 @@ def pytest_collection_modifyitems(config, items):
                 parameters[name] = dataclasses.replace(value, rounds=QUICK_ROUNDS)
             elif isinstance(value, models.Workload):
                 item.add_marker(left_out)
+
+
+def _with_first_workload(items, workload):
+    """Returns the benchmarks, each with the first of its workloads alone."""
+    kept = {}
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        others = tuple(repr(value) for value in parameters.values() if not isinstance(value, workload))
+        kept.setdefault((item.path, item.originalname, others) if len(others) < len(parameters) else item, item)
+    return list(kept.values())
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,10 @@ import signal
 import sys
 from pathlib import Path
 
+# Most tests wait for LLVM, whose optimisations change neither XLA's passes nor its buffers. An XLA_FLAGS that is set is
+# kept, also an empty one: CI runs test_exactness.py with it, on the code that users run.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import keras
 import pytest
 import tensorflow as tf
@@ -15,6 +19,8 @@ import tensorflow as tf
 # The benchmarks are not installed. At the end of the path, where kernels/ shadows no other package.
 sys.path.append(str(Path(__file__).parents[1]))
 os.environ["FASTACCUM_COMPILE_CACHE"] = ""  # nothing is read that another run left behind
+
+SAMPLED = pytest.StashKey[set]()  # files of which a test of tf_keras's models runs at every commit
 
 
 def pytest_addoption(parser):
@@ -31,9 +37,15 @@ def pytest_runtest_makereport(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
-    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m variant` for the latter."""
+    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m variant` for the latter.
+
+    CI runs the first of each file at every commit.
+    """
     if hasattr(item, "callspec") and item.callspec.params.get("K") == "tf_keras":
         item.add_marker("variant")
+        if item.path not in item.session.stash.setdefault(SAMPLED, set()):
+            item.session.stash[SAMPLED].add(item.path)
+            item.add_marker("sample")
 
 
 def pytest_collection_modifyitems(items):
@@ -81,9 +93,9 @@ def untuned_datasets():
 @pytest.fixture(scope="module", autouse=True)
 def graphs_as_traced(request):
     """Keeps TensorFlow from rewriting graphs before their first run, which takes a third of the time of most tests
-    without XLA. Tests of the step, of a Trainer and of exactness wait for that, and all in processes of their own.
+    without XLA. Tests of a Trainer and of exactness wait for that, and all in processes of their own.
     """
-    rewritten = request.path.parent.name == "step" or request.path.stem in ("test_trainer", "test_exactness")
+    rewritten = request.path.stem in ("test_trainer", "test_exactness")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not rewritten})
     yield
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})

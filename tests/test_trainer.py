@@ -13,6 +13,8 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.adapters import callbacks as fa_callbacks
 
+pytestmark = pytest.mark.long
+
 ROWS, BATCH, ACCUMULATION = 44, 4, 3
 STEPS = 4  # ceil(44 / 12): the last has 8 rows, two thirds of a step
 

@@ -7,6 +7,8 @@ import fastaccum as fa
 from fastaccum import transformer
 from fastaccum.transformer import PRESETS, gpt
 
+pytestmark = pytest.mark.long
+
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 61, 12, 24, 2, 3
 
 
@@ -43,9 +45,9 @@ def test_takes_fewer_positions_than_its_context(model, ids_BT):
     np.testing.assert_allclose(whole[:, :5], part, atol=2e-6)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.variant), True])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
-@pytest.mark.parametrize("changed", [1, CONTEXT - 1])
+@pytest.mark.parametrize("changed", [pytest.param(1, marks=pytest.mark.variant), CONTEXT - 1])
 def test_a_later_token_leaves_earlier_logits_bit_equal(ids_BT, dtype, jit_compile, changed):
     forward = tf.function(small(dtype=dtype), jit_compile=jit_compile)
     other_BT = ids_BT.copy()
@@ -193,7 +195,8 @@ def test_every_form_is_causal_trains_saves_and_loads(tmp_path, ids_BT, form):
     before, after = model(ids_BT), model(other_BT)
     np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
     assert np.abs(before[:, -1] - after[:, -1]).max() > 1e-3
-    trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), fa.LinearCrossEntropy(), gradient_accumulation_steps=2)
+    options = {"gradient_accumulation_steps": 2, "jit_compile": form == "all"}
+    trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), fa.LinearCrossEntropy(), **options)
     history = trainer.fit(ids_BT[:, :-1], ids_BT[:, 1:], batch_size=1, epochs=30, verbose=0)
     assert history.history["loss"][-1] < 0.2 * history.history["loss"][0]
     model.save(tmp_path / "model.keras")

@@ -257,7 +257,12 @@ def test_of_axes_as_long_as_a_micro_batch(shape):
     model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1, "sigmoid")])
     expected, fitted = keras_figures(keras, model, "binary_crossentropy", metrics(), (x, y))
     trainer = fa.Trainer(
-        model, keras.optimizers.SGD(0.0), "binary_crossentropy", metrics(), gradient_accumulation_steps=2
+        model,
+        keras.optimizers.SGD(0.0),
+        "binary_crossentropy",
+        metrics(),
+        gradient_accumulation_steps=2,
+        jit_compile=False,
     )
     logged = trainer.fit(x, y, shape[1], shuffle=False, verbose=0).history
     evaluated = trainer.evaluate(x, y, shape[1], verbose=0, return_dict=True)

@@ -150,7 +150,7 @@ def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(family):
         fa.Trainer(model, "sgd", "mse").fit(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
+@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
 def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh")) for _ in range(2))
     own.compile(tf_keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
@@ -242,7 +242,7 @@ class Tied(keras.Model):
         return self.table(inputs=self.table(inputs=ids), reverse=True)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)])
 @pytest.mark.parametrize("name", ["images", "tied", "tied, head left out"])
 def test_replaced_layers_take_their_arguments_by_keyword(name, policy):
     keras.config.set_dtype_policy(policy)

@@ -77,7 +77,7 @@ def plus_kl(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
     return 0.5 * loss + tf.reduce_mean(y_pred**2)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.variant), True])
 def test_a_compute_loss_that_adds_to_the_compiled_one(family, jit_compile):
     error, history, logs = both(
         family, lambda: tagger(family, compute_loss=plus_kl), Y, WEIGHT, "mse", jit_compile=jit_compile

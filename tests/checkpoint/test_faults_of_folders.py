@@ -124,6 +124,7 @@ def disk(tmp_path):
         pass
 
 
+@pytest.mark.sample
 def test_a_disk_that_is_full_at_every_point_of_a_save(run, disk):
     """Of a few more KiB each: in the tensors, their index and the manifest; room is made, and the call is repeated."""
     failed_in = set()

@@ -1,5 +1,6 @@
 """SIGKILL at random moments, during saves too: whatever a process was doing, another goes on bit-identically."""
 
+import functools
 import json
 import random
 import signal
@@ -26,17 +27,22 @@ def process(context, *arguments, **options):
 
 @pytest.fixture(scope="module")
 def uninterrupted(context, tmp_path_factory):
-    results = {}
-    for kind in ("arrays", "dataset"):
+    @functools.cache
+    def train(kind):
         result = tmp_path_factory.mktemp("whole") / kind
         child, _ = process(context, None, kind, result=result)
         child.join()
-        results[kind] = json.loads(result.read_text())
-    return results
+        return json.loads(result.read_text())
+
+    return train
 
 
 @pytest.mark.parametrize(
-    ("seed", "kind"), list(enumerate(["arrays", "dataset", "arrays", "dataset", "arrays"])), ids=str
+    ("seed", "kind"),
+    [
+        pytest.param(seed, kind, marks=pytest.mark.sample if seed == 1 else (), id=f"{seed}-{kind}")
+        for seed, kind in enumerate(["arrays", "dataset", "arrays", "dataset", "arrays"])
+    ],
 )
 def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
     """Five kills of one training, each followed by a new process; 25 in all, 10 of them certain to be within a save."""
@@ -58,7 +64,7 @@ def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
         steps.append(last.step if last else 0)
     child, _ = process(context, folder, kind, result=tmp_path / "result")
     child.join()
-    assert json.loads((tmp_path / "result").read_text()) == uninterrupted[kind]
+    assert json.loads((tmp_path / "result").read_text()) == uninterrupted(kind)
     assert 0 < steps[-1] < killed.STEPS
     assert steps == sorted(steps)
     assert not [each.name for each in folder.iterdir() if each.name.startswith(".step-")]

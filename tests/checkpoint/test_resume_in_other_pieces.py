@@ -82,16 +82,16 @@ def whole(tmp_path_factory):
         ("arrays", 2, 24, 1),
         ("arrays", 5, 8, 3),  # at the end of an epoch
         ("arrays", 4, 4, 6),  # before a last step of four rows
-        ("arrays", 9, 3, 8),
+        pytest.param("arrays", 9, 3, 8, marks=pytest.mark.variant),
         ("in_order", 1, 6, 4),
-        ("dataset", 2, 24, 1),
-        ("dataset", 5, 8, 3),
+        pytest.param("dataset", 2, 24, 1, marks=pytest.mark.variant),
+        pytest.param("dataset", 5, 8, 3, marks=pytest.mark.variant),
         ("dataset", 8, 4, 6),
         ("endless", 7, 6, 4),
         ("py_dataset", 3, 8, 3),
-        ("py_dataset", 5, 3, 8),
+        pytest.param("py_dataset", 5, 3, 8, marks=pytest.mark.variant),
         ("generator", 3, 4, 6),
-        ("generator", 4, 24, 1),
+        pytest.param("generator", 4, 24, 1, marks=pytest.mark.variant),
     ],
 )
 def test_pieces(whole, tmp_path, capsys, data, step, batch_size, accumulation):
@@ -220,7 +220,7 @@ class OfTwoInputs(keras.Model):
     "make",
     [
         lambda: keras.Sequential([keras.layers.Dense(1)]),
-        lambda: keras.Sequential([KeepsItsShape(), keras.layers.Dense(1)]),
+        pytest.param(lambda: keras.Sequential([KeepsItsShape(), keras.layers.Dense(1)]), marks=pytest.mark.variant),
         OfTwoInputs,
         lambda: tf_keras.Sequential([tf_keras.layers.Dense(1)]),
     ],

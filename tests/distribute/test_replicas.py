@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]
 ON_FOUR = ["tokens_weights_tails_and_clipping"]
 # The others are with what else starts processes.
-FIRST = ["tokens_weights_tails_and_clipping", "overflow", "batch_norm", "datasets", "refused"]
+FIRST = ["tokens_weights_tails_and_clipping", "batch_norm", "refused"]
 
 
 def outcomes(count, names):

@@ -316,5 +316,6 @@ def right(call, space, result, before):
         assert close, f"{name} became {took[name]}, not {wanted}"
 
 
+@pytest.mark.sample
 def test_a_train_step(fuzzed):
     fuzzed(step, 100)

@@ -200,7 +200,9 @@ def test_when(loss, options, kind):
     assert choice(loss, **options) == kind
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["float32", "mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
+)
 def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(policy, kinds, monkeypatch):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(

@@ -18,6 +18,8 @@ from fastaccum.kernels import LayerStack
 from fastaccum.step import guards
 from fastaccum.step.model_step import ModelStep
 
+pytestmark = pytest.mark.long
+
 RNG = np.random.default_rng(0)
 STEPS, K, B = 4, 2, 3
 ROWS = STEPS * K * B
@@ -362,7 +364,7 @@ def test_several_outputs_with_dropout_and_a_stack_of_layers():
     hidden = LayerStack(lambda: keras.layers.Dense(6, "exponential"), 2, name="stack")(both)
     hidden = keras.layers.Dropout(0.5)(hidden)
     model = keras.Model(inputs, [keras.layers.Dense(1, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
-    trainer = make(model, ["mse", "mae"], jit_compile=True)
+    trainer = make(model, ["mse", "mae"])
     x = {"left": X, "right": X}
     fit(trainer, x, [Y, Y])
     before = bytes_of(trainer)
