@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import numbers
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import tensorflow as tf
 
@@ -26,26 +22,6 @@ from fastaccum.kernels.checks import (  # noqa: F401
     true_or_false,
     whole_number,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
-# Other packages' names, which `difflib` would not match.
-_MEANT = {"accumulate_grad_batches": "gradient_accumulation_steps", "max_grad_norm": "clip_norm"}
-
-
-def keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function to refuse an unknown keyword with the one that was probably meant."""
-    taken = [name for name in inspect.signature(function).parameters if name != "self"]
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() - taken:
-            near = difflib.get_close_matches(_MEANT.get(name, name), taken, 1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(taken)}."
-            raise TypeError(f"{function.__qualname__.removesuffix('.__init__')} takes no argument {name!r}: {hint}")
-        return function(*args, **kwargs)
-
-    return call
 
 
 def positive_or_none(name: str, value: object) -> float | None:

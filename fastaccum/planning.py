@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastaccum import checks
 from fastaccum.adapters import arguments
 from fastaccum.distribute import workers
 from fastaccum.memory.plan import Plan
@@ -12,7 +11,6 @@ from fastaccum.trainer import Trainer
 from fastaccum.training.fit import Verbose
 
 
-@checks.keywords
 def plan(
     trainer: Trainer,
     sample: arguments.Data,

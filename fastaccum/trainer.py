@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import keras
 
@@ -35,7 +35,6 @@ from fastaccum.training.summaries import summarize
 from fastaccum.training.train_step_inputs import TrainStepInputs
 
 _FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")
-_INSTEAD = {"compile": "; pass optimizer, loss and metrics to Trainer(...)", "history": "; fit returns it"}
 
 
 class Trainer:
@@ -120,7 +119,6 @@ class Trainer:
     on_nonfinite: OnNonfinite
     own_loss_reduction: Reduction
 
-    @checks.keywords
     def __init__(
         self,
         model: arguments.KerasModel,
@@ -173,15 +171,6 @@ class Trainer:
         elif name[0] != "_" and not hasattr(self, name) and (near := get_close_matches(name, Options.names(), 1, 0.8)):
             raise AttributeError(f"Trainer has no attribute {name!r}: did you mean {near[0]}?", name=name, obj=self)
         super().__setattr__(name, value)
-
-    if not TYPE_CHECKING:  # or type checkers would take any name
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property, whose own error led here
-                return super().__getattribute__(name)
-            of_model = not name.startswith("_") and hasattr(vars(self).get("model"), name)
-            hint = _INSTEAD.get(name, f"; its model has: trainer.model.{name}" if of_model else "")
-            raise AttributeError(f"Trainer has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")

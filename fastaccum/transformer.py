@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from fastaccum.checks import keywords, naming, object_name, one_of, shown, true_or_false, whole_number
+from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gelu import gelu
@@ -167,7 +167,6 @@ class TransformerBlock(_AttentionLayer):
         return x_BTD + self.mlp_out(h_BTF)
 
 
-@keywords
 def gpt(
     vocabulary_size: int | None = None,
     context: int | None = None,

@@ -677,60 +677,6 @@ def test_the_batch_size_that_is_wrong_is_named(trainer):
         trainer.fit(X, Y, validation_freq=np.array([1, 2]))
 
 
-def test_a_name_that_the_model_has_is_pointed_to():
-    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
-    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'save'; its model has: trainer\.model\.save"):
-        trainer.save("model.keras")
-    with pytest.raises(AttributeError, match=r"Trainer has no attribute 'sav'$"):
-        trainer.sav()
-    with pytest.raises(AttributeError, match=r"no attribute 'compile'; pass optimizer, loss and metrics to Trainer"):
-        trainer.compile("sgd")
-    with pytest.raises(AttributeError, match=r"no attribute 'history'; fit returns it"):
-        trainer.history  # noqa: B018
-    assert not hasattr(trainer, "_plans")
-
-
-def test_an_error_within_a_property_is_the_one_that_is_raised():
-    class Measured(fa.Trainer):
-        @property
-        def perplexity(self):
-            return self.model.no_such_attribute
-
-    trainer = Measured(regressor(), "sgd", "mse", jit_compile=False)
-    with pytest.raises(AttributeError, match="no attribute 'no_such_attribute'"):
-        trainer.perplexity  # noqa: B018
-    assert not hasattr(trainer, "perplexities")
-
-
-@pytest.mark.parametrize(
-    ("call", "hint"),
-    [
-        (
-            lambda t: fa.Trainer(t.model, accumulation_steps=4),
-            "Trainer .*'accumulation_steps': did you mean gradient_",
-        ),
-        (lambda t: fa.Trainer(t.model, accumulate_grad_batches=4), "did you mean gradient_accumulation_steps"),
-        (lambda t: fa.Trainer(t.model, max_grad_norm=1.0), "did you mean clip_norm"),
-        (lambda t: fa.Trainer(t.model, zzz=4), "it takes model, optimizer, loss"),
-        (lambda t: t.fit(X, Y, batchsize=4), r"Trainer\.fit .*'batchsize': did you mean batch_size"),
-        (lambda t: t.evaluate(X, Y, weights=4), "did you mean sample_weight"),
-        (lambda t: t.predict(X, batchsize=4), "did you mean batch_size"),
-        (lambda t: t.train_step(stacks=(X, Y)), "did you mean stack"),
-        (lambda t: t.summary(X, verbos=0), "did you mean verbose"),
-        (lambda t: fa.plan(t, (X, Y), global_batch=4), r"^plan .*did you mean global_batch_size"),
-        (lambda t: fa.gpt(layer=2), "did you mean layers"),
-        (lambda t: fa.remat(t.model, polcy=None), "did you mean policy"),
-        (lambda t: fa.TrainStep(None, [], "sgd", clipnorm=1), r"TrainStep .*did you mean clip_norm"),
-        (lambda t: fa.LinearCrossEntropy(ignore_idx=1), "did you mean ignore_index"),
-        (lambda t: fa.DynamicLossScale(growth_steps=1), "did you mean growth_"),
-    ],
-)
-def test_a_keyword_that_is_not_taken_comes_with_the_one_that_is(call, hint):
-    trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
-    with pytest.raises(TypeError, match=hint):
-        call(trainer)
-
-
 @pytest.mark.parametrize(
     ("name", "meant"), [("clip_nrom", "clip_norm"), ("accumulation_steps", "gradient_accumulation_steps")]
 )

@@ -78,7 +78,6 @@ class LinearCrossEntropy(keras.losses.Loss):
     True
     """
 
-    @checks.keywords
     def __init__(
         self,
         head: str | None = None,

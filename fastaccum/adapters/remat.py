@@ -10,7 +10,6 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from fastaccum import checks
 from fastaccum.adapters import blocks, interceptors
 from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.blocks import Block, Segment
@@ -23,7 +22,6 @@ AnyModel = TypeVar("AnyModel", bound=keras.Model)
 _changes = 0  # of any model, in this process
 
 
-@checks.keywords
 def remat(
     model: AnyModel,
     policy: str | Sequence[str] | None = "nothing_saveable",

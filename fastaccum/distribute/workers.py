@@ -12,15 +12,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from fastaccum import checks
 from fastaccum.checkpoint import state
-from fastaccum.checks import P, R
 
+P = ParamSpec("P")
+R = TypeVar("R")
 TIMEOUT = "FASTACCUM_WORKER_TIMEOUT"  # seconds, in the environment
 # Between two looks at whether the others are still there, of one that waits for them.
 LOOK_EVERY_S = 1.0
@@ -40,7 +40,6 @@ class WorkersDifferError(ValueError):
 
 def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other workers' waits."""
-    method = checks.keywords(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -8,7 +8,7 @@ import numbers
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.checks import keywords, positive, whole_number
+from fastaccum.checks import positive, whole_number
 
 _LARGEST_SCALE = 2.0**100  # above, its inverse or the loss would be lost in float32
 _LEAST_SCALE = 2.0**-64  # below, gradients that float32 holds would be lost
@@ -102,7 +102,6 @@ class DynamicLossScale(LossScale):
     8.0
     """
 
-    @keywords
     def __init__(
         self,
         init_scale: float = 2.0**15,

@@ -109,7 +109,6 @@ class TrainStep:
     (30.0, 4.0)
     """
 
-    @checks.keywords
     def __init__(
         self,
         loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]] | Objective,
