@@ -114,7 +114,7 @@ def serve(name, outcome):
     step, fit = contestants.as_train_step(trainer), contestants.as_fit(trainer, workload)
     losses = [float(step.update(step.feed(stack))) for stack in workload.stacks(UPDATES)]
     np.savez(outcome, *trainer.model.get_weights())
-    temp_bytes = trainer.memory_analysis(workload.stacks(1)[0]).temp_bytes
+    temp_bytes = contestants.trainer(workload, jit_compile=True).memory_analysis(workload.stacks(1)[0]).temp_bytes
     block, arrays = step.block(workload, workload.step_updates), workload.arrays(workload.step_updates)
     blocks = {"step": block, "fit": lambda: fit.epoch(*arrays)}
     blocks["fit"]()  # compiles

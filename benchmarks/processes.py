@@ -56,7 +56,8 @@ class Contestant:
         first_step = self.seconds()
         process_bytes = limits.peak_resident_bytes()
         restore()
-        temp_bytes = self.trainer.memory_analysis(self.batch).temp_bytes
+        compiled = contestants.trainer(self.workload, jit_compile=True)
+        temp_bytes = compiled.memory_analysis(self.batch).temp_bytes
         example = self.batch[0].shape[2:]
         flops = self.workload.update_size * limits.train_flops(self.trainer.model, example)
         return Footprint(first_step, temp_bytes, process_bytes, flops)

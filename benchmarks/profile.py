@@ -31,7 +31,7 @@ def main():
     options = parser.parse_args()
     (workload,) = (workload for workload in models.ALL if workload.name == options.workload)
 
-    trainer = contestants.trainer(workload)
+    trainer = contestants.trainer(workload, jit_compile=True)
     step = contestants.as_train_step(trainer)
     stack = step.feed(workload.stacks(1)[0])
     made_from = operations(trainer.compiler_ir(stack))

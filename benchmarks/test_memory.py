@@ -21,7 +21,7 @@ def test_memory(workload, benchmark, report):
     temp, most = {count: temp_bytes_of_train_step(workload, count) for count in counts}, counts[-1]
     plain, parameters = temp_bytes_of_plain_micro_step(workload)
 
-    trainer = contestants.trainer(workload)
+    trainer = contestants.trainer(workload, jit_compile=True)
     step = contestants.as_train_step(trainer)
     batch = step.feed(workload.stacks(1)[0])
     started = time.perf_counter()
@@ -43,7 +43,7 @@ def test_memory(workload, benchmark, report):
 
 def temp_bytes_of_train_step(workload, micro_batches):
     stack = workload.stacks(1, micro_batches)[0]
-    return contestants.trainer(workload, micro_batches).memory_analysis(stack).temp_bytes
+    return contestants.trainer(workload, micro_batches, jit_compile=True).memory_analysis(stack).temp_bytes
 
 
 def temp_bytes_of_plain_micro_step(workload):

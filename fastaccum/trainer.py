@@ -22,7 +22,7 @@ from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import compiler_ir as ir
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step.options import OnNonfinite, Options, Schedule
+from fastaccum.step.options import JitCompile, OnNonfinite, Options, Schedule
 from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.evaluation import Evaluation
@@ -79,7 +79,9 @@ class Trainer:
             calls of `keras.ops.dot_product_attention`: "auto" where scores are large, masks are causal or padding, and
             the model has no `compute_loss` of its own; True in each, or ValueError; False in none. `summary()` lists
             the choices.
-        jit_compile: compile with XLA. False runs the same step operation by operation.
+        jit_compile: compile with XLA. False runs the same step operation by operation. "auto", as in Keras, compiles
+            on a GPU, and on a CPU where the model trains faster so: not where convolutions take the time, nor with
+            layers that XLA cannot compile. The choice is made when the step is built, and stands in a checkpoint.
         steps_per_execution: train steps in one call of the program. Callbacks see the last step of each call, as in
             Keras.
         on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale
@@ -115,7 +117,7 @@ class Trainer:
     clip_norm: float | None
     fp32_weight_gradients: bool
     flash_attention: FlashAttention
-    jit_compile: bool
+    jit_compile: JitCompile
     on_nonfinite: OnNonfinite
     own_loss_reduction: Reduction
 
@@ -133,7 +135,7 @@ class Trainer:
         clip_norm: float | None = None,
         fp32_weight_gradients: bool = True,
         flash_attention: FlashAttention = "auto",
-        jit_compile: bool = True,
+        jit_compile: JitCompile = "auto",
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
         own_loss_reduction: Reduction = "mean",
@@ -158,7 +160,7 @@ class Trainer:
         vars(self).update(vars(self._options))
         self._builder = StepBuilder(self._recipe)
         self._step_inputs = TrainStepInputs(self._builder, lambda: self._present_options)
-        if jit_compile:
+        if self._options.jit_compile is True:
             compilable.require(self._model)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_146,
+    "adapters": 5_188,
     "app": 733,
-    "checkpoint": 1_431,
+    "checkpoint": 1_433,
     "data": 1_545,
-    "distribute": 941,
-    "kernels": 4_342,
-    "memory": 1_360,
-    "step": 3_052,
-    "training": 870,
-    "": 1_193,  # the modules directly in fastaccum
+    "distribute": 942,
+    "kernels": 4_107,
+    "memory": 1_363,
+    "step": 3_078,
+    "training": 896,
+    "": 1_197,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

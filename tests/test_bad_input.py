@@ -522,7 +522,7 @@ def test_a_layer_that_says_so_is_named():
     hashed = keras.layers.Hashing(5, name="hasher")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(1)(hashed))
     with pytest.raises(ValueError, match=r"XLA cannot compile.*hasher \(Hashing\).*dataset.map.*jit_compile=False"):
-        make_trainer(model)
+        make_trainer(model, jit_compile=True)
 
 
 def test_a_layer_that_says_so_in_an_unbuilt_model_is_named():
@@ -535,7 +535,7 @@ def test_a_layer_that_says_so_in_an_unbuilt_model_is_named():
             return self.head(keras.ops.cast(self.hasher(keras.ops.cast(x, "int64")), "float32"))
 
     with pytest.raises(ValueError, match=r"hasher \(Hashing\)"):
-        make_trainer(Late()).fit(X, Y, verbose=0)
+        make_trainer(Late(), jit_compile=True).fit(X, Y, verbose=0)
 
 
 def through_python(x):

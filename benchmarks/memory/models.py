@@ -48,7 +48,7 @@ class Case:
 
 
 def _trainer(model: Any, loss: Any, optimizer: Any = "adamw") -> fa.Trainer:
-    return fa.Trainer(model, optimizer, loss, gradient_accumulation_steps=4)
+    return fa.Trainer(model, optimizer, loss, gradient_accumulation_steps=4, jit_compile=True)
 
 
 def _classes() -> keras.losses.Loss:

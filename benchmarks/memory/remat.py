@@ -120,7 +120,7 @@ def _trainer(make: Callable[..., keras.Model], sizes: tuple[int, ...], recompute
         fa.remat(model)
     of_tokens = len(model.input_shape) == 2
     loss = fa.LinearCrossEntropy() if of_tokens else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return fa.Trainer(model, optimizer, loss, loss_scale=None)
+    return fa.Trainer(model, optimizer, loss, loss_scale=None, jit_compile=True)
 
 
 def _stack(trainer: fa.Trainer, micro_batches: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

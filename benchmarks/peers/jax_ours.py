@@ -14,7 +14,7 @@ from benchmarks import contestants, stablehlo
 def make(workload):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)  # some counters are int64
-    trainer = contestants.trainer(workload)
+    trainer = contestants.trainer(workload, jit_compile=True)
     stack = contestants.feed_stack(workload.stacks(1)[0])
     module, variables = stablehlo.of_train_step(trainer, stack)
     device = jax.devices()[0]

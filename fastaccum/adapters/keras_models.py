@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
-from fastaccum.adapters import added_losses, embeddings, layers, traces
+from fastaccum.adapters import added_losses, embeddings, jit_choice, layers, traces
 from fastaccum.adapters.attributes import Nest, Variable, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.interceptors import Interceptor, Role
@@ -43,6 +43,7 @@ class Model:
         # And whether the result of it for a row depends on the others.
         self.mixes_rows = False
         self.row_counter: str | None = None  # an operation by which the number of rows reaches what it returns
+        self._work: jit_choice.Work | None = None
         self.unsaved_draws: list[str] = []  # operations in training that draw what no seed of the model's says
 
     @property
@@ -300,6 +301,7 @@ class Model:
             except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
                 traced, self.mixes_rows = traces.trace(call, x, rows=None), True
             if training:
+                self._work = jit_choice.count(traced)
                 self.unsaved_draws = traces.list_unseeded_draws(traced.graph)
             written = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
             self._assigned = list({id(v): v for v in written}.values())
@@ -307,6 +309,17 @@ class Model:
                 {*self.added_reductions, *map(added_losses.get_reduction, self._added_losses())}
             )
         return traced.structured_outputs
+
+    def work(self, x: Nest) -> jit_choice.Work:
+        """Counts what a call computes on a row of `x`, in the trace of `symbolic_call`, or in one of its own.
+
+        A model is not traced for it if none of its layers convolve.
+        """
+        if self._work is None and any("Conv" in type(layer).__name__ for layer in self.layers):
+            call = functools.partial(self.__call__, training=True)
+            with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):  # the step says it better
+                self._work = jit_choice.count(traces.trace(call, x, rows=None))
+        return self._work or jit_choice.Work()
 
     def added_loss(self, reduction: str) -> tf.Tensor:
         """Returns the sum of the last call's added losses of one kind of `added_reductions`: float32 scalar."""
@@ -384,9 +397,9 @@ class Model:
         calls = fp32_layers.fp32_calls(self.called_layers)
         return [Interceptor(layer, "call", call, Role.PRECISION) for layer, call in calls]
 
-    def compiled_forms(self, fast_gradients: bool) -> list[Interceptor]:
-        """Returns interceptors that compute layers as XLA compiles them in a loop, or runs them fast on a CPU too."""
-        return layers.make_forms(self.called_layers, fast_gradients)
+    def compiled_forms(self) -> list[Interceptor]:
+        """Returns interceptors that compute layers as XLA compiles them in a loop, and in less memory."""
+        return layers.make_forms(self.called_layers)
 
 
 def _naming(x: Nest) -> contextlib.AbstractContextManager[None]:

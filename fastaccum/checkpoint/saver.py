@@ -297,6 +297,8 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         product = state.other_product(found.manifest["cut"], fit.cut, plans[0].get("global_batch"))
         if product:  # says the same, with what to do
             different = [*(each for each in different if not each.startswith("batch plan.global_batch: ")), product]
+    if plans[0].get("jit_compile") != plans[1]["jit_compile"]:  # which "auto" may have chosen
+        different = [f"pass jit_compile={plans[0].get('jit_compile')} to the Trainer", *different]
     if different:
         raise IncompatibleCheckpointError(
             f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "

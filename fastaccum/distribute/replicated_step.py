@@ -24,7 +24,7 @@ from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_compon
 from fastaccum.distribute.workers import WorkersDifferError
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, make_programs, temporary_retrace
+from fastaccum.step.program import Program, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated
@@ -90,7 +90,7 @@ class ReplicatedStep(Step):
         self.objective, self.cycle, self.running = step.objective, step.cycle, step.running
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
         self._length_known = True
-        jit_compile = self.objective.options.jit_compile
+        jit_compile = self.objective.options.uses_xla
         self._accumulate, self._finish, self._sum, self._total, self._count = (
             ReplicaProgram(function, replicas, jit_compile, scope=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
@@ -245,8 +245,9 @@ class ReplicatedStep(Step):
         for program in (*on_one, self._counter, self._executor, self._evaluator):
             program.retrace()
 
-    def temporary_retrace(self) -> AbstractContextManager[None]:
-        return temporary_retrace(self._accumulate, self._finish, self._count)
+    @property
+    def _training_programs(self) -> list[ReplicaProgram]:
+        return [self._accumulate, self._finish, self._count]
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
         # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.

@@ -40,7 +40,7 @@ class Guard:
     def admit(self, run: FirstRun) -> Iterator[None]:
         """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through the first run."""
         self._run, self._memory = run, None
-        if not self._step.objective.options.jit_compile:
+        if not self._step.objective.options.uses_xla:
             yield
             return
         device = available()
@@ -121,7 +121,7 @@ class Guard:
 
     def _known(self) -> StepMemory | None:
         """Measures the program that ran last; returns None where the host has too little memory to compile it."""
-        run, jit_compile = self._run, self._step.objective.options.jit_compile
+        run, jit_compile = self._run, self._step.objective.options.uses_xla
         if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
                 self._memory = self.measure(run)

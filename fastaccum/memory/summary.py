@@ -46,6 +46,7 @@ class Summary:
         frozen_parameters: all other parameters of the model, with moving statistics.
         rows: of a micro-batch on each replica.
         accumulation_steps: micro-batches of a step.
+        jit_compile: whether the step runs as an XLA program; without, the figures are those that it would have as one.
         replicas: over which a micro-batch is split.
         flops: floating point operations of a step's matrix products and convolutions, as compiled for this device: two
             for a multiplication and its addition. Recomputed products count again.
@@ -62,6 +63,7 @@ class Summary:
     frozen_parameters: int
     rows: int
     accumulation_steps: int
+    jit_compile: bool
     replicas: int
     flops: int
     at_least: bool
@@ -84,6 +86,7 @@ class Summary:
     def _sizes(self) -> Iterator[tuple[str, str]]:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
+        yield "runs", "with XLA" if self.jit_compile else "without XLA; figures are of the same step with it"
         at_least = "at least " if self.at_least else ""
         yield "FLOPs of products", f"{at_least}{self.flops / 1e9:,.4g} GFLOP"
 
@@ -118,10 +121,8 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         layout: how stacks hold the rows.
 
     Raises:
-        ValueError: raised if the step is not compiled with XLA, or the number of rows is not known.
+        ValueError: raised if the number of rows is not known.
     """
-    if not step.objective.options.jit_compile:
-        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile=True.")
     rows = tf.nest.flatten(sample.x)[0].shape[0]
     if rows is None:
         raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
@@ -129,6 +130,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
     local = rows * len(range(layout.replicas)[layout.shards])
     if (fused := step.objective.attention) is not None:
         fused.choices.clear()
+    uses_xla = step.objective.options.uses_xla
     with step.temporary_retrace():
         dispatch = analysis.dispatch_of(sample, local, layout.accumulation)
         programs = analysis.compile_programs(step.trace(dispatch))
@@ -142,6 +144,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         frozen_parameters=sum(math.prod(v.shape) for v in model.weights if id(v) not in training),
         rows=rows,
         accumulation_steps=layout.accumulation,
+        jit_compile=uses_xla,
         replicas=layout.replicas,
         **total._asdict(),
         memory=memory,

@@ -188,7 +188,7 @@ def _of_step(step: _Failed, seen: Seen) -> list[str]:
 def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
     """Returns a program from a micro-batch to a `Seen`, as a tuple, and a list that its trace fills with the layers."""
     layers: list[keras.layers.Layer] = []
-    cycle, objective, jit_compile = step.cycle, step.objective, step.objective.options.jit_compile
+    cycle, objective, jit_compile = step.cycle, step.objective, step.objective.options.uses_xla
     scale = cycle.loss_scale.scale() / objective.typical_weight(step.stacks)
     with objective.scope():
         counts = Program(objective.count, jit_compile)(*step.stacks) if objective.has_several_terms else None

@@ -19,7 +19,6 @@ from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.adapters.traces import COMPILED
 from fastaccum.data.stacks import Batch, trip_count
-from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.lines import warn
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -157,7 +156,7 @@ class ModelObjective(Objective):
         return self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
 
     def _in_range(self, batch: Matched) -> Matched:
-        return batch if self.options.jit_compile else self.losses.in_range(batch)
+        return batch if self.options.uses_xla else self.losses.in_range(batch)
 
     def update_metrics(
         self, batch: Batch, terms: Sequence[Term], y_pred: Nest, training: bool
@@ -198,7 +197,7 @@ class ModelObjective(Objective):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        forms = self.model.compiled_forms(fast_gradients=not has_gpu()) if self.options.jit_compile else []
+        forms = self.model.compiled_forms() if self.options.uses_xla else []
         fp32 = self.model.fp32_weight_gradients() if self.options.fp32_weight_gradients else []
         fused = self.attention.make_forms(self.model.called_layers) if self.attention else []
         answering = self.attention.entered() if self.attention else contextlib.nullcontext()

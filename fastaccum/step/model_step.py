@@ -19,7 +19,7 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, make_programs, temporary_retrace
+from fastaccum.step.program import Program, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep
@@ -39,10 +39,10 @@ class ModelStep(Step):
             optimizer,
             loss_scale=options.loss_scale,
             clip_norm=options.clip_norm,
-            jit_compile=options.jit_compile,
+            jit_compile=options.uses_xla,
         )
         self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate = make_programs(
-            (self._execute, self._execute_many, self._evaluate), options.jit_compile
+            (self._execute, self._execute_many, self._evaluate), options.uses_xla
         )
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
         self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
@@ -91,8 +91,9 @@ class ModelStep(Step):
         for each in self.programs.values():
             each.retrace()
 
-    def temporary_retrace(self) -> AbstractContextManager[None]:
-        return temporary_retrace(self.compiled_execute, self.compiled_execute_many)
+    @property
+    def _training_programs(self) -> list[Program]:
+        return [self.compiled_execute, self.compiled_execute_many]
 
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         return [self._program(dispatch).trace(*dispatch.stacks)]

@@ -17,6 +17,7 @@ from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.loss_scale import LossScale
 
 OnNonfinite = Literal["skip", "raise"]
+JitCompile = bool | Literal["auto"]
 
 
 Check = Callable[[str, Any], object]
@@ -24,6 +25,10 @@ Check = Callable[[str, Any], object]
 
 def _one_of(*values: str | bool) -> Check:
     return lambda name, value: checks.one_of(name, value, values)
+
+
+def _auto_or_bool(name: str, value: Any) -> JitCompile:
+    return "auto" if isinstance(value, str) and value == "auto" else checks.true_or_false(name, value)
 
 
 def _rules(check: Check, *, may_change: bool = False, must_agree: bool = True) -> dict[str, object]:
@@ -52,13 +57,19 @@ class Options:
     clip_norm: float | None = field(default=None, metadata=_rules(checks.positive_or_none))
     fp32_weight_gradients: bool = field(default=True, metadata=_rules(checks.true_or_false))
     flash_attention: FlashAttention = field(default="auto", metadata=_rules(_one_of("auto", True, False)))
-    jit_compile: bool = field(default=True, metadata=_rules(checks.true_or_false))
+    jit_compile: JitCompile = field(default="auto", metadata=_rules(_auto_or_bool))
     on_nonfinite: OnNonfinite = field(default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False))
     own_loss_reduction: Reduction = field(default="mean", metadata=_rules(_one_of("mean", "sum")))
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             object.__setattr__(self, option.name, option.metadata["check"](option.name, getattr(self, option.name)))
+
+    @property
+    def uses_xla(self) -> bool:
+        """True if XLA compiles the step that is built with these options, in which "auto" has become a choice."""
+        assert self.jit_compile != "auto"
+        return self.jit_compile
 
     @classmethod
     def names(cls, **wanted: bool) -> list[str]:

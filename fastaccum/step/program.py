@@ -104,10 +104,12 @@ class Program(TracedFunction):
 
 
 @contextlib.contextmanager
-def temporary_retrace(*owners: TracedFunction) -> Iterator[None]:
-    """Retraces programs inside the block and restores their earlier traces on exit."""
+def temporary_retrace(owners: Iterable[TracedFunction]) -> Iterator[None]:
+    """Retraces programs for XLA inside the block and restores their earlier traces on exit."""
+    owners = list(owners)
     before = [dict(vars(each)) for each in owners]
     for each in owners:
+        each.jit_compile = True
         each.retrace()
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,15 @@ from typing import NamedTuple, NoReturn, Protocol
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters.attributes import replaced
 from fastaccum.data.arrays import ArrayStacks
 from fastaccum.data.datasets import DatasetStacks
 from fastaccum.data.stacks import Dispatch
 from fastaccum.step import compilable
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.program import Program
+from fastaccum.step.program import Program, temporary_retrace
 from fastaccum.step.running_state import Executed, RunningState
+from fastaccum.step.tracing import TracedFunction
 from fastaccum.step.train_step import TrainStep
 
 
@@ -68,9 +71,16 @@ class Step(abc.ABC):
     def retrace(self) -> None:
         """Retraces all programs at their next call, since the model computes otherwise now."""
 
+    @property
     @abc.abstractmethod
-    def temporary_retrace(self) -> AbstractContextManager[None]:
-        """Retraces the training programs inside the block and restores their earlier traces on exit."""
+    def _training_programs(self) -> Sequence[TracedFunction]: ...
+
+    @contextlib.contextmanager
+    def temporary_retrace(self) -> Iterator[None]:
+        """Retraces the training programs inside the block, for XLA, and restores their earlier traces on exit."""
+        compiled = dataclasses.replace(self.objective.options, jit_compile=True)
+        with replaced([(self.objective, "options", compiled)]), temporary_retrace(self._training_programs):
+            yield
 
     @abc.abstractmethod
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:

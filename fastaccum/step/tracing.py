@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.types.experimental import ConcreteFunction
+from tensorflow.types.experimental import ConcreteFunction, PolymorphicFunction
 
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.random_keys import hoist_prng_key
@@ -25,14 +25,17 @@ class TracedFunction:
 
     Attributes:
         function: the `tf.function`; another one after `retrace`.
+        jit_compile: whether XLA compiles what `retrace` makes.
     """
 
     def __init__(self, function: Callable[..., object], jit_compile: bool):
         self._numbered = functools.partial(xla_cache.number_by_function, function)
-        drawing = hoist_prng_key()(function)
-        self._make = functools.partial(tf.function, drawing, jit_compile=jit_compile, autograph=False)
+        self._drawing = hoist_prng_key()(function)
         self.jit_compile = jit_compile
         self.function = self._make()
+
+    def _make(self) -> PolymorphicFunction:
+        return tf.function(self._drawing, jit_compile=self.jit_compile, autograph=False)
 
     def trace(self, *args: object) -> ConcreteFunction:
         """Returns the concrete function for nests of tensors or specs; traces it if need be."""

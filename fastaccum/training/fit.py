@@ -132,6 +132,9 @@ class Fit:
             steps=stacks.steps_per_epoch,
             history=True,
         )
+        alone = options.jit_compile == "auto" and not step.objective.options.uses_xla
+        if hooks.say is not None and alone and not any(program.seconds for program in step.programs.values()):
+            hooks.say('This model trains without XLA: jit_compile="auto" found that faster here.\n')
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
             fit = training()
@@ -202,6 +205,7 @@ class Fit:
             "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
         }
         fingerprint = self._builder.fingerprint
+        options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)  # what "auto" chose
         describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)
         return Training(
             model.model,

@@ -13,6 +13,7 @@ from fastaccum.data.stacks import Batch
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.plan import Plan
+from fastaccum.step import compilable
 from fastaccum.step.options import Options
 from fastaccum.training.step_builder import StepBuilder
 
@@ -37,11 +38,12 @@ def make_plan(
     builder.fingerprint.require_alike("plan", global_batch_size=global_batch_size, **asked)
     if recompute is not None:
         checks.one_of("recompute", recompute, ("auto",))
-    if not options.jit_compile:
+    if options.jit_compile is False:
         raise ValueError(
             "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
             "Trainer with jit_compile=True, or pass a batch_size."
         )
+    compilable.require(builder.recipe.model)
     global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
     replicas = builder.recipe.replicas
     rows = planner.candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)

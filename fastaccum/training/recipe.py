@@ -68,7 +68,8 @@ class Recipe:
         return self.given["loss"] is not None and not self.model.overrides("compute_loss")
 
     def takes_text(self, options: Options) -> bool:
-        return not options.jit_compile and self.model.may_take_text
+        by_itself = options.jit_compile == "auto" and bool(self.model.uncompilable_layers())
+        return (by_itself or not options.jit_compile) and self.model.may_take_text
 
     def make_source(
         self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any

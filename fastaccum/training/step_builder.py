@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import own_loss, remat
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters import jit_choice, own_loss, remat
+from fastaccum.adapters.attributes import Nest, replaced
 from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.guard import Guard
 from fastaccum.step import compilable
 from fastaccum.step.model_step import ModelStep
@@ -63,7 +66,7 @@ class StepBuilder:
         if self.step is None:
             step = self._build(sample, options)
             step.guard = Guard(step)
-            self.fingerprint.require_one_program(options, sample)
+            self.fingerprint.require_one_program(step.objective.options, sample)
             if not hasattr(self._model.model, _FITTING):
                 self._compile()
             self._moving = self._model.moving_layers
@@ -87,6 +90,8 @@ class StepBuilder:
         with contextlib.nullcontext() if recipe.replicas is None else recipe.replicas.strategy.scope():
             y_pred = model.symbolic_call(sample.x, training=True)
         y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
+        if options.jit_compile == "auto":
+            options = dataclasses.replace(options, jit_compile=self._is_faster_compiled(sample.x))
         if options.jit_compile:
             compilable.require(model)
         compilable.require_recomputable(model)
@@ -101,6 +106,16 @@ class StepBuilder:
             raise ValueError(f"model {model.model.name!r} has no trainable variables: there is nothing to train.")
         parts = model, self._outputs, losses, metrics, recipe.optimizer, options
         return ModelStep(*parts) if recipe.replicas is None else ReplicatedStep(recipe.replicas, *parts)
+
+    def _is_faster_compiled(self, x: Nest) -> bool:
+        """Decides what `jit_compile="auto"` is for the model."""
+        model = self._model
+        if (uncompilable := model.uncompilable_layers()) or has_gpu():
+            return not uncompilable
+        with replicas.on_first_replica(self.recipe.replicas):
+            work = model.work(x)
+        rows = tf.nest.flatten(x)[0].shape[0] or 1
+        return jit_choice.is_faster_compiled(work, rows, sum(math.prod(v.shape) for v in model.trainable_variables))
 
     def _compile(self) -> None:
         self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)

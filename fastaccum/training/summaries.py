@@ -6,6 +6,7 @@ from fastaccum import checks
 from fastaccum.adapters.data_adapters import is_read_once
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.summary import Summary, summary
+from fastaccum.step import compilable
 from fastaccum.step.options import Options
 from fastaccum.training.step_builder import StepBuilder
 
@@ -23,6 +24,9 @@ def summarize(
         raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
     if batch_size is not None:
         sample = specs(sample, checks.whole_number("batch_size", batch_size))
+    if options.jit_compile is False:
+        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile=True.")
+    compilable.require(builder.recipe.model)
     step = builder.get_or_build(sample, options)
     with step.translate_errors():
         return summary(step, sample, builder.training_layout(options))

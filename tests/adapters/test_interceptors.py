@@ -124,9 +124,9 @@ def convolved(policy):
     """A model with layers that several kinds of interceptors apply to."""
     keras.utils.set_random_seed(0)
     ids = keras.Input((8,), dtype="int32")
-    x = keras.layers.Embedding(5, 4)(ids)
+    x = keras.layers.Reshape((8, 1, 4))(keras.layers.Embedding(5, 4)(ids))
     for name in ("first", "second"):
-        x = keras.layers.Conv1D(4, 3, padding="same", dtype=policy, name=name)(x)
+        x = keras.layers.Conv2D(4, 3, padding="same", dilation_rate=2, dtype=policy, name=name)(x)
     return keras.Model(ids, keras.layers.Dense(1, dtype="float32")(keras.layers.Flatten()(x)))
 
 
@@ -140,7 +140,7 @@ def test_forms_precision_recomputation_and_observers_give_one_result_in_any_orde
     fa.remat(model, None)
     observed = []
     kinds = [
-        layers.make_forms(model.layers, fast_gradients=True),
+        layers.make_forms(model.layers),
         adapter.fp32_weight_gradients(),
         recomputing,
         embeddings.make_id_observers([model.layers[1]], lambda i, ids: observed.append((i, tuple(ids.shape)))),

@@ -54,7 +54,7 @@ class Case:
     optimizer: Callable[[], Any] | None = None
     micro_batches: int = 2
     by_micro_batch: bool = False
-    jit_compile: bool = True
+    jit_compile: bool | str = True
     fit: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     compare_logs: bool = True

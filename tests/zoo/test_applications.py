@@ -11,7 +11,7 @@ def _images(rows, size=96):
     return np.random.default_rng(0).uniform(0, 255, (rows, size, size, 3)).astype("float32")
 
 
-def _case(application, size=96, jit_compile=True, **options):
+def _case(application, size=96, jit_compile="auto", **options):
     model = application(weights=None, input_shape=(size, size, 3), classes=CLASSES, **options)
     for layer in model.layers:
         if isinstance(layer, keras.layers.Dropout):

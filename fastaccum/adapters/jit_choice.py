@@ -1,0 +1,105 @@
+"""The choice of `jit_compile="auto"` on a CPU: whether a model's train step runs faster as an XLA program.
+
+XLA:CPU runs the gradients of convolutions as scalar code, where TensorFlow's own operations use oneDNN. It saves the
+rest: the time to launch operations, their passes over memory, and passes over the weights in each micro-batch. The
+rule compares the two, in multiply-adds of a forward convolution, of which one cost 1.5 ns more with XLA. Its factors
+come from the train steps of `python -m benchmarks.jit_forms` on two cores of an AMD EPYC (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
+
+_CONVOLUTIONS = {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
+_TRANSPOSED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2"}
+_POOLINGS_3D = {"AvgPool3D", "MaxPool3D"}
+_POOLINGS = {"AvgPool", "MaxPool", "MaxPoolV2"} | _POOLINGS_3D
+_LOOPS = {"While", "StatelessWhile"}
+_FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"}
+# What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on a weight, on an operation
+# (with its gradients) and in all.
+_ELEMENT, _WEIGHT, _OPERATION, _STEP = 0.5, 2.3, 2_000.0, 300_000.0
+
+Node: TypeAlias = "tf.compat.v1.NodeDef"
+
+
+class Work(NamedTuple):
+    """The work of a forward pass, counted.
+
+    Attributes:
+        convolved: multiply-adds of its convolutions, for a row; in a depthwise one each channel counts with all, as
+            XLA:CPU computes the gradient. Less than 0 for those that TensorFlow has no kernel for on a CPU.
+        computed: elements of all results, for a row.
+        operations: operations, however many rows there are.
+    """
+
+    convolved: float = 0.0
+    computed: float = 0.0
+    operations: float = 0.0
+
+
+def is_faster_compiled(work: Work, rows: int, parameters: int) -> bool:
+    """Tells if a train step of micro-batches of `rows` rows is faster with XLA on a CPU."""
+    once = _STEP + _OPERATION * work.operations + _WEIGHT * parameters
+    return work.convolved <= _ELEMENT * work.computed + once / rows
+
+
+def count(traced: ConcreteFunction) -> Work:
+    """Counts the work of a traced function of a batch, and of the functions that it calls."""
+    graph, rows = traced.graph.as_graph_def(add_shapes=True), traced.inputs[0].shape[0] or 1
+    functions = {function.signature.name: function for function in graph.library.function}
+
+    def of_function(name: str) -> Work:
+        function = functions[name]
+        arguments = zip(function.signature.input_arg, (function.arg_attr[i] for i in itertools.count()), strict=False)
+        return of_nodes(function.node_def, {argument.name: _shape(each) for argument, each in arguments})
+
+    def of_nodes(nodes: Sequence[Node], given: dict[str, list[int]]) -> Work:
+        shapes, total = given | {node.name: _shape(node) for node in nodes}, Work()
+        for node in nodes:
+            called = [of_function(v.func.name) for v in node.attr.values() if v.func.name in functions]
+            turns = _turns(node, nodes, shapes) if node.op in _LOOPS else 1
+            found = [_work(node, shapes), *(Work(*(turns * each for each in work)) for work in called)]
+            total = Work(*map(sum, zip(total, *found, strict=True)))
+        return total
+
+    convolved, computed, operations = of_nodes(graph.node, {})
+    return Work(convolved / rows, computed / rows, operations)
+
+
+def _work(node: Node, shapes: Mapping[str, list[int]]) -> Work:
+    if node.op in _FREE:
+        return Work()
+    computed, convolved = math.prod(_shape(node)), 0.0
+    if node.op in _CONVOLUTIONS | _TRANSPOSED | _POOLINGS and _has_no_kernel(node):
+        convolved = -math.inf
+    elif node.op in _CONVOLUTIONS | _TRANSPOSED:
+        _, kernel, *dy = (shapes.get(name.partition(":")[0], []) for name in node.input[:3])
+        convolved = math.prod(kernel[:-1]) * (math.prod(dy[0]) if node.op in _TRANSPOSED else computed)
+    return Work(convolved, computed, 1)
+
+
+def _has_no_kernel(node: Node) -> bool:
+    """Tells if TensorFlow may have no kernel for a CPU of a convolution, a pooling or its gradient."""
+    spread = node.op in _TRANSPOSED and max(node.attr["dilations"].list.i, default=1) > 1
+    half = node.op in _POOLINGS_3D and node.attr["T"].type == tf.float16.as_datatype_enum
+    return spread or half or node.attr["data_format"].s.startswith(b"NC")
+
+
+def _turns(loop: Node, nodes: Sequence[Node], shapes: Mapping[str, list[int]]) -> int:
+    """Returns the length of the longest list that a loop reads, as a recurrent layer's reads its time steps."""
+    given = {name.partition(":")[0] for name in loop.input}
+    lists = [node for node in nodes if node.op == "TensorListFromTensor" and node.name in given]
+    return max([1, *(size for node in lists for size in shapes.get(node.input[0].partition(":")[0], [])[:1])])
+
+
+def _shape(node: Any) -> list[int]:
+    """Returns the shape of a node's first result, or of an argument, with 1 for what is not known."""
+    shapes = node.attr["_output_shapes"].list.shape  # a node's or an argument's, whose protos share no class
+    return [max(dim.size, 1) for dim in shapes[0].dim] if shapes else []
