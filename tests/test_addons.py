@@ -31,6 +31,8 @@ def succeeds(code):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.faults
+@pytest.mark.sample
 @needs_addons
 def test_nothing_is_imported_before_it_is_used():
     succeeds("""

@@ -182,7 +182,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(
-    "form", [form if form in ("grouped", "all") else pytest.param(form, marks=pytest.mark.variant) for form in FORMS]
+    "form", [form if form == "all" else pytest.param(form, marks=pytest.mark.variant) for form in FORMS]
 )
 def test_every_form_is_causal_trains_saves_and_loads(tmp_path, ids_BT, form):
     keras.utils.set_random_seed(7)

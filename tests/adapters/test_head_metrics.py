@@ -115,6 +115,8 @@ def test_masked_tokens_do_not_count():
     check(make_model(mask_zero=True), x, y, weights_of("rows"), counted=x != 0, jit_compile=False)
 
 
+@pytest.mark.variant
+@pytest.mark.sample
 def test_those_of_a_step_as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(cross_entropy, "_is_small", lambda head, chunk_size: False)
     x, y = make_data()

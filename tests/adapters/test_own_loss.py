@@ -21,9 +21,9 @@ Y = RNG.normal(size=(ROWS, TIME, 3)).astype("float32")
 WEIGHT = RNG.uniform(0.5, 2.0, (ROWS, TIME)).astype("float32")
 
 
-@pytest.fixture(params=[keras, tf_keras], ids=["keras", "tf_keras"])
-def family(request):
-    return request.param
+@pytest.fixture
+def family(K):
+    return K
 
 
 def tagger(family, **methods):

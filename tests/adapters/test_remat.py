@@ -153,7 +153,7 @@ def require_equal(plain, recomputed, tolerance):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("attended", "mixed_float16"),
+        pytest.param("attended", "mixed_float16", marks=[pytest.mark.variant, pytest.mark.sample]),
         ("subclassed", "float32"),
         pytest.param("convolved", "float32", marks=pytest.mark.variant),
     ],
@@ -385,6 +385,8 @@ def legacy(rate):
     return model
 
 
+@pytest.mark.variant
+@pytest.mark.sample
 def test_blocks_of_tf_keras():
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
     moved = []

@@ -213,7 +213,7 @@ def batches(*, seed=None, count=100, repeat=False, known=True):
         pytest.param(batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.variant),
         pytest.param(lambda: batches().cache(), {}, id="shuffled, then cached"),
         pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.variant),
-        pytest.param(lambda: batches().map(numpy_identity), {}, id="with Python code in it"),
+        pytest.param(lambda: batches().map(numpy_identity), {}, id="with Python code in it", marks=pytest.mark.variant),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot save the iterator.s state:RuntimeWarning")

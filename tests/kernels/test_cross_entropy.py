@@ -217,7 +217,7 @@ def test_the_weight_gradient_of_float16_is_not_rounded_to_float16():
 LARGE = {"shape": (8, 160), "vocabulary": 3000, "width": 48}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.variant), "float16"])
 def test_one_loop_each_way_and_no_logits(dtype):
     inputs, cotangent = make(dtype, **LARGE)
 

@@ -201,7 +201,12 @@ def test_when(loss, options, kind):
 
 
 @pytest.mark.parametrize(
-    "policy", ["float32", "mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
+    "policy",
+    [
+        pytest.param("float32", marks=pytest.mark.variant),
+        "mixed_float16",
+        pytest.param("mixed_bfloat16", marks=pytest.mark.variant),
+    ],
 )
 def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(policy, kinds, monkeypatch):
     keras.utils.set_random_seed(0)

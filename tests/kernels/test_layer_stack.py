@@ -124,7 +124,10 @@ def test_starts_from_the_values_of_plain_layers(make_layer):
     assert all((k[0] != k[1]).any() for k in kernels)
 
 
-CASES = [*((make_layer, "auto") for make_layer in BLOCKS), (random_block, "reference")]
+CASES = [
+    *((make_layer, "auto") for make_layer in BLOCKS),
+    pytest.param(random_block, "reference", marks=pytest.mark.variant),
+]
 
 
 @pytest.mark.parametrize(("make_layer", "implementation"), CASES)

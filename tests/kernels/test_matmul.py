@@ -432,7 +432,7 @@ def test_nothing_changes_in_float32():
     assert len(operations) > 100 and operations == plain_operations
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
+@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
 def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
     options = {"jit_compile": jit_compile, "loss_scale": fa.StaticLossScale(2.0**18)}
     stack = tuple(np.full_like(each, 8.0) for each in STACK)
@@ -445,7 +445,7 @@ def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
         np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("switched_before", [True, False])
+@pytest.mark.parametrize("switched_before", [pytest.param(True, marks=pytest.mark.variant), False])
 def test_weight_gradients_of_convolutions_are_float32_and_nothing_is_computed_in_vain(switched_before):
     trainer = make_trainer(
         "mixed_float16",

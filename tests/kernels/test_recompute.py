@@ -118,7 +118,7 @@ def test_in_mixed_precision(dtype):
     require_close(found, expected, rtol=1e-2 if dtype == "mixed_bfloat16" else 2e-3)
 
 
-@pytest.mark.parametrize("policy", ["auto", ["projection"]], ids=str)
+@pytest.mark.parametrize("policy", ["auto", pytest.param(["projection"], marks=pytest.mark.variant)], ids=str)
 def test_policies(policy):
     block = dense_block()
     require_close(gradients_of(block, on=True, depth=1, policy=policy), gradients_of(block, on=False, depth=1))
@@ -364,6 +364,8 @@ def test_a_trainer_makes_the_same_steps(dtype, stacked):
         np.testing.assert_allclose(found, expected, **tolerance)
 
 
+@pytest.mark.golden
+@pytest.mark.sample
 def test_in_the_order_for_a_gpu_too(monkeypatch):
     """There blocks add to the accumulators themselves, one block after the other: shared weights come twice."""
     block = dense_block()

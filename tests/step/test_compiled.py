@@ -79,7 +79,9 @@ def two_outputs():
     return fa.Trainer(model, "adamw", ["mse", "mae"]), (x, (y, z))
 
 
-@pytest.mark.parametrize("make", [transformer, two_outputs])
+@pytest.mark.parametrize(
+    "make", [pytest.param(transformer, marks=[pytest.mark.variant, pytest.mark.sample]), two_outputs]
+)
 def test_every_loop_has_a_known_trip_count_in_other_models_too(make):
     trainer, stack = make()
     hlo = trainer.compiler_ir(stack)
