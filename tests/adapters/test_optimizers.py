@@ -412,7 +412,7 @@ def test_the_multi_optimizer_of_tensorflow_addons_is_refused():
     reference.compile(theirs, "mse", run_eagerly=True)
     reference.fit(x, x[:, :1], batch_size=12, epochs=3, shuffle=False, verbose=0)
     sgd = keras.optimizers.SGD
-    named = keras.optimizers.OptimizerMap(sgd(0.2), {fused.layers[0].name + "_": sgd(0.1)})
+    named = keras.optimizers.OptimizerMap(sgd(0.2), {fused.layers[0].name + "_(kernel|bias)": sgd(0.1)})
     trainer = fa.Trainer(fused, keras.optimizers.MultiOptimizer(named), "mse", gradient_accumulation_steps=3)
     trainer.fit(x, x[:, :1], batch_size=4, epochs=3, shuffle=False, verbose=0)
     close(fused.weights, reference.weights)
