@@ -16,15 +16,15 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
     "adapters": 5_188,
-    "app": 733,
-    "checkpoint": 1_433,
-    "data": 1_545,
+    "app": 732,
+    "checkpoint": 1_156,
+    "data": 1_525,
     "distribute": 942,
     "kernels": 4_107,
     "memory": 1_363,
     "step": 3_078,
     "training": 896,
-    "": 1_197,  # the modules directly in fastaccum
+    "": 1_195,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
