@@ -5,13 +5,16 @@ arguments time these alone.
 """
 
 import statistics
+import sys
 import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers as kl
 
 import fastaccum as fa
+from fastaccum.data.stacks import Batch
 
 MICRO_BATCHES = 4
 SECONDS, FEWEST = 2, 7  # of timing for each model, and rounds of it
@@ -252,9 +255,21 @@ def race(name):
     return [1000 * statistics.median(own) for own in times]
 
 
-if __name__ == "__main__":
-    import sys
+def chosen(name):
+    """What "auto" is for a model, which nothing compiles."""
+    made, stack = trainer(name, "auto")
+    sample = Batch(*(tf.TensorSpec(each.shape[1:], each.dtype) for each in stack))
+    return made._builder.get_or_build(sample, made._present_options).objective.options.uses_xla
 
+
+def main():
+    print('| model | with XLA | without | "auto" | "auto" / other |\n| --- | --- | --- | --- | --- |')
     for name in sys.argv[1:] or MODELS:
-        print(name, *(round(t, 2) for t in race(name)), flush=True)
+        times = with_xla, without = race(name)
+        own, form = (with_xla, "with") if chosen(name) else (without, "without")
+        print(f"| {name} | {with_xla:.3g} | {without:.3g} | {form} | {own / (sum(times) - own):.2f} |", flush=True)
         keras.backend.clear_session()
+
+
+if __name__ == "__main__":
+    main()
