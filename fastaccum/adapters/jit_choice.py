@@ -2,8 +2,9 @@
 
 XLA:CPU runs the gradients of convolutions as scalar code, where TensorFlow's own operations use oneDNN. It saves the
 rest: the time to launch operations, their passes over memory, and passes over the weights in each micro-batch. The
-rule compares the two, in multiply-adds of a forward convolution, of which one cost 1.5 ns more with XLA. Its factors
-come from the train steps of `python -m benchmarks.jit_forms` on two cores of an AMD EPYC (docs/performance.md).
+rule compares the two, in multiply-adds of a forward convolution, of which one cost 1.5 ns more with XLA. It looks at
+the model alone, so that a training keeps its form when an update is split otherwise. Its factors come from the train
+steps of `python -m benchmarks.jit_forms` on two cores of an AMD EPYC (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape"
 # What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on a weight, on an operation
 # (with its gradients) and in all.
 _ELEMENT, _WEIGHT, _OPERATION, _STEP = 0.5, 2.3, 2_000.0, 300_000.0
+_ROWS = 16  # of a micro-batch
 
 Node: TypeAlias = "tf.compat.v1.NodeDef"
 
@@ -44,10 +46,10 @@ class Work(NamedTuple):
     operations: float = 0.0
 
 
-def is_faster_compiled(work: Work, rows: int, parameters: int) -> bool:
-    """Tells if a train step of micro-batches of `rows` rows is faster with XLA on a CPU."""
+def is_faster_compiled(work: Work, parameters: int) -> bool:
+    """Tells if a train step is faster with XLA on a CPU."""
     once = _STEP + _OPERATION * work.operations + _WEIGHT * parameters
-    return work.convolved <= _ELEMENT * work.computed + once / rows
+    return work.convolved <= _ELEMENT * work.computed + once / _ROWS
 
 
 def count(traced: ConcreteFunction) -> Work:

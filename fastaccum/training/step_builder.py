@@ -114,8 +114,7 @@ class StepBuilder:
             return not uncompilable
         with replicas.on_first_replica(self.recipe.replicas):
             work = model.work(x)
-        rows = tf.nest.flatten(x)[0].shape[0] or 1
-        return jit_choice.is_faster_compiled(work, rows, sum(math.prod(v.shape) for v in model.trainable_variables))
+        return jit_choice.is_faster_compiled(work, sum(math.prod(v.shape) for v in model.trainable_variables))
 
     def _compile(self) -> None:
         self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)

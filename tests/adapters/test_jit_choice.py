@@ -94,6 +94,15 @@ def test_layers_without_a_kernel_for_a_cpu_run_with_xla(without):
     assert chosen(large(**without), x, y, rows=64) and not chosen(large(), x, y, rows=64)
 
 
+def test_the_choice_is_that_of_the_model_whatever_the_micro_batch():
+    for name in ("Conv1D and LSTM", "Conv2D, wide dense head"):  # near to the bound
+        choices = set()
+        for rows in (1, 16, 1024):
+            trainer, (x, y) = jit_forms.trainer(name, "auto")
+            choices.add(chosen(trainer, x[0], y[0], rows=rows))
+        assert choices == {True}
+
+
 def test_work_is_counted_by_row():
     @tf.function
     def called(x):
