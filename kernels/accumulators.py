@@ -33,7 +33,7 @@ class Accumulators:
         self._graph: tf.Graph | None = tf.compat.v1.get_default_graph()
 
     def close(self) -> None:
-        """Offers none from here on: a layer that the backward pass computes again must not add twice."""
+        """Stops offering accumulators: a layer that the backward pass computes again would add twice."""
         self._graph = None
 
     def find(self, variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:

@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_189,
-    "app": 732,
+    "adapters": 5_190,
+    "app": 735,
     "checkpoint": 1_156,
     "data": 1_525,
     "distribute": 942,
     "kernels": 4_107,
     "memory": 1_363,
     "step": 3_078,
-    "training": 896,
+    "training": 899,
     "": 1_195,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.

@@ -1,4 +1,4 @@
-"""One list of interceptors: which method of which layer runs which code, and what wraps what.
+"""Replaces methods of single layers; the role of each replacement says what wraps what.
 
 To make a layer compute in another way, register an `Interceptor(layer, method, replacement, role)`. The replacement is
 called as `replacement(call, *args, **kwargs)` where `call` is what it wraps; it may return `call(*args, **kwargs)`. The
@@ -31,8 +31,8 @@ import keras
 class Role(enum.IntEnum):
     """The use of an interceptor: a later role wraps an earlier one, and of one role the last registered is outermost.
 
-    A method that the user has set on the layer itself is no form of the class's: FORM and PRECISION leave it alone, and
-    so does an interceptor of an `owner`'s method.
+    Where the user has assigned the method on the layer itself (`layer.call = ...`), interceptors of the roles FORM and
+    PRECISION, and those of an `owner`'s method, are skipped.
     """
 
     FORM = enum.auto()  # another form of the same computation, for XLA or for speed
@@ -50,8 +50,8 @@ class Interceptor(NamedTuple):
         method: the method's name.
         replacement: called with what it wraps, then with the method's arguments.
         role: says what wraps what.
-        owner: a base class of the layer's. Replaced is then the method of this class, also where the layer's class
-            overrides it and calls it by `super()`.
+        owner: a base class of the layer's whose method is replaced, so that `super()` in the layer's class reaches the
+            replacement; None replaces the layer's own method.
     """
 
     layer: keras.layers.Layer

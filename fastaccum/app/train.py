@@ -17,7 +17,7 @@ from fastaccum.app.options import BadArgument
 from fastaccum.app.recorder import Recorder
 from fastaccum.app.run import Run, resume, say
 from fastaccum.app.run_folder import CHECKPOINTS, begin, replacing
-from fastaccum.checkpoint.errors import CheckpointWriteError
+from fastaccum.checkpoint.errors import CheckpointWriteError, CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderInUseError
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.step.guards import NonFiniteError
@@ -30,8 +30,11 @@ def train(options: argparse.Namespace) -> int:
     """Trains as the parsed `options` say, and returns the exit code; BadArgument comes before a weight moves."""
     try:
         run, folder = _begin(options)
+    except (ValueError, TypeError, ImportError) as error:
+        raise BadArgument(f"fastaccum train: error: {error}") from error
+    try:
         return _train(run, folder)
-    except (ValueError, TypeError, ImportError, FolderInUseError) as error:
+    except (IncompatibleCheckpointError, CorruptCheckpointError, FolderInUseError) as error:
         raise BadArgument(f"fastaccum train: error: {error}") from error
     except (MemoryError, tf.errors.ResourceExhaustedError) as error:
         smaller = "halve --batch-size and double --accum, which makes the same updates in less memory"

@@ -106,7 +106,7 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
             bad.append(f"{path}: {error}")
             warn(f"checkpoint {path} is passed over: {error}")
     if bad:
-        raise ValueError(
+        raise CorruptCheckpointError(
             f"None of the {len(bad)} checkpoints in {str(directory)!r} is good. Nothing was changed. Name another "
             "folder to start afresh. " + "; ".join(bad)
         )

@@ -47,7 +47,7 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
 
 
 class Planner:
-    """Plans the micro-batches of one step, and keeps what it compiled.
+    """Plans the micro-batches of one step, and notes what each program would take.
 
     Args:
         dispatched: train steps whose data a dispatch holds.

@@ -39,8 +39,8 @@ class StepResult(NamedTuple):
         loss: the loss over all micro-batches, float32: the sum of the losses divided by `weight`, or 0 if that is 0.
         weight: the sum of the weights, float32.
         grad_norm: the global norm of the gradient before clipping, float32.
-        grads_finite: whether the gradient's norm, the loss and the new state are finite, bool. If not, the step changed
-            nothing.
+        grads_finite: whether the gradient's norm, the loss and the new state are finite, bool. If not, the step was
+            skipped: only the loss scale may have moved, down where the norm was not finite.
         loss_scale: the loss scale after the step, float32.
     """
 
@@ -213,14 +213,14 @@ class TrainStep:
             return (loss_i, weight_i, {j: each.terms for j, each in added.items()}), added
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
-        micro_step, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), specs)
+        traced_step, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), specs)
         by_kernels = {j for j, each in accumulators.items() if isinstance(each, AddedAccumulator)}
 
         def body(i, loss_sum, weight_sum, carried):
             # Those that no kernel adds to are not read: zeros from outside would be copied into the loop in an order
             # that differs from process to process, and with it the name by which a compiled program is found again.
             totals = [carried[j][0] if j in by_kernels else tf.zeros(s.shape, s.dtype) for j, s in enumerate(specs)]
-            loss_i, weight_i, terms = micro_step(i, totals)
+            loss_i, weight_i, terms = traced_step(i, totals)
             with tf.name_scope("accumulate"):
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
                 # weight gradient's matmul.

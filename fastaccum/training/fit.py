@@ -132,8 +132,12 @@ class Fit:
             steps=stacks.steps_per_epoch,
             history=True,
         )
-        alone = options.jit_compile == "auto" and not step.objective.options.uses_xla
-        if hooks.say is not None and alone and not any(program.seconds for program in step.programs.values()):
+        chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
+        if (
+            hooks.say is not None
+            and chose_without_xla
+            and not any(program.seconds for program in step.programs.values())
+        ):
             hooks.say('This model trains without XLA: jit_compile="auto" found that faster here.\n')
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:

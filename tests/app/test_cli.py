@@ -244,7 +244,14 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         rewrite(began, **{name: value}, **({"accum": 2} if name == "batch_size" else {}))
         with pytest.raises(SystemExit, match="2"):
             cli.main(["train", "--resume", "run"])
-        named = {"steps": "learning_rate", "lr": "learning_rate", "precision": "bfloat16", "preset": "32"}
+        named = {
+            "steps": "learning_rate",
+            "lr": "learning_rate",
+            "precision": "bfloat16",
+            "preset": "layers.",
+            "optimizer": "optimizer.class",
+            "seed": "seed: ",
+        }
         named["batch_size"] = "batch plan.steps_per_pass"
         error = capsys.readouterr().err
         assert named.get(name, name) in error.splitlines()[-1], error
