@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 5_190,
+    "adapters": 5_127,
     "app": 735,
     "checkpoint": 1_156,
     "data": 1_525,
     "distribute": 942,
     "kernels": 4_107,
     "memory": 1_363,
-    "step": 3_078,
+    "step": 3_080,
     "training": 899,
     "": 1_195,  # the modules directly in fastaccum
 }

@@ -87,7 +87,7 @@ def whole(name, at_least=1):
         ({"loss": {}}, ValueError, r"has no loss of its own.*Pass a Keras loss"),
         ({"loss": "msee"}, ValueError, r"loss='msee' is not a Keras loss. Pass a name"),
         ({"loss": 3}, TypeError, r"loss=3 must be a Keras loss, its name, or fn"),
-        ({"optimizer": "adamm"}, ValueError, r"optimizer='adamm' is not a Keras optimizer.*'adam'"),
+        ({"optimizer": "adamm"}, ValueError, r"optimizer='adamm' is not a name of keras.*'adam'"),
         ({"optimizer": 0.1}, TypeError, r"optimizer=0.1 is of type float: pass a Keras 3"),
         ({"optimizer": keras.optimizers.Adam}, TypeError, r"optimizer=Adam is a class: (pass|call)"),
         ({"metrics": ["accuracyy"]}, ValueError, r"metrics='accuracyy' is not a Keras 3 metric. Pass a name"),

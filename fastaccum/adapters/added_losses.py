@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.packages import of_keras
+from fastaccum.adapters.attributes import of_keras
 
 # Whether Keras divides what an activity regulariser returns, which sums over rows, by their number.
 _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)

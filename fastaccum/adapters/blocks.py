@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import keras
 
-from fastaccum.adapters import embeddings
-from fastaccum.adapters.packages import kinds, of_keras, package
+from fastaccum.adapters.attributes import kinds, of_keras, package
+from fastaccum.adapters.layers import find_lookups
 from fastaccum.kernels.layer_stack import LayerStack
 
 _SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
@@ -74,7 +74,7 @@ def refusal(layer: keras.layers.Layer) -> str | None:
     parts = list(layer._flatten_layers())
     if hasattr(layer, "update_state"):
         return "is a metric"
-    if found := embeddings.find_lookups(parts):
+    if found := find_lookups(parts):
         return f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
     if any(isinstance(part, LayerStack) for part in parts):
         return "holds a LayerStack, which recomputes by a policy of its own"
@@ -117,7 +117,7 @@ def _is_composite(layer: keras.layers.Layer) -> bool:
 
 def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
     within = {id(w) for block in blocks for part in block.layers for w in part.weights}
-    others = {id(w) for embedding, _ in embeddings.find_lookups(layer._flatten_layers()) for w in embedding.weights}
+    others = {id(w) for embedding, _ in find_lookups(layer._flatten_layers()) for w in embedding.weights}
     own = {id(w) for w in layer.weights} - others
     return bool(within) and len(within & own) >= _MOST * len(own)
 

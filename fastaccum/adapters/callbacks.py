@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.packages import kinds
+from fastaccum.adapters.attributes import kinds
 
 REDRAW_SECONDS = 0.1
 

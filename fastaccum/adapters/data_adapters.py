@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from fastaccum.adapters.packages import kinds
+from fastaccum.adapters.attributes import kinds
 
 
 class _Sequence(keras.utils.PyDataset):

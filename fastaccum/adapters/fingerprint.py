@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.packages import kinds, package
+from fastaccum.adapters.attributes import kinds, package
 
 # Of one version, which is told by its number.
 _VERSIONED = ("keras", "tf_keras", "tensorflow", "fastaccum", "numpy", "builtins", "functools")

@@ -12,12 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import replaced
+from fastaccum.adapters.attributes import package, replaced
 from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
-from fastaccum.adapters.packages import package
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.cross_entropy import (
     cross_entropy_from_logits,

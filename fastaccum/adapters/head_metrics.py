@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import replaced
-from fastaccum.adapters.packages import kinds, of_keras, package
+from fastaccum.adapters.attributes import kinds, of_keras, package, replaced
 from fastaccum.kernels.cross_entropy import LabelScores
 
 TAKEN = (

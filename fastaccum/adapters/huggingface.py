@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest, replaced
-from fastaccum.adapters.packages import kinds, package
+from fastaccum.adapters.attributes import Nest, kinds, package, replaced
 from fastaccum.lines import warn
 
 

@@ -13,13 +13,11 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
-from fastaccum.adapters import added_losses, embeddings, jit_choice, layers, traces
-from fastaccum.adapters.attributes import Nest, Variable, raw, replaced
+from fastaccum.adapters import added_losses, jit_choice, layers, traces
+from fastaccum.adapters.attributes import Nest, Variable, of_keras, package, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
-from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
-from fastaccum.adapters.packages import of_keras, package
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.layer_stack import LayerStack
 
@@ -337,7 +335,7 @@ class Model:
     @property
     def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
         """The embedding layers with the rows of their tables: XLA clamps ids outside of these silently."""
-        return embeddings.find_lookups(self.layers)
+        return layers.find_lookups(self.layers)
 
     @property
     def couples_rows(self) -> bool:
@@ -387,19 +385,6 @@ class Model:
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
         with DotNotTrackScope():
             self.model._compile_metrics = metrics.compiled
-
-    def id_observers(self, observe: Callable[[int, tf.Tensor], None]) -> list[Interceptor]:
-        """Returns interceptors that first pass the ids of embedding i of `lookups` to `observe(i, ids)`."""
-        return embeddings.make_id_observers([layer for layer, _ in self.lookups], observe)
-
-    def fp32_weight_gradients(self) -> list[Interceptor]:
-        """Returns interceptors that compute weight gradients in float32 under mixed precision."""
-        calls = fp32_layers.fp32_calls(self.called_layers)
-        return [Interceptor(layer, "call", call, Role.PRECISION) for layer, call in calls]
-
-    def compiled_forms(self) -> list[Interceptor]:
-        """Returns interceptors that compute layers as XLA compiles them in a loop, and in less memory."""
-        return layers.make_forms(self.called_layers)
 
 
 def _naming(x: Nest) -> contextlib.AbstractContextManager[None]:

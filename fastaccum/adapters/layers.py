@@ -1,16 +1,16 @@
-"""Layers of Keras 3 and tf_keras in another form: one that XLA compiles in a loop, or that saves memory."""
+"""Layers of Keras 3 and tf_keras in another form, for XLA or for precision; and the ids that embeddings look up."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import Nest, kinds, of_keras
 from fastaccum.adapters.interceptors import Interceptor, Role
-from fastaccum.adapters.packages import of_keras
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.norms import layer_norm, rms_norm
@@ -20,7 +20,7 @@ Call = Callable[..., tf.Tensor]  # a layer's method
 
 
 def make_forms(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
-    """Returns interceptors for layers that have another form."""
+    """Returns interceptors for layers that have a form that XLA compiles in a loop, or in less memory."""
     found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
         if type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
@@ -30,6 +30,11 @@ def make_forms(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
         elif _is_dilated(layer):
             found.append((layer, "convolution_op", _convolve))
     return [Interceptor(layer, name, functools.partial(form, layer), Role.FORM) for layer, name, form in found]
+
+
+def make_fp32(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
+    """Returns interceptors that compute weight gradients in float32 under mixed precision."""
+    return [Interceptor(layer, "call", call, Role.PRECISION) for layer, call in fp32_layers.fp32_calls(layers)]
 
 
 # The forms take the arguments of the layer's method by its names: Keras passes on what it is called with.
@@ -65,3 +70,40 @@ def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
     floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
     last = floating and bool(inputs.shape[-1]) and list(layer.axis) in ([-1], [inputs.shape.rank - 1])
     return last and layer.epsilon is not None  # for None Keras has a number of its own
+
+
+def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
+    """Lists the embedding layers with the rows of their tables: XLA clamps ids outside of these silently."""
+    found = [layer for layer in layers if _lookup_class(layer)]
+    # A subclass may have made a larger table than it was asked for.
+    return [(layer, max([layer.input_dim, *(v.shape[0] for v in layer.weights[:1])])) for layer in found]
+
+
+def make_id_observers(
+    lookups: Sequence[tuple[keras.layers.Layer, int]], observe: Callable[[int, tf.Tensor], None]
+) -> list[Interceptor]:
+    """Returns interceptors that first pass the ids which embedding i of `lookups` looks up to `observe(i, ids)`.
+
+    The ids are those that reach Keras's own lookup: the `call` of a subclass may map its argument to other ids.
+    """
+    found = []
+    for i, (layer, _) in enumerate(lookups):
+        owner = _lookup_class(layer)
+        replacement = functools.partial(_look_up, functools.partial(observe, i))
+        names = [name for name in ("call", "_int8_call", "_int4_call") if hasattr(owner or layer, name)]
+        found += [Interceptor(layer, name, replacement, Role.OBSERVE, owner) for name in names]
+    return found
+
+
+def _lookup_class(layer: keras.layers.Layer) -> type | None:
+    """Returns the Embedding of Keras or tf_keras that a layer's class is or extends, or None."""
+    own = kinds(layer)
+    return own.get("keras.Embedding") or own.get("tf_keras.Embedding")
+
+
+def _look_up(observe: Callable[[tf.Tensor], None], call: Callable[..., Nest], *args: Nest, **kwargs: Nest) -> Nest:
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if ids is not None:
+        # Of sparse and ragged ids those that are there.
+        observe(getattr(ids, "flat_values", getattr(ids, "values", ids)))
+    return call(*args, **kwargs)

@@ -14,12 +14,11 @@ from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
 from fastaccum.adapters import traces
-from fastaccum.adapters.attributes import Nest
+from fastaccum.adapters.attributes import Nest, of_keras
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
-from fastaccum.adapters.packages import of_keras
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 

@@ -14,10 +14,9 @@ from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
 from fastaccum.adapters import arguments, head_metrics, traces
-from fastaccum.adapters.attributes import raw
+from fastaccum.adapters.attributes import kinds, of_keras, raw
 from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
-from fastaccum.adapters.packages import kinds, of_keras
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 

@@ -1,14 +1,158 @@
-"""One interface to Keras 3 and tf_keras models."""
+"""One interface to Keras 3 and tf_keras (Keras 2) models, those of Hugging Face among them."""
 
 from __future__ import annotations
 
-import keras
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import keras
+import tensorflow as tf
+
+from fastaccum import checks
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.arguments import KerasModel
+from fastaccum.adapters.attributes import Nest, kinds, replaced
+from fastaccum.adapters.data_adapters import as_dataset, wrap_sequence
 from fastaccum.adapters.keras_models import Model as Model
-from fastaccum.adapters.packages import kinds
-from fastaccum.adapters.tf_keras_models import PretrainedModel, TFKerasModel
+from fastaccum.adapters.keras_models import never_draws
+from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.outputs import Outputs, TFKerasOutputs
+
+
+class TFKerasModel(Model):
+    """A tf_keras (Keras 2) model."""
+
+    callback_kind = "tf_keras.Callback"
+    trains_on_replicas = False
+    _FOREIGN_METRIC = "keras.Metric"
+    _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
+
+    def symbolic_call(self, x: Nest, training: bool) -> Nest:
+        if not self.model.built:
+            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
+            with checks.naming("x"):
+                one = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
+            self(one, training=False)
+        # Not called with numbers, which would move the state of a model that has some.
+        outputs = self._note_calls(x)
+        rows = tf.nest.flatten(x)[0].shape[0]
+        return tf.nest.map_structure(
+            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
+        )
+
+    @property
+    def keras_module(self) -> types.ModuleType:
+        return sys.modules["tf_keras"]
+
+    def describe_outputs(self, y_pred: Nest, loss: Any) -> Outputs:
+        return TFKerasOutputs(self.output_names, y_pred, loss)
+
+    def predict(self, x: Nest, **options: Any) -> Any:
+        x = wrap_sequence(x)
+        return self.model.predict(as_dataset(x) if isinstance(x, keras.utils.PyDataset) else x, **options)
+
+    @property
+    def compute_loss_adds_penalty(self) -> bool:
+        return self.overrides("compute_loss") and self.penalty() is not None
+
+    @property
+    def called_layers(self) -> list[keras.layers.Layer]:
+        return self.layers
+
+    def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
+        if hasattr(layer, "update_state"):  # a metric, which is a layer here
+            return []
+        return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
+
+    def _draws(self, layer: keras.layers.Layer) -> bool:
+        random = any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__)
+        return random and not never_draws(layer)
+
+    @property
+    def may_do_more(self) -> bool:
+        return True
+
+    def _added_losses(self) -> list[tf.Tensor]:
+        return [loss for layer in self.layers for loss in layer._eager_losses]
+
+    def penalty(self) -> tf.Tensor | None:
+        losses = [loss() for layer in self.layers for loss in layer._callable_losses]
+        losses = [loss for loss in losses if loss is not None]
+        return tf.add_n(losses) if losses else None
+
+    def adopt(self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
+        losses = [each for each in tf.nest.flatten(loss) if each is not None]
+        of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
+        if losses and not of_keras_3 and self.model.compiled_loss is None:
+            # tf_keras's own, as above; without it `save` leaves the optimizer out.
+            own = metrics.for_compile(self._FOREIGN_METRIC)
+            self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
+        self.model.optimizer = optimizer
+
+    @property
+    def _family(self) -> type[keras.Model]:
+        return kinds(self.model)["tf_keras.Model"]
+
+    def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
+        return self.model.compute_loss(x, y, y_pred, sample_weight)
+
+    @contextmanager
+    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
+        with replaced([(self.model, "compiled_loss", compiled)]):
+            yield
+
+    def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
+        compiled = types.SimpleNamespace(update_state=update, metrics=[])
+        with replaced([(self.model, "compiled_metrics", compiled)]):
+            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+
+    @property
+    def own_metrics(self) -> list[keras.metrics.Metric]:
+        return [metric for layer in self.layers for metric in layer._metrics]
+
+    @property
+    def metric_variables(self) -> list[tf.Variable]:
+        return [v for metric in self.own_metrics for v in metric.variables]
+
+
+class PretrainedModel(TFKerasModel):
+    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
+
+    @property
+    def _family(self) -> type[keras.Model]:
+        return kinds(self.model)["transformers.TFPreTrainedModel"]
+
+    @property
+    def compiled_with(self) -> dict[str, Any]:
+        own = {"loss": None, "loss_weights": None} if getattr(self.model, "_using_dummy_loss", True) else {}
+        return super().compiled_with | own
+
+    @property
+    def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
+        return [*super().lookups, *huggingface.find_tables(self.layers)]
+
+    @property
+    def returned_losses(self) -> int:
+        return huggingface.count_means(self.model)
+
+    def with_losses(
+        self, x: Nest, y: Nest, training: bool, valid: tf.Tensor | None
+    ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
+        inputs = huggingface.merge_labels(self.model, x, y)
+        with huggingface.observe_losses(self.model, valid) as seen:
+            outputs = self.model(inputs, training=training, **huggingface.list_call_options(self.model))
+        rows = tf.nest.flatten(x)[0].shape[0]
+        return outputs, [tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)]
+
+    @property
+    def takes_targets_apart(self) -> bool:
+        return True
+
+    def matched(self, x: Nest, y: Nest, y_pred: Nest) -> tuple[Nest, Nest]:
+        return huggingface.match(self.model, x, y if tf.nest.flatten(y) else None, y_pred)
 
 
 def get(model: KerasModel) -> Model:

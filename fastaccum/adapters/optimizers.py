@@ -20,12 +20,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from fastaccum import checks
 from fastaccum.adapters import fingerprint, saved, untouched_rows
-from fastaccum.adapters.attributes import Variable, raw, replaced
-from fastaccum.adapters.packages import kinds, package
-from fastaccum.adapters.supported_optimizers import require_supported
+from fastaccum.adapters.attributes import Variable, kinds, package, raw, replaced
 from fastaccum.lines import warn
 
+# What Keras's or tf_keras's own train step calls, and this one does not.
+_UNCALLED = "scale_loss", "minimize", "compute_gradients", "_compute_gradients", "_transform_unaggregated_gradients"
 Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
 
 
@@ -63,13 +64,44 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
     if name.lower() in known:
         return known[name.lower()]()
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
-    kind, more = "Keras", "fastaccum.addons.optimizers has"
-    if package(optimizers.Optimizer) == "tf_keras":
-        kind, more = "tf_keras", "keras.optimizers and fastaccum.addons.optimizers have"
     raise ValueError(
-        f"optimizer={name!r} is not a {kind} optimizer.{f' Did you mean {near}?' if near else ''} Known names: "
-        f"{', '.join(sorted(known))}; {more} more, to be passed as objects, or as tfa:NAME to the command"
+        f"optimizer={name!r} is not a name of {package(optimizers.Optimizer)}.optimizers."
+        f"{f' Did you mean {near}?' if near else ''} Pass others as objects, or as tfa:NAME to the command."
     )
+
+
+def _is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+    """Tells if a class of the user's own, not of a known package, defines the method."""
+    defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
+    return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
+
+
+def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
+    own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
+    rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    scale = getattr(optimizer, "loss_scale_factor", None)
+    step_does = "which is the train step's work: make it without, and pass Trainer"
+    if isinstance(rate, (keras.Variable, tf.Variable)):
+        rate = float(raw(rate).numpy())
+    if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & own.keys():
+        problem = "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
+    elif steps is not None:
+        problem = f"has gradient_accumulation_steps={steps}, {step_does}(gradient_accumulation_steps={steps})"
+    elif scale is not None:
+        problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
+    elif "tensorflow_addons.MultiOptimizer" in own:
+        problem = "has an optimizer for each of some layers: use keras.optimizers.MultiOptimizer, or one optimizer"
+    elif uncalled := [name for name in _UNCALLED if _is_users(optimizer, name)]:
+        problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
+    elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
+        problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
+    elif "tf_keras.Nadam" in own and "tf_keras.OptimizerV2" not in own:
+        problem = "counts updates in Python, which no compiled program does: use tf_keras.optimizers.legacy.Nadam"
+    else:
+        return
+    raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
 
 
 class Optimizer:
@@ -79,7 +111,7 @@ class Optimizer:
         self.optimizer = optimizer
         self._trained: list[Variable] = []
         for part in self.parts:
-            require_supported(part)
+            _require_supported(part)
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Creates every slot for the trainable variables; a second call with the same ones does nothing."""
@@ -100,7 +132,7 @@ class Optimizer:
         if not getattr(self.optimizer, "built", False):
             self._create([self._to_native(v) for v in variables])
         for part in self.parts:  # MultiOptimizer may have found its optimizers only now
-            require_supported(part)
+            _require_supported(part)
         self._trained = list(variables)
 
     @property

@@ -11,10 +11,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum.adapters import blocks, interceptors
-from fastaccum.adapters.attributes import Nest
+from fastaccum.adapters.attributes import Nest, kinds
 from fastaccum.adapters.blocks import Block, Segment
 from fastaccum.adapters.interceptors import Interceptor, Role
-from fastaccum.adapters.packages import kinds
 from fastaccum.kernels.recompute import recomputed
 from fastaccum.kernels.recomputed_function import Policy, require_policy
 

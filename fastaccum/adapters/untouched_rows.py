@@ -22,7 +22,7 @@ from typing import Literal
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.packages import package
+from fastaccum.adapters.attributes import package
 
 # By the class that defines the sparse form. What does the same to every row as the dense form, what does nothing at all
 # to other rows (kernels mostly, which XLA lacks), and what must be asked.

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import of_keras
 from fastaccum.adapters.callbacks import Callbacks
-from fastaccum.adapters.packages import of_keras
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.checkpoint.files import Json
 from fastaccum.checkpoint.state import plain

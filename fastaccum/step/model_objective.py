@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
+from fastaccum.adapters import layers
 from fastaccum.adapters.attention import FusedAttention
 from fastaccum.adapters.attributes import Nest, restored
 from fastaccum.adapters.callbacks import log_value
@@ -95,7 +96,7 @@ class ModelObjective(Objective):
         with contextlib.ExitStack() as scopes:
             if observe:
                 first, checks = self._first_embedding, self.running.index_checks
-                observers = self.model.id_observers(lambda i, ids: checks.observe(first + i, ids))
+                observers = layers.make_id_observers(self.model.lookups, lambda i, ids: checks.observe(first + i, ids))
                 scopes.enter_context(intercepting(observers))
             hidden = scopes.enter_context(self.losses.leave_heads_out())
             if self._returned:
@@ -197,9 +198,10 @@ class ModelObjective(Objective):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        forms = self.model.compiled_forms() if self.options.uses_xla else []
-        fp32 = self.model.fp32_weight_gradients() if self.options.fp32_weight_gradients else []
-        fused = self.attention.make_forms(self.model.called_layers) if self.attention else []
+        called = self.model.called_layers
+        forms = layers.make_forms(called) if self.options.uses_xla else []
+        fp32 = layers.make_fp32(called) if self.options.fp32_weight_gradients else []
+        fused = self.attention.make_forms(called) if self.attention else []
         answering = self.attention.entered() if self.attention else contextlib.nullcontext()
         with answering, intercepting([*forms, *fused, *fp32]):
             yield

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 import fastaccum as fa
-from fastaccum.adapters import embeddings, layers
+from fastaccum.adapters import layers
 from fastaccum.adapters.interceptors import Interceptor, Role, install, installed, intercepting, remove
 from fastaccum.adapters.keras_models import Model
 
@@ -141,9 +141,9 @@ def test_forms_precision_recomputation_and_observers_give_one_result_in_any_orde
     observed = []
     kinds = [
         layers.make_forms(model.layers),
-        adapter.fp32_weight_gradients(),
+        layers.make_fp32(adapter.called_layers),
         recomputing,
-        embeddings.make_id_observers([model.layers[1]], lambda i, ids: observed.append((i, tuple(ids.shape)))),
+        layers.make_id_observers([(model.layers[1], 5)], lambda i, ids: observed.append((i, tuple(ids.shape)))),
     ]
     assert [len(each) for each in kinds] == [2, 0 if policy == "float32" else 2, 2, 3]
 

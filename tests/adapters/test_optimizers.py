@@ -296,9 +296,9 @@ def test_names():
     assert isinstance(optimizers.get("lamb").optimizer, keras.optimizers.Lamb)
     adapter = optimizers.get("sgd")
     assert optimizers.get(adapter) is adapter
-    with pytest.raises(ValueError, match=r"'adamm'.*Did you mean 'adam'.*Known names: adadelta.*sgd"):
+    with pytest.raises(ValueError, match=r"'adamm' is not a name of keras.optimizers\. Did you mean 'adam'"):
         optimizers.get("adamm")
-    with pytest.raises(ValueError, match=r"'zzz' is not a Keras optimizer\. Known names"):
+    with pytest.raises(ValueError, match=r"'zzz' is not a name of keras.optimizers\. Pass others"):
         optimizers.get("zzz")
 
 
@@ -314,10 +314,7 @@ def test_a_name_for_a_tf_keras_model_is_tf_keras_s(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = k.models.load_model(tmp_path / "model.keras").optimizer
     assert (int(loaded.iterations), float(loaded.learning_rate)) == (1, 0.5)
-    with pytest.raises(
-        ValueError,
-        match=r"not a tf_keras optimizer.*adamw.*; keras.optimizers and .* have more",
-    ):
+    with pytest.raises(ValueError, match=r"'muon' is not a name of tf_keras\.optimizers"):
         fa.Trainer(model, "muon", "mse")
 
 
@@ -329,9 +326,6 @@ def test_not_an_optimizer_or_none_that_can_work():
             optimizers.get(thing)
     with pytest.raises(ValueError, match=r"Nadam counts updates in Python.*legacy\.Nadam"):
         optimizers.get(tf_keras().Nadam(0.1))
-    rate = tf_keras().schedules.ExponentialDecay(0.1, 1, 0.5)
-    with pytest.raises(ValueError, match=r"SGD cannot call tf_keras's ExponentialDecay: use .*keras\.optimizers"):
-        optimizers.get(keras.optimizers.SGD(rate))
 
 
 def test_optimizers_that_accumulate_or_scale_by_themselves():

@@ -290,7 +290,7 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "--lr", "nan"], r"--lr: 'nan' must be a positive number"),
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
         (["train", "--preset", "giant"], "--preset: invalid choice: 'giant'"),
-        (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a Keras optimizer"),
+        (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a name of keras.optimizers"),
         (["train", "--step", "3"], "unrecognized arguments: --step"),
         (["generate", "empty"], "'empty/model.keras' is not there"),
         (["generate", "empty", "--prompt", ""], "--prompt '' is empty"),

@@ -264,8 +264,6 @@ class TestErrors:
             fa.TrainStep(loss, [w], "sgd", jit_compile="yes")
         with pytest.raises(TypeError, match="state=3 must be a list of variables"):
             fa.TrainStep(loss, [w], "sgd", state=3)
-        with pytest.raises(ValueError, match="Optimizer is the base of optimizers"):
-            fa.TrainStep(loss, [w], keras.optimizers.Optimizer(0.1))
 
     @pytest.mark.parametrize(
         ("variables", "error", "message"),
