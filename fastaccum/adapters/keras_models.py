@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum import checks
 from fastaccum.adapters import added_losses, jit_choice, layers, traces
-from fastaccum.adapters.attributes import Nest, Variable, of_keras, package, raw, replaced
+from fastaccum.adapters.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
@@ -27,7 +28,8 @@ class Model:
 
     callback_kind: str | None = None  # of the callbacks that its own loop takes, where it takes no other
     trains_on_replicas = True
-    _FOREIGN_METRIC = "tf_keras.Metric"
+    _PACKAGE, _KIND, _FOREIGN_METRIC = "keras", "keras.Model", "tf_keras.Metric"
+    _OUTPUTS = Outputs
     # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
     _COMPILED = "_compile_loss", "_user_loss", "_compile_metrics"
 
@@ -84,7 +86,7 @@ class Model:
     @property
     def keras_module(self) -> types.ModuleType:
         """The Keras that the model is of."""
-        return keras
+        return sys.modules[self._PACKAGE]
 
     @property
     def compute_loss_adds_penalty(self) -> bool:
@@ -93,7 +95,7 @@ class Model:
 
     def describe_outputs(self, y_pred: Nest, loss: Any) -> Outputs:
         """Returns the model's outputs, from symbolic ones and the user's `loss`."""
-        return Outputs(self.output_names, y_pred, loss)
+        return self._OUTPUTS(self.output_names, y_pred, loss)
 
     def predict(self, x: Nest, **options: Any) -> Any:
         """Calls the model's own `predict`."""
@@ -129,7 +131,7 @@ class Model:
 
     @property
     def _family(self) -> type[keras.Model]:
-        return keras.Model
+        return kinds(self.model)[self._KIND]
 
     @property
     def compiled_with(self) -> dict[str, Any]:
@@ -206,7 +208,7 @@ class Model:
     @property
     def metric_variables(self) -> list[tf.Variable]:
         """The variables of all layers' metrics."""
-        return [v.value for layer in self.layers for metric in layer._metrics for v in metric.variables]
+        return [raw(v) for layer in self.layers for metric in layer._metrics for v in metric.variables]
 
     @property
     def variables(self) -> list[Variable]:
@@ -243,11 +245,8 @@ class Model:
     @property
     def moving_layers(self) -> list[str]:
         """The names of the layers whose statistics a train step moves."""
-        return [
-            layer.name
-            for layer in self.layers
-            if layer.trainable and any(v.dtype.is_floating for v in self._own_state(layer))
-        ]
+        own = ((layer.name, self._own_state(layer)) for layer in self.layers if layer.trainable)
+        return [name for name, state in own if any(v.dtype.is_floating for v in state)]
 
     def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
         seeds = [generator.state for generator in layer._seed_generators]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from fastaccum.adapters.data_adapters import as_dataset, wrap_sequence
 from fastaccum.adapters.keras_models import Model as Model
 from fastaccum.adapters.keras_models import never_draws
 from fastaccum.adapters.metrics import Metrics
-from fastaccum.adapters.outputs import Outputs, TFKerasOutputs
+from fastaccum.adapters.outputs import TFKerasOutputs
 
 
 class TFKerasModel(Model):
@@ -27,7 +26,8 @@ class TFKerasModel(Model):
 
     callback_kind = "tf_keras.Callback"
     trains_on_replicas = False
-    _FOREIGN_METRIC = "keras.Metric"
+    _PACKAGE, _KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
+    _OUTPUTS = TFKerasOutputs
     _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
@@ -42,13 +42,6 @@ class TFKerasModel(Model):
         return tf.nest.map_structure(
             lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
         )
-
-    @property
-    def keras_module(self) -> types.ModuleType:
-        return sys.modules["tf_keras"]
-
-    def describe_outputs(self, y_pred: Nest, loss: Any) -> Outputs:
-        return TFKerasOutputs(self.output_names, y_pred, loss)
 
     def predict(self, x: Nest, **options: Any) -> Any:
         x = wrap_sequence(x)
@@ -71,10 +64,6 @@ class TFKerasModel(Model):
         random = any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__)
         return random and not never_draws(layer)
 
-    @property
-    def may_do_more(self) -> bool:
-        return True
-
     def _added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in layer._eager_losses]
 
@@ -91,10 +80,6 @@ class TFKerasModel(Model):
             own = metrics.for_compile(self._FOREIGN_METRIC)
             self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
-
-    @property
-    def _family(self) -> type[keras.Model]:
-        return kinds(self.model)["tf_keras.Model"]
 
     def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
         return self.model.compute_loss(x, y, y_pred, sample_weight)
@@ -113,17 +98,11 @@ class TFKerasModel(Model):
     def own_metrics(self) -> list[keras.metrics.Metric]:
         return [metric for layer in self.layers for metric in layer._metrics]
 
-    @property
-    def metric_variables(self) -> list[tf.Variable]:
-        return [v for metric in self.own_metrics for v in metric.variables]
-
 
 class PretrainedModel(TFKerasModel):
     """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
 
-    @property
-    def _family(self) -> type[keras.Model]:
-        return kinds(self.model)["transformers.TFPreTrainedModel"]
+    _KIND = "transformers.TFPreTrainedModel"
 
     @property
     def compiled_with(self) -> dict[str, Any]:
