@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest, kinds, package, replaced
+from fastaccum.adapters.attributes import Nest, package, replaced
 from fastaccum.lines import warn
 
 
@@ -32,11 +32,6 @@ class Seen(list[Observed]):
     """The means that a forward pass computed; `returned` is the loss that the model was given."""
 
     returned: tf.Tensor | None = None
-
-
-def is_pretrained(model: keras.Model) -> bool:
-    """Tells if a model is one of Hugging Face's TF models."""
-    return "transformers.TFPreTrainedModel" in kinds(model)
 
 
 def count_means(model: keras.Model) -> int:

@@ -28,7 +28,7 @@ class Model:
 
     callback_kind: str | None = None  # of the callbacks that its own loop takes, where it takes no other
     trains_on_replicas = True
-    _PACKAGE, _KIND, _FOREIGN_METRIC = "keras", "keras.Model", "tf_keras.Metric"
+    _PACKAGE, KIND, _FOREIGN_METRIC = "keras", "keras.Model", "tf_keras.Metric"
     _OUTPUTS = Outputs
     # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
     _COMPILED = "_compile_loss", "_user_loss", "_compile_metrics"
@@ -131,7 +131,7 @@ class Model:
 
     @property
     def _family(self) -> type[keras.Model]:
-        return kinds(self.model)[self._KIND]
+        return kinds(self.model)[self.KIND]
 
     @property
     def compiled_with(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class TFKerasModel(Model):
 
     callback_kind = "tf_keras.Callback"
     trains_on_replicas = False
-    _PACKAGE, _KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
+    _PACKAGE, KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
     _OUTPUTS = TFKerasOutputs
     _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
 
@@ -102,7 +102,7 @@ class TFKerasModel(Model):
 class PretrainedModel(TFKerasModel):
     """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
 
-    _KIND = "transformers.TFPreTrainedModel"
+    KIND = "transformers.TFPreTrainedModel"
 
     @property
     def compiled_with(self) -> dict[str, Any]:
@@ -136,10 +136,7 @@ class PretrainedModel(TFKerasModel):
 
 def get(model: KerasModel) -> Model:
     """Returns the adapter for a Keras 3 or tf_keras model."""
-    if isinstance(model, keras.Model):
-        return Model(model)
-    if huggingface.is_pretrained(model):
-        return PretrainedModel(model)
-    if "tf_keras.Model" in kinds(model):
-        return TFKerasModel(model)
+    for adapter in (Model, PretrainedModel, TFKerasModel):
+        if adapter.KIND in kinds(model):
+            return adapter(model)
     raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")

@@ -10,8 +10,8 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import blocks, interceptors
-from fastaccum.adapters.attributes import Nest, kinds
+from fastaccum.adapters import blocks, interceptors, models
+from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.blocks import Block, Segment
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.kernels.recompute import recomputed
@@ -56,9 +56,7 @@ def remat(
     >>> [layer.name for layer in model.layers] == [layer.name for layer in [*layers, model.layers[-1]]]
     True
     """
-    kind = kinds(model)
-    if "keras.Model" not in kind and "tf_keras.Model" not in kind:
-        raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
+    models.get(model)  # raises for what is no model
     replacing: list[Interceptor] = []
     if policy is not None and require_policy(policy) != "everything_saveable":
         replacing = [_interceptor(block, policy) for block in _blocks(model, layer_names)]
