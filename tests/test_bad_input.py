@@ -98,7 +98,7 @@ def whole(name, at_least=1):
         ({"model": keras.layers.Dense(1)}, TypeError, r"is not a Keras model: pass"),
         ({"loss_scale": "dynamic"}, TypeError, r"loss_scale='dynamic' must be 'auto', a number, or one of"),
         ({"loss_scale": -2.0}, ValueError, r"loss_scale=-2.0 must be a positive"),
-        ({"jit_compile": "yes"}, TypeError, r"jit_compile='yes' must be True or False"),
+        ({"jit_compile": "yes"}, ValueError, r"jit_compile='yes' must be 'auto' or True or False"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -107,7 +107,7 @@ class Summary:
     def _programs(self) -> Iterator[tuple[str, str]]:
         for program in self.programs:
             shapes = ", ".join("x".join(map(str, shape)) for shape in program.shapes)
-            yield f"compiled: {program.name}, {shapes}", f"{program.seconds:.1f} s"
+            yield f"made: {program.name}, {shapes}", f"{program.seconds:.1f} s"
         if not self.programs:
             yield "compiled so far", "none"
 

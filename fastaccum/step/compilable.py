@@ -12,13 +12,13 @@ import tensorflow as tf
 from fastaccum.adapters.models import Model
 
 
-def require(model: Model) -> None:
-    """Raises ValueError for layers that declare that XLA cannot compile them."""
+def require(model: Model, instead: str = "pass jit_compile=False") -> None:
+    """Raises ValueError for layers that declare that XLA cannot compile them, with what to do `instead`."""
     layers = model.uncompilable_layers()
     if layers:
         raise ValueError(
             f"XLA cannot compile these layers: {', '.join(layers)}. Move them into the input pipeline "
-            "(dataset.map), or pass jit_compile=False."
+            f"(dataset.map), or {instead}."
         )
 
 

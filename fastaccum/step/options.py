@@ -28,7 +28,9 @@ def _one_of(*values: str | bool) -> Check:
 
 
 def _auto_or_bool(name: str, value: Any) -> JitCompile:
-    return "auto" if isinstance(value, str) and value == "auto" else checks.true_or_false(name, value)
+    if isinstance(value, str):
+        return checks.one_of(name, value, ("auto", True, False))
+    return checks.true_or_false(name, value)
 
 
 def _rules(check: Check, *, may_change: bool = False, must_agree: bool = True) -> dict[str, object]:

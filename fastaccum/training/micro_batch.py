@@ -41,9 +41,9 @@ def make_plan(
     if options.jit_compile is False:
         raise ValueError(
             "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
-            "Trainer with jit_compile=True, or pass a batch_size."
+            "Trainer with jit_compile='auto', or pass a batch_size."
         )
-    compilable.require(builder.recipe.model)
+    compilable.require(builder.recipe.model, "pass a batch_size: what fits is read off an XLA program")
     global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
     replicas = builder.recipe.replicas
     rows = planner.candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)

@@ -25,8 +25,8 @@ def summarize(
     if batch_size is not None:
         sample = specs(sample, checks.whole_number("batch_size", batch_size))
     if options.jit_compile is False:
-        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile=True.")
-    compilable.require(builder.recipe.model)
+        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'.")
+    compilable.require(builder.recipe.model, "do without a summary, whose figures are those of an XLA program")
     step = builder.get_or_build(sample, options)
     with step.translate_errors():
         return summary(step, sample, builder.training_layout(options))
