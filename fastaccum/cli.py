@@ -18,6 +18,8 @@ from fastaccum.app import options
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, by default the program's own, and returns the exit code."""
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal in ASCII gets escapes
     try:

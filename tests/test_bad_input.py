@@ -474,9 +474,24 @@ def test_indices_out_of_range_without_xla(reader, steps_per_execution):
             trainer.evaluate(IDS, labels, verbose=0)
         with refused(trainer, ValueError, match):
             trainer.train_step((stacked(IDS, 2, 6), stacked(labels, 2, 6)))
-    with refused(trainer, ValueError, r"x holds ids out of range: indices\[.*\] = \d+ is not in \[0, 7\)"):
+    with refused(trainer, ValueError, r"ids given to embedding 'words': values from 3 to 9 were seen, but only 0 to 6"):
         trainer.train_step((stacked(IDS + 3, 2, 6), stacked(LABELS, 2, 6)))
     trainer.train_step((stacked(IDS, 2, 6), stacked(LABELS, 2, 6)))  # what was seen before is not this one's
+
+
+@pytest.mark.parametrize("value", [7, 300, -1])
+def test_an_id_out_of_range_in_the_second_micro_batch_moves_no_statistics(value):
+    layers = keras.layers
+    kinds = [layers.Embedding(7, 4, name="words"), layers.BatchNormalization(), layers.Dropout(0.5), layers.Flatten()]
+    trainer = make_trainer(
+        keras.Sequential([keras.Input((3,), dtype="int32"), *kinds, layers.Dense(1)]), jit_compile=False
+    )
+    ids, labels = np.arange(36).reshape(2, 6, 3) % 7, np.ones((2, 6, 1), "float32")
+    trainer.train_step((ids, labels))
+    ids[1, 2, 1] = value
+    with refused(trainer, ValueError, rf"embedding 'words': values from {min(value, 0)} to {max(value, 6)} were seen"):
+        trainer.train_step((ids, labels))
+    trainer.train_step((ids % 7, labels))
 
 
 @pytest.mark.parametrize("value", [nan, inf, 1.5, -0.5])

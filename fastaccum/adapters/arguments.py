@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     MetricsArgument: TypeAlias = Sequence[Metric | Sequence[Metric]] | Mapping[str, Metric | Sequence[Metric]] | None
     WeightsArgument: TypeAlias = Sequence[float] | Mapping[str, float] | None
     Arrays: TypeAlias = np.ndarray | tf.Tensor | tf.RaggedTensor | tf.SparseTensor | Iterable[object]
-    Data: TypeAlias = Arrays | tf.data.Dataset | keras.utils.PyDataset
+    Data: TypeAlias = Arrays | tf.data.Dataset[Any] | keras.utils.PyDataset
     Variables: TypeAlias = Sequence[tf.Variable | keras.Variable]
     Callback: TypeAlias = keras.callbacks.Callback | tf_keras.callbacks.Callback
     CallbacksArgument: TypeAlias = Sequence[Callback] | keras.callbacks.Callback | keras.callbacks.CallbackList | None

@@ -80,16 +80,17 @@ def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layer
 
 
 def make_id_observers(
-    lookups: Sequence[tuple[keras.layers.Layer, int]], observe: Callable[[int, tf.Tensor], None]
+    lookups: Sequence[tuple[keras.layers.Layer, int]], observe: Callable[[int, tf.Tensor], None], uses_xla: bool
 ) -> list[Interceptor]:
     """Returns interceptors that first pass the ids which embedding i of `lookups` looks up to `observe(i, ids)`.
 
-    The ids are those that reach Keras's own lookup: the `call` of a subclass may map its argument to other ids.
+    Without XLA an id out of range then looks up row 0: TensorFlow's error would come after earlier micro-batches moved
+    statistics. The ids are those that reach Keras's own lookup, to which a subclass may map others.
     """
     found = []
-    for i, (layer, _) in enumerate(lookups):
+    for i, (layer, size) in enumerate(lookups):
         owner = _lookup_class(layer)
-        replacement = functools.partial(_look_up, functools.partial(observe, i))
+        replacement = functools.partial(_look_up, functools.partial(observe, i), None if uses_xla else size)
         names = [name for name in ("call", "_int8_call", "_int4_call") if hasattr(owner or layer, name)]
         found += [Interceptor(layer, name, replacement, Role.OBSERVE, owner) for name in names]
     return found
@@ -101,9 +102,14 @@ def _lookup_class(layer: keras.layers.Layer) -> type | None:
     return own.get("keras.Embedding") or own.get("tf_keras.Embedding")
 
 
-def _look_up(observe: Callable[[tf.Tensor], None], call: Callable[..., Nest], *args: Nest, **kwargs: Nest) -> Nest:
+def _look_up(
+    observe: Callable[[tf.Tensor], None], size: int | None, call: Callable[..., Nest], *args: Nest, **kwargs: Nest
+) -> Nest:
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if ids is not None:
         # Of sparse and ragged ids those that are there.
         observe(getattr(ids, "flat_values", getattr(ids, "values", ids)))
+    if size is not None and args and isinstance(ids, tf.Tensor):
+        whole = tf.cast(ids, tf.int64)
+        args = tf.where((whole >= 0) & (whole < size), ids, tf.zeros_like(ids)), *args[1:]
     return call(*args, **kwargs)

@@ -50,6 +50,8 @@ def _begin(options: argparse.Namespace) -> tuple[Run, Path]:
         if options.resume is not None:
             return resume(options), Path(options.resume)
         run = Run(options)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise ValueError(str(error)) from error
     try:

@@ -26,12 +26,12 @@ def read(path: Path) -> Json:
         manifest = json.loads((path / MANIFEST).read_bytes())
         number = int(manifest["format"])
         whole = manifest.get("sha256") == digest(manifest)
+        wrote = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
     except OSError as error:
         raise CorruptCheckpointError(f"{MANIFEST}: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{MANIFEST} does not have this format: {error!r:.200}") from error
     if number > FORMAT or (whole and number != FORMAT):  # a later version may seal otherwise
-        wrote = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
         raise IncompatibleCheckpointError(
             f"{path} has format {number}, written by {wrote or 'an earlier fastaccum'}, where this version reads "
             f"{FORMAT}. Nothing was changed: go on with that version, or name another checkpoint_dir."

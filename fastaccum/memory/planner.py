@@ -115,8 +115,9 @@ class Planner:
     def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
         known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
         if not known and self._plainly_fits(rows[-1]):
-            self._peak(policy, rows[-1])
-            return rows[-1]
+            known[rows[-1]] = self._peak(policy, rows[-1])
+            if known[rows[-1]] <= self._limit:  # what a GPU's convolutions work in is in no graph
+                return rows[-1]
         return largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
 
     def _trace(self, rows: int) -> list[ConcreteFunction]:

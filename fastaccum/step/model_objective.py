@@ -96,7 +96,8 @@ class ModelObjective(Objective):
         with contextlib.ExitStack() as scopes:
             if observe:
                 first, checks = self._first_embedding, self.running.index_checks
-                observers = layers.make_id_observers(self.model.lookups, lambda i, ids: checks.observe(first + i, ids))
+                note = lambda i, ids: checks.observe(first + i, ids)  # noqa: E731
+                observers = layers.make_id_observers(self.model.lookups, note, self.options.uses_xla)
                 scopes.enter_context(intercepting(observers))
             hidden = scopes.enter_context(self.losses.leave_heads_out())
             if self._returned:

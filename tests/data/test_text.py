@@ -126,11 +126,11 @@ def test_a_tf_keras_model_encodes_text_without_xla():
 
 def test_text_that_xla_cannot_hold_says_what_to_do():
     with pytest.raises(ValueError, match=r"text_vectorization.*or pass jit_compile=False"):
-        trainer_of(model_of_text())
+        trainer_of(model_of_text(), jit_compile=True)
     plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     for x in (TEXT, tf.constant(TEXT), dataset(TEXT, Y)):
         with pytest.raises(TypeError, match=r"^x .*dtype .*: pass numbers.*jit_compile=False"):
-            trainer_of(plain).fit(x, *(() if isinstance(x, tf.data.Dataset) else (Y,)), verbose=0)
+            trainer_of(plain, jit_compile=True).fit(x, *(() if isinstance(x, tf.data.Dataset) else (Y,)), verbose=0)
     for data in ((np.ones((12, 1)), TEXT), (dataset(np.ones((12, 1)), TEXT),)):
         with pytest.raises(TypeError, match=r"dtype .*: pass numbers"):
             trainer_of(plain, jit_compile=False).fit(*data, verbose=0)
