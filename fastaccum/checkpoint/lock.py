@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -44,7 +45,10 @@ class FolderLock:
         if self._descriptor is not None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            descriptor = os.open(self.path / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except PermissionError:  # another user's, of an earlier fit in a folder that is shared
+            descriptor = os.open(self.path / NAME, os.O_RDONLY | os.O_NOFOLLOW)
         holder = f"{os.getpid()} {socket.gethostname()}"
         try:
             self._lock(descriptor, holder)
@@ -53,8 +57,9 @@ class FolderLock:
             raise
         self._descriptor = descriptor
         _held.add(self)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.encode(), 0)
+        with contextlib.suppress(OSError):  # open for reading alone
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder.encode(), 0)
 
     def release(self) -> None:
         """Releases the lock, if it is held."""

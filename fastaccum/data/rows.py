@@ -18,8 +18,8 @@ from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.devices import has_gpu
 
 NUMBERS = (
-    "pass numbers, with text and objects encoded beforehand; or text to a model that encodes it, with "
-    "jit_compile=False."
+    "pass numbers, with text and objects encoded beforehand; or text to a model that encodes it, without "
+    "jit_compile=True."
 )
 DENSE = (
     "the rows of a stack have one shape. Pad them (.to_tensor(), or .padded_batch), and mask what is padding "

@@ -86,7 +86,7 @@ class Summary:
     def _sizes(self) -> Iterator[tuple[str, str]]:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
-        yield "runs", "with XLA" if self.jit_compile else "without XLA; figures are of the same step with it"
+        yield "runs", "with XLA" if self.jit_compile else "without XLA (figures: with it)"
         at_least = "at least " if self.at_least else ""
         yield "FLOPs of products", f"{at_least}{self.flops / 1e9:,.4g} GFLOP"
 

@@ -57,7 +57,7 @@ def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo
     one_of("stage", stage, get_args(Stage))
     compiled: PolymorphicFunction = getattr(function, "function", function)
     if not compiled._jit_compile:
-        raise ValueError("jit_compile=False: there is no XLA program whose IR could be read. Pass jit_compile=True.")
+        raise ValueError("The step runs without XLA, and has no IR that could be read: pass jit_compile=True.")
     with graph_scoped_gradients():
         return compiled.experimental_get_compiler_ir(*args)(stage=stage)
 

@@ -138,7 +138,10 @@ class Fit:
             and chose_without_xla
             and not any(program.seconds for program in step.programs.values())
         ):
-            hooks.say('This model trains without XLA: jit_compile="auto" found that faster here.\n')
+            reason = (
+                "which cannot compile a layer" if recipe.model.uncompilable_layers() else "which would be slower here"
+            )
+            hooks.say(f"This model trains without XLA, {reason}.\n")
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
             fit = training()

@@ -376,7 +376,7 @@ def _end_to_end_text_model():
     FAMILY,
     "text classification from scratch: TextVectorization in the model",
     refused="TextVectorization",
-    why="Pass `jit_compile=False`, or move the layer into the input pipeline.",
+    why="Refused with `jit_compile=True`, as here; the default trains the model without XLA.",
 )
 def test_vectorization_in_the_model():
     texts, labels = _sentences()

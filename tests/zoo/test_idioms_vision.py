@@ -504,7 +504,7 @@ def test_augmentation_in_the_model():
     FAMILY,
     "image classification from scratch: RandomRotation in the model",
     refused="RandomRotation",
-    why="Pass `jit_compile=False`, or move the layer into the input pipeline.",
+    why="Refused with `jit_compile=True`, as here; the default trains the model without XLA.",
 )
 def test_rotation_in_the_model():
     model = _augmented(layers.RandomFlip("horizontal", seed=1), layers.RandomRotation(0.1, seed=2))
