@@ -16,7 +16,7 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
     "adapters": 5_101,
-    "app": 737,
+    "app": 740,
     "checkpoint": 1_161,
     "data": 1_525,
     "distribute": 942,

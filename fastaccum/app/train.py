@@ -28,11 +28,12 @@ INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to
 
 def train(options: argparse.Namespace) -> int:
     """Trains as the parsed `options` say, and returns the exit code; BadArgument comes before a weight moves."""
+    folder: Path | None = None
     try:
-        run, folder = _begin(options)
-    except (ValueError, TypeError, ImportError) as error:
-        raise BadArgument(f"fastaccum train: error: {error}") from error
-    try:
+        try:
+            run, folder = _begin(options)
+        except (ValueError, TypeError, ImportError) as error:
+            raise BadArgument(f"fastaccum train: error: {error}") from error
         return _train(run, folder)
     except (IncompatibleCheckpointError, CorruptCheckpointError, FolderInUseError) as error:
         raise BadArgument(f"fastaccum train: error: {error}") from error
@@ -40,6 +41,8 @@ def train(options: argparse.Namespace) -> int:
         smaller = "halve --batch-size and double --accum, which makes the same updates in less memory"
         print(f"out of memory: {smaller}\n{error}".rstrip(), file=sys.stderr)
     except (NonFiniteError, CheckpointWriteError, OSError) as error:
+        if folder is None:  # the output has no reader
+            raise
         print(f"{error}\nto resume: fastaccum train --resume {shlex.quote(str(folder))}", file=sys.stderr)
     return 1
 

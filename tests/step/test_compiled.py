@@ -161,5 +161,5 @@ def test_several_steps_in_one_program():
 
 
 def test_no_program_without_xla():
-    with pytest.raises(ValueError, match="runs without XLA.*jit_compile=True"):
+    with pytest.raises(ValueError, match=r"runs without XLA.*jit_compile=True"):
         make_trainer("float32", jit_compile=False).compiler_ir(make_stack())
