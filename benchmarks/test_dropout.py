@@ -1,6 +1,6 @@
 """Models with Dropout: ours and Keras's own accumulation in `fit`, and what the Dropout costs a step of ours.
 
-Without XLA TensorFlow draws other numbers, so of Keras's two ways only the compiled one can agree.
+Without XLA TensorFlow draws other numbers, so of Keras's two ways only that one can agree which "auto" takes for ours.
 """
 
 import pytest
@@ -18,7 +18,8 @@ def test_dropout(workload, benchmark, report):
     compiled, plain = (keras_accumulation.make(dropping, jit_compile=jit) for jit in (True, False))
     peers = {"without": without, "Keras GA, jit": compiled, "Keras GA, no jit": plain}
     outcomes = {name: agreement.outcome_of_fit(peer, workload) for name, peer in peers.items()}
-    agreement.assert_agree(agreement.outcome_of_fit(ours, workload), outcomes["Keras GA, jit"], "Keras GA, jit")
+    alike = "Keras GA, no jit" if workload is models.CONVNET else "Keras GA, jit"
+    agreement.assert_agree(agreement.outcome_of_fit(ours, workload), outcomes[alike], alike)
 
     updates = 1 if benchmark.disabled else workload.fit_updates
     x, y = workload.arrays(updates)
