@@ -76,6 +76,11 @@ def tokens(width, heads, depth, vocabulary=1000):
     return [kl.Embedding(vocabulary, width), *blocks, kl.GlobalAveragePooling1D(), kl.Dense(CLASSES)]
 
 
+def two_convolutions(convolution, filters, size, pool, *ending):
+    first, second = (convolution(n, size, activation="relu") for n in filters)
+    return [first, pool, second, *ending, kl.Dense(CLASSES)]
+
+
 def unet(x):
     a = convolved(16)(x)
     b = convolved(32)(kl.MaxPooling2D()(a))
@@ -104,13 +109,7 @@ MODELS = {
     "dense with BatchNorm": (lambda: [kl.Dense(256), kl.BatchNormalization(), kl.ReLU(), *dense(256, 1)], (64, 256)),
     "embeddings and dense": (lambda: [kl.Embedding(5000, 32), kl.Flatten(), *dense(128, 2)], (64, 20)),
     "Conv1D": (
-        lambda: [
-            kl.Conv1D(64, 5, activation="relu"),
-            kl.MaxPooling1D(),
-            kl.Conv1D(64, 5, activation="relu"),
-            kl.GlobalAveragePooling1D(),
-            kl.Dense(CLASSES),
-        ],
+        lambda: two_convolutions(kl.Conv1D, (64, 64), 5, kl.MaxPooling1D(), kl.GlobalAveragePooling1D()),
         (16, 256, 16),
     ),
     "Conv2D, MNIST": (
@@ -130,13 +129,7 @@ MODELS = {
         (16, 28, 28, 1),
     ),
     "Conv3D": (
-        lambda: [
-            kl.Conv3D(16, 3, activation="relu"),
-            kl.MaxPooling3D(),
-            kl.Conv3D(32, 3, activation="relu"),
-            kl.GlobalAveragePooling3D(),
-            kl.Dense(CLASSES),
-        ],
+        lambda: two_convolutions(kl.Conv3D, (16, 32), 3, kl.MaxPooling3D(), kl.GlobalAveragePooling3D()),
         (4, 16, 16, 16, 1),
     ),
     "Conv2D, dilated": (lambda: images(*(convolved(16, dilation_rate=d) for d in (1, 2, 4))), IMAGE),

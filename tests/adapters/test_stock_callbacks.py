@@ -108,12 +108,12 @@ def same(expected, found, where="outcome"):
         for i, (one, other) in enumerate(zip(expected, found, strict=True)):
             same(one, other, f"{where}/{i}")
     elif isinstance(expected, (int, float, np.ndarray, np.floating)):
-        np.testing.assert_allclose(found, expected, rtol=3e-4, atol=1e-6, err_msg=where)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=where)
     else:
         assert found == expected, where
 
 
-def worsen(K, rates=(0.1, 0.05, 5.0, 5.0, 5.0, 5.0)):
+def worsen(K, rates=(0.1, 0.05, 0.8, 0.8, 0.8, 0.8)):
     """Sets the learning rate of each epoch: too large a one from the third on."""
 
     def rate(epoch, logs=None):
