@@ -25,13 +25,11 @@ from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.options import JitCompile, OnNonfinite, Options, Schedule
 from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
-from fastaccum.training.evaluation import Evaluation
+from fastaccum.training.evaluation import Evaluation, predict
 from fastaccum.training.fit import Fit, Verbose
-from fastaccum.training.micro_batch import plan_for_data
-from fastaccum.training.prediction import predict
+from fastaccum.training.forecasts import plan_for_data, summarize
 from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
-from fastaccum.training.summaries import summarize
 from fastaccum.training.train_step_inputs import TrainStepInputs
 
 _FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -29,7 +29,7 @@ class Model:
     callback_kind: str | None = None  # of the callbacks that its own loop takes, where it takes no other
     trains_on_replicas = True
     _PACKAGE, KIND, _FOREIGN_METRIC = "keras", "keras.Model", "tf_keras.Metric"
-    _OUTPUTS = Outputs
+    OUTPUTS = Outputs
     # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
     _COMPILED = "_compile_loss", "_user_loss", "_compile_metrics"
 
@@ -59,23 +59,17 @@ class Model:
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
         """Returns output specs for input specs `x` (a nest of tf.TensorSpec), and builds the model."""
         with _naming(x):
-            outputs = self._symbolic(x, training)
+            try:
+                outputs = self.model(_as_keras_tensors(x), training=training)
+            except (TypeError, ValueError):
+                if not self.model.built:
+                    raise
+                # Functional models ask layers for their specs without casting what they are given, as a call does.
+                traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
+                outputs = _as_keras_tensors(traced.structured_outputs)
         if self.may_do_more:
             self._note_calls(x)
         return outputs
-
-    def _symbolic(self, x: Nest, training: bool) -> Nest:
-        inputs = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
-        try:
-            return self.model(inputs, training=training)
-        except (TypeError, ValueError):
-            if not self.model.built:
-                raise
-            # Functional models ask layers for their specs without casting what they are given, as a call does.
-            traced = tf.function(self.model, autograph=False).get_concrete_function(x, training=training)
-            return tf.nest.map_structure(
-                lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype.name), traced.structured_outputs
-            )
 
     def require_inputs(self, x: Nest) -> None:
         """Raises ValueError for a list of more or fewer inputs than the model has; Keras drops what is too many."""
@@ -92,10 +86,6 @@ class Model:
     def compute_loss_adds_penalty(self) -> bool:
         """True if the model's own `compute_loss` has weight regularisers in each micro-batch, unseen by the step."""
         return False
-
-    def describe_outputs(self, y_pred: Nest, loss: Any) -> Outputs:
-        """Returns the model's outputs, from symbolic ones and the user's `loss`."""
-        return self._OUTPUTS(self.output_names, y_pred, loss)
 
     def predict(self, x: Nest, **options: Any) -> Any:
         """Calls the model's own `predict`."""
@@ -178,20 +168,15 @@ class Model:
         """Calls the model's own `compute_loss`."""
         return self.model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
-    @contextlib.contextmanager
-    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
-        """Gives `compute_loss`, called after a forward pass, other losses of Keras's.
-
-        Args:
-            compiled: stands for the compiled loss.
-            rescaled: maps each of `self.losses`, as `rescaled(loss, is_regularizer)`.
-        """
+    def own_losses(
+        self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Gives `compute_loss` a `compiled` loss, and `rescaled(loss, is_regularizer)` for each of `self.losses`."""
         losses = [rescaled(loss, False) for loss in self._added_losses()]
         losses += [rescaled(v.regularizer(v), True) for v in self._regularised()]
         if compiled is not None:
             compiled.metrics = []  # type: ignore[attr-defined] # as Keras's has
-        with replaced([(self.model, "_compile_loss", compiled), (self.model, "_losses_override", losses)]):
-            yield
+        return replaced([(self.model, "_compile_loss", compiled), (self.model, "_losses_override", losses)])
 
     def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
         """Calls the model's own `compute_metrics`, with `update(y, y_pred, sample_weight)` for the compiled metrics."""
@@ -333,7 +318,7 @@ class Model:
 
     @property
     def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
-        """The embedding layers with the rows of their tables: XLA clamps ids outside of these silently."""
+        """The layers that look up ids, with the rows of their tables."""
         return layers.find_lookups(self.layers)
 
     @property
@@ -359,13 +344,9 @@ class Model:
     @property
     def recomputed_layers(self) -> list[keras.layers.Layer]:
         """The layers that a `keras.RematScope` recomputes whole."""
-        found = []
-        for layer in self.layers:
-            scope: Any = getattr(layer, "_remat_mode", None)
-            listed = scope and (scope.mode != "list_of_layers" or layer.name in scope.layer_names)
-            if listed and scope.mode != "activations":
-                found.append(layer)
-        return found
+        scopes = [(layer, scope) for layer in self.layers if (scope := getattr(layer, "_remat_mode", None))]
+        scopes = [(layer, s) for layer, s in scopes if s.mode != "list_of_layers" or layer.name in s.layer_names]
+        return [layer for layer, scope in scopes if scope.mode != "activations"]
 
     def uncompilable_layers(self) -> list[str]:
         """Names the layers that declare that XLA cannot compile them, as "name (Type)"."""
@@ -386,6 +367,10 @@ class Model:
             self.model._compile_metrics = metrics.compiled
 
 
+def _as_keras_tensors(specs: Nest) -> Nest:
+    return tf.nest.map_structure(lambda s: None if s is None else keras.KerasTensor(s.shape, s.dtype.name), specs)
+
+
 def _naming(x: Nest) -> contextlib.AbstractContextManager[None]:
     shapes = tf.nest.map_structure(lambda each: tuple(each.shape), x)
     return checks.naming(f"The model, called with x of shape {shapes}", NotImplementedError)
@@ -393,9 +378,8 @@ def _naming(x: Nest) -> contextlib.AbstractContextManager[None]:
 
 def never_draws(layer: keras.layers.Layer) -> bool:
     """Tells if a layer of Keras's, such as a recurrent cell, could draw random numbers and has a rate of 0."""
-    rates = [
-        getattr(layer, name) for name in ("rate", "stddev", "dropout", "recurrent_dropout") if hasattr(layer, name)
-    ]
+    names = "rate", "stddev", "dropout", "recurrent_dropout"
+    rates = [getattr(layer, name) for name in names if hasattr(layer, name)]
     return of_keras(type(layer)) and bool(rates) and not any(rates)
 
 

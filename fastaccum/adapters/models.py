@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ class TFKerasModel(Model):
     callback_kind = "tf_keras.Callback"
     trains_on_replicas = False
     _PACKAGE, KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
-    _OUTPUTS = TFKerasOutputs
+    OUTPUTS = TFKerasOutputs
     _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
@@ -84,10 +84,10 @@ class TFKerasModel(Model):
     def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
         return self.model.compute_loss(x, y, y_pred, sample_weight)
 
-    @contextmanager
-    def own_losses(self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]) -> Iterator[None]:
-        with replaced([(self.model, "compiled_loss", compiled)]):
-            yield
+    def own_losses(
+        self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]
+    ) -> AbstractContextManager[None]:
+        return replaced([(self.model, "compiled_loss", compiled)])
 
     def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
         compiled = types.SimpleNamespace(update_state=update, metrics=[])

@@ -1,14 +1,19 @@
-"""Passes over data that move no weight: `evaluate`, and the validation of `fit`."""
+"""Passes over data that move no weight: `evaluate`, the validation of `fit`, and `predict`."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.adapters.callbacks import Callbacks
+from fastaccum import checks
+from fastaccum.adapters import arguments
+from fastaccum.adapters.callbacks import Callbacks, require
+from fastaccum.adapters.models import Model
+from fastaccum.data import source
 from fastaccum.data.arrays import ArraySource
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Batch, Position
@@ -19,12 +24,8 @@ from fastaccum.training.step_builder import StepBuilder
 class Evaluation:
     """Computes loss and metrics over a data set; the loss is that of all rows as one batch.
 
-    Args:
-        builder: the step's, which builds it from the source's first rows.
-        source: the data.
-        options: as the Trainer's attributes are now.
-        steps: how many batches a pass takes; None for all, several of which may then share a program's call.
-        passes: how often the data is read.
+    A pass takes `steps` batches, or all, several of which may then share a program's call; the data is read in as many
+    `passes`.
     """
 
     def __init__(
@@ -85,3 +86,27 @@ class Evaluation:
 
 def _row_shapes(sample: Batch) -> object:
     return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))
+
+
+def predict(
+    model: Model,
+    x: object,
+    *,
+    batch_size: int | None,
+    verbose: int | str,
+    steps: int | None,
+    callbacks: arguments.CallbacksArgument,
+) -> Any:
+    """Returns Keras's predictions; raises ValueError for data that the model cannot be called with."""
+    for name, value in (("batch_size", batch_size), ("steps", steps)):
+        if value is not None:
+            checks.whole_number(name, value)
+    require(callbacks, verbose, model.callback_kind)
+    if model.preprocess is None:
+        source.require_predictable(x, model.may_take_text)
+    try:
+        with checks.naming(f"x ({type(x).__name__})", AttributeError):
+            return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+    except (tf.errors.InvalidArgumentError, StopIteration) as error:
+        why = str(error) or "it yields nothing"
+        raise ValueError(f"The model cannot be called with x ({type(x).__name__}): {why}") from error

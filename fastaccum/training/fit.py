@@ -29,7 +29,7 @@ from fastaccum.step import compile_messages, diagnosis
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
-from fastaccum.training.micro_batch import make_plan
+from fastaccum.training.forecasts import make_plan
 from fastaccum.training.step_builder import StepBuilder
 
 Verbose = Literal["auto", 0, 1, 2]
@@ -55,15 +55,9 @@ class Fit:
         class_weight: Mapping[int, float] | None,
         **arguments: object,
     ) -> Plan | None:
-        """Makes the source of the data, after all workers agree on the call.
+        """Makes the source of the data, `given` as x, y and sample_weight, after all workers agree on the call.
 
-        Args:
-            given: x, y and sample_weight.
-            arguments: other arguments of the call, which the workers must have in common.
-
-        Returns:
-            With `batch_size="auto"`, the plan of the micro-batch, by whose accumulation steps the options must be
-            changed for `run`; else None.
+        With `batch_size="auto"`, returns the plan, by whose accumulation steps the options must be changed for `run`.
         """
         self._class_weight = checks.class_weight(class_weight)
         if checks.fraction("validation_split", validation_split) and validation_data is None:
@@ -72,15 +66,10 @@ class Fit:
         self._validation_data = validation_data
         called = {**dataclasses.asdict(self._schedule), "class_weight": self._class_weight, **arguments}
         self._builder.fingerprint.require_alike("fit", **called, validation_data=validation_data is not None)
+        seed = int(np.random.randint(2**31 - 1)) if checks.true_or_false("shuffle", shuffle) else 0
+        if self._recipe.replicas is not None:
+            seed = int(self._recipe.replicas.gather([seed])[0][0])  # the chief's
         auto = isinstance(batch_size, str) and batch_size == "auto"
-        make_source = functools.partial(
-            self._recipe.make_source,
-            *given,
-            options,
-            shuffle=shuffle,
-            seed=self._agreed_seed(checks.true_or_false("shuffle", shuffle)),
-            class_weight=self._class_weight,
-        )
         if auto and global_batch_size is None:
             raise ValueError('batch_size="auto" needs global_batch_size=N, the rows of an update.')
         if not auto and global_batch_size is not None:
@@ -88,32 +77,20 @@ class Fit:
                 f'global_batch_size={checks.shown(global_batch_size)} needs batch_size="auto", which divides it into '
                 f"micro-batches that fit, and not batch_size={checks.shown(batch_size)}."
             )
-        self._batch_size: Any = batch_size
+        self._batch_size: Any = None if auto else batch_size
+        shuffling = {"shuffle": shuffle, "seed": seed if shuffle else None}
+        drawn = {**shuffling, "class_weight": self._class_weight, "batch_size": self._batch_size}
+        self._source = self._recipe.make_source(*given, options, **drawn)
         if global_batch_size is None:
-            self._source = make_source(batch_size=batch_size)
             return None
-        self._source = make_source(batch_size=None)
         at_most = self._source.most_rows(1 if self._recipe.replicas is None else self._recipe.replicas.workers)
-        plan = make_plan(
-            self._builder,
-            options,
-            self._source.sample,
-            global_batch_size=global_batch_size,
-            at_most=at_most,
-            verbose=self._verbose,
-        )
+        asked: dict[str, Any] = {"global_batch_size": global_batch_size, "at_most": at_most, "verbose": self._verbose}
+        plan = make_plan(self._builder, options, self._source.sample, **asked)
         if self._verbose:
             print(plan.summary)
         self._source.rebatch(plan.batch_size)
         self._batch_size = plan.batch_size
         return plan
-
-    def _agreed_seed(self, shuffle: bool) -> int | None:
-        """Draws the seed of the shuffling, the same for every worker."""
-        seed = int(np.random.randint(2**31 - 1)) if shuffle else 0
-        if self._recipe.replicas is not None:
-            seed = int(self._recipe.replicas.gather([seed])[0][0])  # the chief's
-        return seed if shuffle else None
 
     def run(self, options: Options, callbacks: arguments.CallbacksArgument) -> keras.callbacks.History:
         """Trains for the epochs of the schedule; continues from a checkpoint where there is one."""
@@ -124,24 +101,12 @@ class Fit:
         epochs_left = schedule.epochs - schedule.initial_epoch
         stacks = self._source.stacks(builder.training_layout(options), schedule.steps_per_epoch, epochs_left)
         validate = self._make_validation(options)
-        hooks = Callbacks(
-            callbacks,
-            model,
-            verbose=self._verbose,
-            epochs=schedule.epochs,
-            steps=stacks.steps_per_epoch,
-            history=True,
-        )
+        steps = stacks.steps_per_epoch
+        hooks = Callbacks(callbacks, model, verbose=self._verbose, epochs=schedule.epochs, steps=steps, history=True)
         chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
-        if (
-            hooks.say is not None
-            and chose_without_xla
-            and not any(program.seconds for program in step.programs.values())
-        ):
-            reason = (
-                "which cannot compile a layer" if recipe.model.uncompilable_layers() else "which would be slower here"
-            )
-            hooks.say(f"This model trains without XLA, {reason}.\n")
+        if hooks.say is not None and chose_without_xla and not any(each.seconds for each in step.programs.values()):
+            reason = "cannot compile a layer" if recipe.model.uncompilable_layers() else "would be slower here"
+            hooks.say(f"This model trains without XLA, which {reason}.\n")
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
             fit = training()
@@ -157,7 +122,7 @@ class Fit:
                 diagnosis.warn_of_zero_lora(recipe.model.layers)
             hooks.list.on_train_begin()
             saver.begin()
-            if epoch := take_backed_up_epoch(model, stacks.steps_per_epoch):
+            if epoch := take_backed_up_epoch(model, steps):
                 position = Position(epoch, epoch)
             last = position.epoch if saver.stopped else schedule.epochs
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
@@ -206,11 +171,9 @@ class Fit:
             "step": step.running.variables,
         }
         plan = {**stacks.plan, "class_weight": self._class_weight}
-        cut: state.Json = {
-            **stacks.cut,
-            "gradient_accumulation_steps": options.gradient_accumulation_steps,
-            "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
-        }
+        count = 1 if recipe.replicas is None else recipe.replicas.count
+        split = {"gradient_accumulation_steps": options.gradient_accumulation_steps, "replicas": count}
+        cut: state.Json = {**stacks.cut, **split}
         fingerprint = self._builder.fingerprint
         options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)  # what "auto" chose
         describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)

@@ -97,7 +97,7 @@ class StepBuilder:
         compilable.require_recomputable(model)
         if recipe.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)
-        self._outputs = model.describe_outputs(y_pred, recipe.given["loss"])
+        self._outputs = model.OUTPUTS(model.output_names, y_pred, recipe.given["loss"])
         losses.build(self._outputs, y_true, model.takes_targets_apart)
         metrics.build(self._outputs, y_true, losses.log_names, model.own_metrics)
         if not losses.outputs:

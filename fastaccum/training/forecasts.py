@@ -1,4 +1,4 @@
-"""Plans the micro-batch of a Trainer's step, for `fastaccum.plan` and `batch_size="auto"`."""
+"""Figures of a step before it runs: a micro-batch that fits, and `Trainer.summary`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any, Literal
 import keras
 
 from fastaccum import checks
-from fastaccum.adapters.data_adapters import wrap_sequence
+from fastaccum.adapters.data_adapters import is_read_once, wrap_sequence
 from fastaccum.adapters.remat import installed
 from fastaccum.data.stacks import Batch
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.plan import Plan
+from fastaccum.memory.summary import Summary, summary
 from fastaccum.step import compilable
 from fastaccum.step.options import Options
 from fastaccum.training.step_builder import StepBuilder
@@ -29,11 +30,7 @@ def make_plan(
     recompute: Literal["auto"] | None = None,
     verbose: Literal["auto", 0, 1, 2] = "auto",
 ) -> Plan:
-    """Plans the micro-batch for data like `sample`; the arguments are those of `fastaccum.plan`.
-
-    Args:
-        at_most: the most rows of a micro-batch.
-    """
+    """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are `fastaccum.plan`'s."""
     asked = {"memory_limit": memory_limit, "recompute": recompute, "verbose": verbose, "at_most": at_most}
     builder.fingerprint.require_alike("plan", global_batch_size=global_batch_size, **asked)
     if recompute is not None:
@@ -44,18 +41,11 @@ def make_plan(
             "Trainer with jit_compile='auto', or pass a batch_size."
         )
     compilable.require(builder.recipe.model, "pass a batch_size: what fits is read off an XLA program")
-    global_batch_size = checks.whole_number("global_batch_size", global_batch_size)
-    replicas = builder.recipe.replicas
-    rows = planner.candidates(global_batch_size, 1 if replicas is None else replicas.count, at_most)
+    size, replicas = checks.whole_number("global_batch_size", global_batch_size), builder.recipe.replicas
+    rows = planner.candidates(size, 1 if replicas is None else replicas.count, at_most)
     step = builder.get_or_build(specs(sample, rows[-1]), options)
-    search = planner.Planner(
-        step,
-        sample,
-        global_batch_size,
-        replicas=replicas,
-        dispatched=options.steps_per_execution,
-        verbose=verbose,
-    )
+    dispatched = options.steps_per_execution
+    search = planner.Planner(step, sample, size, replicas=replicas, dispatched=dispatched, verbose=verbose)
     # A model that computes again already does so as its user chose.
     policies = planner.RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
     with step.translate_errors():
@@ -70,3 +60,24 @@ def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: An
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     source = builder.recipe.make_source(x, y, sample_weight, options, batch_size=None, what="sample")
     return make_plan(builder, options, source.sample, **asked)
+
+
+def summarize(
+    builder: StepBuilder, options: Options, x: object, y: object, sample_weight: object, batch_size: int | None
+) -> Summary:
+    """Compiles the step for data as `fit` takes them, or for the data seen first where x is None; runs nothing."""
+    if is_read_once(x):
+        raise TypeError(f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its batches.")
+    sample = builder.sample
+    if x is not None:
+        sample = builder.recipe.make_source(x, y, sample_weight, options, batch_size=None).sample
+    if sample is None:
+        raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
+    if batch_size is not None:
+        sample = specs(sample, checks.whole_number("batch_size", batch_size))
+    if options.jit_compile is False:
+        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'.")
+    compilable.require(builder.recipe.model, "do without a summary, whose figures are those of an XLA program")
+    step = builder.get_or_build(sample, options)
+    with step.translate_errors():
+        return summary(step, sample, builder.training_layout(options))
