@@ -63,7 +63,7 @@ def find(model: keras.Model) -> list[Block]:
     Layers of one class side by side are blocks, unless most of each is in blocks of its own. A functional or Sequential
     model whose blocks hold less than that is cut into segments itself.
     """
-    found = _found(model, {}, root=model)
+    found = _search(model, {}, root=model)
     graph = graph_of(model)
     segments = None if found or graph is None else _cut(graph, is_last=True, worth=1.0)
     return found if segments is None else [Block(graph, segments)]
@@ -83,29 +83,26 @@ def refusal(layer: keras.layers.Layer) -> str | None:
     return "is an input" if type(layer).__name__ == "InputLayer" else None
 
 
-def _found(layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer) -> list[Block]:
-    if id(layer) not in known:
-        known[id(layer)] = []  # for a layer that holds itself
-        known[id(layer)] = _search(layer, known, root)
-    return known[id(layer)]
-
-
 def _search(layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer) -> list[Block]:
+    if id(layer) in known:
+        return known[id(layer)]
+    known[id(layer)] = []  # for a layer that holds itself
     children = list({id(c): c for c in layer._flatten_layers(include_self=False, recursive=False)}.values())
     children = [child for child in children if _is_composite(child)]
     number = collections.Counter(map(type, children))
     found: list[Block] = []
     for child in children:
-        within = _found(child, known, root)
+        within = _search(child, known, root)
         repeats = number[type(child)] > 1 and refusal(child) is None
         # Models of a few layers each that repeat are blocks; a few models of many layers are cut.
         small = number[type(child)] > 2 and all(block.segments is not None for block in within)
         found += [Block(child)] if repeats and (small or not _holds_most(within, child)) else within
     graph = graph_of(layer)
-    if graph is None or _holds_most(found, layer):
-        return found
-    segments = _cut(graph, is_last=layer is root)
-    return found if segments is None else [Block(graph, segments)]
+    if graph is not None and not _holds_most(found, layer):
+        segments = _cut(graph, is_last=layer is root)
+        found = found if segments is None else [Block(graph, segments)]
+    known[id(layer)] = found
+    return found
 
 
 def _is_composite(layer: keras.layers.Layer) -> bool:
@@ -130,11 +127,9 @@ def graph_of(layer: keras.layers.Layer) -> keras.Function | None:
 
 
 def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Segment] | None:
-    """Cuts a graph where the kept boundaries and the largest inside of a segment take the least memory.
+    """Cuts a graph where kept boundaries and the largest inside of a segment take the least memory, if `worth` of it.
 
-    Args:
-        is_last: whether nothing but a loss comes after it: its last segment is then kept, as the way back begins there.
-        worth: what is to be left of the memory at most, for it to be cut.
+    The last segment of a graph that `is_last` before the loss is kept, as the way back begins there.
     """
     nodes, apart = _ordered(graph)
     last_use = {id(t): len(nodes) for t in graph.outputs}

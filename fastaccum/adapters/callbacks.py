@@ -27,11 +27,8 @@ def log_value(tensor: tf.Tensor) -> Any:
     return value if value.ndim else value.item()
 
 
-class LateLogs(dict):
-    """A step's logs as plain numbers, fetched from the device at the first look at one.
-
-    A dict, since callbacks ask for one (TensorBoard ignores anything else).
-    """
+class LateLogs(dict):  # callbacks ask for a dict: TensorBoard ignores anything else
+    """A step's logs as plain numbers, fetched from the device at the first look at one."""
 
     def __init__(self, tensors: Mapping[str, tf.Tensor] | None = None, check: Callable[[], None] | None = None):
         super().__init__(tensors or {})
@@ -89,10 +86,9 @@ def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, float]:
 
 
 class Callbacks:
-    """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any.
+    """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any, and get `LateLogs`.
 
-    Keras turns every step's logs into floats, which waits for the device. Here a callback gets `LateLogs`, and
-    the progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
+    The progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
     """
 
     def __init__(
@@ -162,10 +158,7 @@ def require(callbacks: Any, verbose: Any, kind: str | None = None) -> None:
         if _is(callback, "UpdateEmbeddingCallback"):
             raise ValueError("callbacks holds an UpdateEmbeddingCallback, which needs the model's own fit.")
         if _is(callback, "TensorBoard") and importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                "callbacks holds a TensorBoard, which needs the package tensorboard: "
-                "pip install 'fastaccum[tensorboard]'"
-            )
+            raise ImportError("callbacks holds a TensorBoard, which needs: pip install 'fastaccum[tensorboard]'")
     checks.one_of("verbose", verbose, ("auto", 0, 1, 2))
 
 

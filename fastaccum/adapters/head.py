@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import package, replaced
-from fastaccum.adapters.head_metrics import ScoredLabels
 from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
+from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
 from fastaccum.kernels import fp32_layers
@@ -113,10 +113,7 @@ class LinearCrossEntropy(keras.losses.Loss):
 
 
 class FusedHeadLoss:
-    """A `LinearCrossEntropy` with the layer that it takes over, as the train step calls them.
-
-    Raises ValueError if `output`, of so many classes, does not come from a linear layer.
-    """
+    """A `LinearCrossEntropy` with the linear layer that it takes over, or ValueError, as the train step calls them."""
 
     def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):
         self._loss, self._output = loss, output
@@ -151,13 +148,13 @@ class FusedHeadLoss:
             raise ValueError(
                 f"The output {self._output!r} is not what layer {self.head.name!r} returns, so LinearCrossEntropy "
                 "cannot take that layer's place. Pass head=..., the name of the linear layer that the model ends "
-                "in, or use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                f"in, or use {KERAS_LOSS}."
             )
         if tf.is_symbolic_tensor(y_pred) and y_pred.consumers():
             readers = [operation.name for operation in y_pred.consumers()]
             raise ValueError(
                 f"The logits of layer {self.head.name!r} are also read by {readers}, and LinearCrossEntropy never "
-                "computes them. Use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                f"computes them. Use {KERAS_LOSS}."
             )
 
     def labels(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
@@ -168,9 +165,7 @@ class FusedHeadLoss:
     def sum(
         self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None
     ) -> tuple[tf.Tensor, ScoredLabels | None]:
-        """Returns the weighted sum of the losses that are `counted`, bool [...], from the head's input; and scores of
-        the labels where metrics need them.
-        """
+        """Returns the weighted sum of losses that are `counted`, bool [...], and labels' scores for metrics."""
         kernel, transposed = _kernel(self.head)
         bias = getattr(self.head, "bias", None)
         total, scores = linear_cross_entropy_sum_and_scores(
@@ -221,17 +216,15 @@ def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
 
 def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
     layers = model.layers
-    if name is not None:
-        found = [layer for layer in layers if layer.name == name]
-        problem = f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}."
-    else:
-        # Only layers of which it is known what they compute.
-        dense = [layer for layer in layers if _is_dense(layer)]
-        found = [layer for layer in layers if layer.name == output and _is_known(layer)] or dense
+    problem = f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}."
+    found = [layer for layer in layers if layer.name == name]
+    if name is None:  # only layers of which it is known what they compute
         problem = (
             "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of the layer that makes the "
             "logits; it needs a `kernel` [width, classes]."
         )
+        found = [layer for layer in layers if layer.name == output and _is_known(layer)]
+        found = found or [layer for layer in layers if _is_dense(layer)]
     if not found:
         raise ValueError(problem)
     return found[-1]
@@ -266,8 +259,7 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
         raise ValueError(
             f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
             f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits. Heads of "
-            "several layers, as KerasHub's MaskedLMHead, are not taken: use "
-            "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            f"several layers, as KerasHub's MaskedLMHead, are not taken: use {KERAS_LOSS}."
         )
     activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
     altered = activation != "linear" or (not _is_reversible(layer) and getattr(layer, "logit_soft_cap", None))
@@ -283,5 +275,5 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
         if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):
             raise ValueError(
                 f"{what} does not return `x @ kernel + bias`, which LinearCrossEntropy computes in its place. Use "
-                "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                f"{KERAS_LOSS}."
             )

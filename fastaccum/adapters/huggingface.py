@@ -1,7 +1,6 @@
 """The loss that a Hugging Face TF model returns from labels among its inputs, as sums that micro-batches add up.
 
-`TFPreTrainedModel.train_step` minimises, where `compile` got no loss, what the model's call returns as `loss`: the mean
-of what `hf_compute_loss` makes of the labels and logits that the call hands it. Nothing here imports transformers.
+The loss is the mean of what the model's `hf_compute_loss` makes of labels and logits.
 """
 
 from __future__ import annotations
@@ -52,13 +51,10 @@ def list_label_names(model: keras.Model) -> list[str]:
 
 
 def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
-    """Returns the inputs with the labels of `y`, merged as the model's `train_step` does where it has no other loss.
-
-    Raises ValueError for a `y` that is no dict where the model takes several labels or none.
-    """
+    """Returns the inputs with the labels of `y`, merged as the model's `train_step` does where it has no other loss."""
     if y is None:
         return x
-    arguments, labels, outputs = _arguments(model), list_label_names(model), _outputs_of_labels(model)
+    arguments, labels, outputs = _arguments(model), list_label_names(model), model.get_label_to_output_name_mapping()
     x = dict(x) if isinstance(x, Mapping) else {arguments[0]: x}
     if isinstance(y, (list, tuple)) and len(y) == 1:
         (y,) = y
@@ -80,17 +76,14 @@ def list_call_options(model: keras.Model) -> dict[str, bool]:
 
 
 def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nest]:
-    """Returns targets and their outputs, as the model's `train_step` passes them to losses and metrics of `compile`.
-
-    Targets are `y`, or where that is None the labels among the inputs.
-    """
+    """Returns `y`, or labels among the inputs, and their outputs, as `train_step` passes them to compiled losses."""
     if y is None:
         y = {name: x[name] for name in list_label_names(model) if name in x} if isinstance(x, Mapping) else {}
         if not y:
             raise ValueError(f"No y, and none of the labels {list_label_names(model)} among the inputs.")
     predictions = {name: value for name, value in outputs.items() if name != "loss"}
     if isinstance(y, Mapping):
-        output_of = _outputs_of_labels(model)
+        output_of = model.get_label_to_output_name_mapping()
         y = {output_of.get(name, name): value for name, value in y.items()}
         if len(y) > 1:
             return y, {name: value for name, value in predictions.items() if name in y}
@@ -105,14 +98,9 @@ def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nes
 def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterator[Seen]:
     """Yields a list that a call of the model fills with one entry for each mean in its loss.
 
-    The denominators are those of `hf_compute_loss`: tokens whose label is not ignored, in causal, masked and seq2seq
-    language models and token classification (after the model's own shift of the labels) and pixels in segmentation;
-    two such means, with an entry each, in pretraining with a sentence's label; rows elsewhere. A micro-batch in which
-    nothing counts has a value of 0 and not, as there, NaN.
-
-    Args:
-        valid: bool [rows], false for rows that only pad and count nowhere; None if all are valid. A loss that the
-            model reduces to a scalar by itself has no part for a row: give it stacks without padding.
+    The denominators are those of `hf_compute_loss`: labels that count, by `_MEANS_OF_TOKENS`, or rows elsewhere. A
+    micro-batch in which nothing counts has a value of 0 and not, as there, NaN. Rows that are not `valid` only pad; a
+    loss that the model reduces to a scalar by itself has no part for a row: give it stacks without padding.
     """
     original: Any = getattr(model, "hf_compute_loss", None)
     sums = _MEANS_OF_TOKENS.get(_loss_class(model))
@@ -144,13 +132,9 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
 def make_terms(
     model: keras.Model, outputs: Nest, seen: Seen, rows: int, valid: tf.Tensor | None = None
 ) -> list[Observed]:
-    """Returns the means whose sum is the loss that a call of the model inside `observe_losses` returned.
+    """Returns the means whose sum is the loss that a call of the model inside `observe_losses` returned, or ValueError.
 
-    A loss that is not, or not only, that of `hf_compute_loss` is one term: of values per row it is their mean; a scalar
-    is taken for a mean over the rows of its micro-batch, with a warning, since another denominator, or one that couples
-    the rows, cannot be told.
-
-    Raises ValueError if it returned none.
+    A loss that is not, or not only, that of `hf_compute_loss` is one term: the mean of values per row, or a scalar.
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
@@ -161,8 +145,7 @@ def make_terms(
     if loss is seen.returned:
         return list(seen)
     if rows > 1 and loss.shape.num_elements() == 1:
-        sums = getattr(model.config, "ctc_loss_reduction", None) == "sum" and "CTC" in type(model).__name__
-        if sums:
+        if getattr(model.config, "ctc_loss_reduction", None) == "sum" and "CTC" in type(model).__name__:
             raise ValueError(
                 f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, and a loss of the model's "
                 "own is a mean here: set it to 'mean'."
@@ -184,10 +167,6 @@ def _loss_class(model: keras.Model) -> str:
 
 def _arguments(model: keras.Model) -> list[str]:
     return list(inspect.signature(type(model).call).parameters)[1:]
-
-
-def _outputs_of_labels(model: keras.Model) -> dict[str, str]:
-    return model.get_label_to_output_name_mapping()
 
 
 def _rows(loss: tf.Tensor, rows: int, valid: tf.Tensor | None) -> Observed:

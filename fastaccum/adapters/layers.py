@@ -82,10 +82,10 @@ def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layer
 def make_id_observers(
     lookups: Sequence[tuple[keras.layers.Layer, int]], observe: Callable[[int, tf.Tensor], None], uses_xla: bool
 ) -> list[Interceptor]:
-    """Returns interceptors that first pass the ids which embedding i of `lookups` looks up to `observe(i, ids)`.
+    """Returns interceptors that pass ids which reach Keras's lookup of embedding i of `lookups` to `observe(i, ids)`.
 
-    Without XLA an id out of range then looks up row 0: TensorFlow's error would come after earlier micro-batches moved
-    statistics. The ids are those that reach Keras's own lookup, to which a subclass may map others.
+    Without XLA an id out of range looks up row 0: TensorFlow's error would come after earlier micro-batches moved
+    statistics.
     """
     found = []
     for i, (layer, size) in enumerate(lookups):

@@ -16,7 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters import traces
 from fastaccum.adapters.attributes import Nest, of_keras
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
-from fastaccum.adapters.head_metrics import ScoredLabels
+from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
 
@@ -32,19 +32,14 @@ class Term(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The loss of one model output.
-
-    Attributes:
-        classes: set if labels are class indices.
-        power: set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", since the loss then
-            counts as a mean.
-    """
+    """The loss of one model output."""
 
     position: int
     name: str
     loss: keras.losses.Loss
     weight: float
-    classes: int | None
+    classes: int | None  # set if labels are class indices
+    # Set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", which then counts as a mean.
     power: float | None = None
 
     @property
@@ -68,12 +63,7 @@ class Losses:
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
     def build(self, outputs: Outputs, y_true: Nest, targets_are_own: bool = False) -> None:
-        """Matches losses with outputs.
-
-        Args:
-            y_true: specs of one batch of targets.
-            targets_are_own: True if the model's own `compute_loss` may take targets apart in another way.
-        """
+        """Matches losses with outputs, for specs of targets; `targets_are_own` if a `compute_loss` may match them."""
         self.outputs = []
         try:
             targets = outputs.targets(y_true)
@@ -122,18 +112,14 @@ class Losses:
     def take_over_heads(self, model: Model) -> list[Output]:
         """Gives each `LinearCrossEntropy` the layer that it leaves out; returns the outputs without logits then."""
         with_loss = [o.position for o in self.outputs]
-        for o in self.outputs:
-            if isinstance(o.loss, LinearCrossEntropy) and with_loss.count(o.position) > 1:
-                raise ValueError(
-                    f"Output {o.name!r} has another loss beside LinearCrossEntropy, which never computes the logits: "
-                    "use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
-                )
-        self.outputs = [
-            o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
-            if isinstance(o.loss, LinearCrossEntropy)
-            else o
-            for o in self.outputs
-        ]
+        for k, o in enumerate(self.outputs):
+            if isinstance(o.loss, LinearCrossEntropy):
+                if with_loss.count(o.position) > 1:
+                    raise ValueError(
+                        f"Output {o.name!r} has another loss beside LinearCrossEntropy, which never computes the "
+                        f"logits: use {KERAS_LOSS}."
+                    )
+                self.outputs[k] = o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
         return self._with_heads
 
     @property
@@ -152,20 +138,15 @@ class Losses:
     def terms(
         self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None
     ) -> list[Term]:
-        """Returns one term per output that has a loss.
+        """Returns one term per output that has a loss; `hidden` is what `leave_heads_out` yielded.
 
-        Args:
-            hidden: what `leave_heads_out` yielded for the forward pass.
-            rows: the number of all rows, if the batch is a part of a step.
+        `rows` is the number of all rows, if the batch is a part of a step.
         """
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
-        terms = [
-            compute_term(
-                o.loss, batch.y_true[o.position], batch.y_pred[o.position], batch.sample_weight[o.position], valid
-            )
-            for o in self.outputs
-        ]
+        y_true, y_pred, weights = batch
+        places = [(o.position, o.loss) for o in self.outputs]
+        terms = [compute_term(loss, y_true[i], y_pred[i], weights[i], valid) for i, loss in places]
         for i, o in enumerate(self.outputs):
             if o.power is not None:
                 own = batch.y_pred[o.position].shape[0]
@@ -198,13 +179,10 @@ class Losses:
         return found
 
     def in_range(self, batch: Matched) -> Matched:
-        """Replaces labels that are no class by 0, since TensorFlow's operations raise for them in the middle of a step.
-
-        The index checks report these labels.
-        """
+        """Replaces labels that are no class, which the index checks report, by 0: TensorFlow's operations raise."""
         y_true = list(batch.y_true)
-        indices = zip([o for o in self.outputs if o.classes is not None], self.class_indices(y_true), strict=True)
-        for o, labels in indices:
+        with_classes = [o for o in self.outputs if o.classes is not None]
+        for o, labels in zip(with_classes, self.class_indices(y_true), strict=True):
             own = y_true[o.position]
             y_true[o.position] = tf.where((labels >= 0) & (labels < o.classes), own, tf.zeros_like(own))
         return batch._replace(y_true=y_true)
@@ -253,12 +231,11 @@ def compute_term(
     for mask in masks:
         if mask is not None:
             elements = elements & _aligned("mask", tf.cast(mask, tf.bool), values)
-    weights = None
+    weights = scored = None
     if sample_weight is not None:
         weights = _aligned("sample_weight", tf.cast(sample_weight, tf.float32), values)
         if sample_weight.shape.rank < values.shape.rank:
             weights = tf.broadcast_to(weights, values.shape)
-    scored = None
     if isinstance(loss, FusedHeadLoss):
         loss_sum, scored = loss.sum(values, y_pred, elements, weights)
     else:
@@ -273,10 +250,9 @@ def compute_term(
 def _trace_rows(
     loss: keras.losses.Loss, target: keras.KerasTensor, spec: keras.KerasTensor
 ) -> tuple[str | None, float | None]:
-    """Traces a loss that is not Keras's, and returns an operation that is not exact over micro-batches, and p.
+    """Traces a loss that is not Keras's, and returns an operation that mixes rows or computes with their number.
 
-    The operation mixes rows, or computes with their number in another way than by a factor `rows**p`. Without one, p is
-    set if the loss has such a factor.
+    Where all that it does with the number is a factor `rows**p`, returns p instead.
     """
     if _loss_name(loss) == "circle":
         return loss.name, None

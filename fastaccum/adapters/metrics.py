@@ -1,22 +1,22 @@
-"""Keras metrics inside the compiled loop, with the rows that only pad left out."""
+"""Keras metrics inside the compiled loop: without the rows that only pad, and of logits that are never held."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
-from fastaccum.adapters import arguments, head_metrics, traces
-from fastaccum.adapters.attributes import kinds, of_keras, raw
-from fastaccum.adapters.head_metrics import ScoredLabels
+from fastaccum.adapters import arguments, traces
+from fastaccum.adapters.attributes import kinds, of_keras, package, raw, replaced
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
+from fastaccum.kernels.cross_entropy import LabelScores
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
@@ -26,6 +26,21 @@ _AXES = (  # of weights, behind that of the rows: none, as many as y has, or tho
     lambda y_true, y_pred: y_true[1:],
     lambda y_true, y_pred: y_true[1:-1],
 )
+
+KERAS_LOSS = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"  # for what LinearCrossEntropy refuses
+TAKEN = (
+    "SparseCategoricalAccuracy, SparseTopKCategoricalAccuracy, SparseCategoricalCrossentropy(from_logits=True) and "
+    "keras_hub.metrics.Perplexity(from_logits=True)"
+)
+
+
+class ScoredLabels(NamedTuple):
+    """The labels of one micro-batch and what the logits say of them: tensors of one shape."""
+
+    ids: tf.Tensor  # int64
+    counted: tf.Tensor  # bool, false for what pads, is masked or is ignored
+    scores: LabelScores
+    ignore_index: int
 
 
 class Metrics:
@@ -102,28 +117,21 @@ class Metrics:
 
     def _with_names(self, outputs: Outputs, taken: Sequence[str]) -> list[tuple[str, keras.Metric]]:
         """Lists the metrics with the names and in the order of Keras's logs."""
-        named = []
-        for i, metric in self._plain:
-            named.append((i, f"{outputs.names[i]}_{metric.name}" if len(outputs.names) > 1 else metric.name))
+        prefixes = [f"{name}_" if len(outputs.names) > 1 else "" for name in outputs.names]
+        names = [prefixes[i] + metric.name for i, metric in self._plain]
         for i, metric in self._weighted:
-            name, prefix = f"weighted_{metric.name}", f"{outputs.names[i]}_" if len(outputs.names) > 1 else ""
-            is_alone = all(each != prefix + metric.name for _, each in named)
-            named.append((i, prefix + (metric.name if is_alone else name)))
-        names = make_distinct((name for _, name in named), ("loss", *taken))
-        placed = zip((i for i, _ in named), names, (m for _, m in self._placed), strict=True)
-        return [(name, metric) for _, name, metric in outputs.sort_metrics(list(placed))]
+            is_alone = prefixes[i] + metric.name not in names
+            names.append(prefixes[i] + (metric.name if is_alone else f"weighted_{metric.name}"))
+        named = zip(self._placed, make_distinct(names, ("loss", *taken)), strict=True)
+        return [(name, metric) for _, name, metric in outputs.sort_metrics([(i, name, m) for (i, m), name in named])]
 
     def needed_ranks(self, output: int, name: str, ignore_index: int) -> bool | None:
-        """Tells which scores of the labels the metrics of an output need: None for none, True for ranks too.
-
-        Raises ValueError for a metric that needs the logits.
-        """
-        found = [(m.name, head_metrics.find_values(m, ignore_index)) for i, m in self._placed if i == output]
+        """Tells which labels' scores an output's metrics need: None, or True for ranks too; ValueError for logits."""
+        found = [(m.name, find_values(m, ignore_index)) for i, m in self._placed if i == output]
         if others := [each for each, values in found if values is None]:
             raise ValueError(
                 f"The metrics {others} of output {name!r} need the logits, which LinearCrossEntropy never holds. It "
-                f"takes {head_metrics.TAKEN}, where an ignore_class is its ignore_index. Leave others out, or use "
-                "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                f"takes {TAKEN}, where an ignore_class is its ignore_index. Leave others out, or use {KERAS_LOSS}."
             )
         return any(values.of_ranks for _, values in found if values) if found else None
 
@@ -156,7 +164,7 @@ class Metrics:
                 if (labels := scored.get(i)) is not None:
                     given = None if weights is None else weights[i]
                     weight = _row_weight(metric, labels.counted, labels.counted, given, ())
-                    head_metrics.update(metric, labels, weight)
+                    update_from_scores(metric, labels, weight)
                     continue
                 with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
                     axes = self._axes[id(metric)]
@@ -246,6 +254,43 @@ class _TFKerasMetric(keras.metrics.Metric):
     def from_config(cls, config: dict[str, keras.metrics.Metric]) -> _TFKerasMetric:
         wrapped = config["wrapped"]
         return cls(type(wrapped).from_config(wrapped.get_config()))
+
+
+class Values(NamedTuple):
+    """Values of a metric, one for each token, as a function of scores; `of_ranks` if it takes the labels' ranks."""
+
+    compute: Callable[[ScoredLabels], tf.Tensor]
+    of_ranks: bool = False
+
+
+def update_from_scores(metric: keras.metrics.Metric, labels: ScoredLabels, weight: tf.Tensor) -> None:
+    """Updates a metric as Keras does with logits, from values in place of those that its function would compute."""
+    found = find_values(metric, labels.ignore_index)
+    assert found is not None
+    values = tf.where(labels.counted, tf.cast(found.compute(labels), tf.float32), 0.0)
+    owner, name = (metric._crossentropy, "fn") if _is_perplexity(metric) else (metric, "_fn")
+    with replaced([(owner, name, lambda y_true, y_pred, **arguments: values)]):
+        metric.update_state(labels.ids, tf.zeros([*labels.ids.shape, 2]), sample_weight=weight)
+
+
+def find_values(metric: keras.metrics.Metric, ignore_index: int) -> Values | None:
+    """Returns how a metric's values follow from scores; None where they take the logits."""
+    function, arguments = getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
+    if isinstance(metric, keras.metrics.MeanMetricWrapper) and of_keras(type(metric)) and of_keras(function):
+        name = getattr(function, "__name__", "")
+        if name == "sparse_categorical_accuracy":
+            return Values(lambda labels: tf.cast(labels.scores.best, tf.int64) == labels.ids)
+        if name == "sparse_top_k_categorical_accuracy" and not arguments.get("from_sorted_ids"):
+            return Values(lambda labels: labels.scores.above < arguments.get("k", 5), of_ranks=True)
+        known = name == "sparse_categorical_crossentropy" and arguments.get("axis", -1) == -1
+        known = known and arguments.get("from_logits") and arguments.get("ignore_class") in (None, ignore_index)
+    else:
+        known = _is_perplexity(metric) and metric.from_logits
+    return Values(lambda labels: labels.scores.loss) if known else None
+
+
+def _is_perplexity(metric: Any) -> bool:
+    return package(type(metric)) == "keras_hub" and "keras_hub.Perplexity" in kinds(metric)
 
 
 def _expanded(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:

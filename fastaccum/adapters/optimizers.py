@@ -1,12 +1,4 @@
-"""One interface to the optimizers of Keras 3, tf_keras (new and legacy) and tensorflow-addons.
-
-    optimizer = get("adamw")                      # or any optimizer object
-    optimizer.build(variables)                    # creates every slot, before anything is traced
-    optimizer.apply(gradients, variables)         # inside tf.function(jit_compile=True)
-
-`optimizer.variables` has all that `apply` may change besides `variables`, so that a select between their old and
-new values undoes a step in full.
-"""
+"""One interface to the optimizers of Keras 3, tf_keras (new and legacy) and tensorflow-addons."""
 
 from __future__ import annotations
 
@@ -147,7 +139,10 @@ class Optimizer:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Every tf.Variable that `apply` may change besides the model's, once `build` was called."""
+        """Every tf.Variable that `apply` may change besides the model's, once `build` was called.
+
+        A select between their old and new values, and the model's, undoes a step in full.
+        """
         states = [vars(part) for part in self.parts]
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
         stand_ins = [v for v in _find_variables([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
@@ -192,10 +187,9 @@ class Optimizer:
             if id(variable) not in selected:
                 variable.assign(tf.where(ok, variable.read_value(), value))
 
-    @contextlib.contextmanager
-    def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
+    def _selecting(self, ok: tf.Tensor | bool) -> contextlib.AbstractContextManager[set[int]]:
         """Lets assignments inside the block select by `ok`; yields the ids of the variables that do."""
-        yield set()
+        return contextlib.nullcontext(set())
 
     def _with_lookups(self, looked_up: Mapping[Hashable, tf.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Updates tables inside the block by their lookups, bool [rows] by the tables' `ref()`."""
@@ -210,9 +204,8 @@ class Optimizer:
         """Describes what is done to a trained variable beside its update: a penalty, a constraint, no weight decay."""
         rules = {name: getattr(variable, name, None) for name in ("regularizer", "constraint")}
         asked = [part for part in self.parts if hasattr(part, "_use_weight_decay")]
-        rules |= (
-            {"decays": False} if not all(part._use_weight_decay(self._to_native(variable)) for part in asked) else {}
-        )
+        if not all(part._use_weight_decay(self._to_native(variable)) for part in asked):
+            rules["decays"] = False
         return fingerprint.describe({name: rule for name, rule in rules.items() if rule is not None})
 
     @property

@@ -33,17 +33,11 @@ class Outputs:
 
     Args:
         names: the model's own, in that order; empty or too few for a model that names none.
-        y_pred: symbolic outputs, a nest of tensors; None where there is none.
+        y_pred: symbolic outputs, a nest of tensors.
         loss: as the user passes it: which outputs have one tells what fewer targets than outputs are for.
-
-    Attributes:
-        names: one for each output; in a Keras 3 model two may be equal.
-        log_names: what their losses are called in logs.
-        specs: the symbolic outputs by position.
-        skips_missing_targets: True if an output without a target has no loss and no metrics, instead of an error.
     """
 
-    skips_missing_targets = False
+    skips_missing_targets = False  # or an output without a target has no loss and no metrics, instead of an error
 
     def __init__(self, names: Sequence[str], y_pred: Nest, loss: LossArgument = None):
         self._paths: list[Path] = []
@@ -87,17 +81,14 @@ class Outputs:
     def placed(self, value: Any, what: str, repeat: bool = False, several: bool = False) -> dict[int, Any]:
         """Returns what a user passed as `what` by the outputs' positions, in the order in which Keras visits them.
 
-        Args:
-            value: in the structure of the outputs, a dict by name or a list by position; one value for a single output;
-                None or () for nothing.
-            repeat: whether one value stands for every output.
-            several: whether an output may have a list of values.
+        If `repeat`, one value stands for every output; if `several`, an output may have a list of values.
         """
         found = self._placed(value, what, self._tree, repeat, several)
         return {i: each for i, each in found if not _is_nothing(each)}
 
     def _placed(self, value: Any, what: str, tree: Positions, repeat: bool, several: bool) -> Iterator[tuple[int, Any]]:
         leaves = list(_leaves(tree))
+        names = [self.names[i] for i in sorted(leaves)]
         if _is_nothing(value):
             return
         parts: Iterable[tuple[Any, Any]]
@@ -112,8 +103,7 @@ class Outputs:
         elif not isinstance(value, (list, tuple)):
             if len(leaves) > 1 and not repeat:
                 raise ValueError(
-                    f"{what} is one value, but the model has {len(leaves)} outputs {self._named(leaves)}: pass a list "
-                    "or dict."
+                    f"{what} is one value, but the model has {len(leaves)} outputs {names}: pass a list or dict."
                 )
             yield from ((i, value) for i in leaves)
             return
@@ -125,7 +115,7 @@ class Outputs:
         elif len(value) == len(leaves):
             parts = [(value[i - min(leaves)], i) for i in leaves]
         else:
-            raise ValueError(f"{what} has {len(value)} entries for the {len(leaves)} outputs {self._named(leaves)}.")
+            raise ValueError(f"{what} has {len(value)} entries for the {len(leaves)} outputs {names}.")
         for each, branch in parts:
             yield from self._placed(each, what, branch, repeat, several)
 
@@ -175,9 +165,6 @@ class Outputs:
         logs = list(logs)
         return list(dict.fromkeys([*(name for name in computed if name in logs), *sorted(logs)]))
 
-    def _named(self, positions: Sequence[int]) -> list[str]:
-        return [self.names[i] for i in sorted(positions)]
-
 
 class TFKerasOutputs(Outputs):
     """The outputs of a tf_keras model, which names, orders and matches them in another way."""
@@ -203,7 +190,11 @@ class TFKerasOutputs(Outputs):
         """Lists the metrics of each output; a plain list is for every output."""
         is_plain = isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics))
         if len(self.names) > 1 and is_plain:
-            return [[_make_again(metric) for metric in metrics] for _ in self.names]
+            objects = keras.metrics.Metric
+            return [
+                [type(m).from_config(m.get_config()) if isinstance(m, objects) else m for m in metrics]
+                for _ in self.names
+            ]
         return self._place_metrics(metrics, repeat=True)
 
     def logs_each_loss(self, losses: int) -> bool:
@@ -219,10 +210,6 @@ class TFKerasOutputs(Outputs):
 def _number(path: Path) -> str:
     name = "_".join(str(key + 1 if isinstance(key, int) else key) for key in path)
     return name if path and isinstance(path[0], str) else f"output_{name or 1}"
-
-
-def _make_again(metric: Metric) -> Metric:
-    return type(metric).from_config(metric.get_config()) if isinstance(metric, keras.metrics.Metric) else metric
 
 
 def _leaves(tree: Positions) -> Iterator[int]:
@@ -266,15 +253,11 @@ def to_whole(indices: tf.Tensor) -> tf.Tensor:
 
 
 def require_known(what: str, value: object, kind: str, get: Callable[[str], object], shorthands: Sequence[str]) -> None:
-    """Raises unless a loss or metric is an object, a function, or a name: one that `get` knows, or of `shorthands`,
-    of which an output's shape decides what they stand for.
-    """
-    if value is None or callable(value):
-        return
-    if not isinstance(value, str):
+    """Raises unless a loss or metric is an object, a function, or a name that `get` knows or of `shorthands`."""
+    if value is not None and not callable(value) and not isinstance(value, str):
         raise TypeError(f"{what}={value!r} must be a {kind}, its name, or fn(y_true, y_pred).")
     try:
-        if value.lower() not in shorthands:
+        if isinstance(value, str) and value.lower() not in shorthands:
             get(value)
     except ValueError:
         raise ValueError(

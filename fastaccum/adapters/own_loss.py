@@ -36,11 +36,7 @@ def require_plain_steps(model: Model) -> None:
 def with_compiled_defaults(
     model: Model, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Returns the arguments with what the model was compiled with in place of missing ones; no loss is None.
-
-    Raises:
-        TypeError, ValueError: raised if one of them is no nest, or the model has no loss either.
-    """
+    """Returns the arguments, or what the model was compiled with in place of missing ones; no loss is None."""
     if loss is None:
         compiled = model.compiled_with
         loss = compiled["loss"]
@@ -95,11 +91,9 @@ class OwnLoss:
         compiled: Callable[[Nest, Nest, Nest], tf.Tensor] | None,
         share: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Returns the loss of one micro-batch: float32 scalar.
+        """Returns the loss of one micro-batch, with a `share` of all rows of the step, or None: float32 scalar.
 
-        Args:
-            compiled: `compiled(y, y_pred, sample_weight)` stands for the compiled loss; None where there is none.
-            share: this micro-batch's share of all rows of the step; None for a batch by itself.
+        `compiled(y, y_pred, sample_weight)` stands for the compiled loss; None where there is none.
         """
 
         def given(y: Nest, y_pred: Nest, sample_weight: Nest = None, regularization_losses: Sequence = ()) -> tf.Tensor:

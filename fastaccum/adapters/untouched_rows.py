@@ -32,17 +32,14 @@ _TO_ASK = {"AdaBelief", "Adam", "Adamax", "LazyAdam", "NonFusedAdam", "Nadam", "
 
 
 def treats_apart(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tells if an optimizer treats rows that no example looked up in another way than rows of gradient zero.
-
-    Raises ValueError if that is not known.
-    """
+    """Tells if an optimizer treats rows without a lookup not as rows of gradient zero; ValueError if not known."""
     return _Forms(optimizer).to_others != "as dense"
 
 
 def replace_dense_form(
     optimizer: keras.optimizers.Optimizer, looked_up: Mapping[Hashable, tf.Tensor]
 ) -> Iterator[tuple[object, str, Callable]]:
-    """Yields attributes to replace, (object, name, value), for the dense form to update tables as the sparse one does.
+    """Yields attributes to replace, for the dense form to update tables as the sparse one does.
 
     `looked_up` has for each table, by its `ref()`, which of its rows were: bool [rows].
     """

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import head_metrics
+from fastaccum.adapters import metrics as fa_metrics
 from fastaccum.kernels import cross_entropy
 
 HAS_HUB = importlib.util.find_spec("keras_hub")  # an extra, not imported here: it would choose Keras for all tests
@@ -143,9 +143,11 @@ def test_a_metric_that_counts_ignored_labels_is_told_apart(monkeypatch):
     def count_all(labels):
         return labels._replace(counted=tf.ones_like(labels.counted))
 
-    update = head_metrics.update
+    update = fa_metrics.update_from_scores
     monkeypatch.setattr(
-        head_metrics, "update", lambda metric, labels, weight: update(metric, count_all(labels), tf.ones_like(weight))
+        fa_metrics,
+        "update_from_scores",
+        lambda metric, labels, weight: update(metric, count_all(labels), tf.ones_like(weight)),
     )
     x, y = make_data()
     with pytest.raises(AssertionError, match="sparse_categorical_accuracy"):
