@@ -12,8 +12,7 @@ from typing import Any
 
 import keras
 
-from fastaccum.app.run import Run
-from fastaccum.app.run_folder import replacing
+from fastaccum.app.run import Run, replacing
 from fastaccum.checkpoint.signals import EndRequest
 from fastaccum.checkpoint.state import differences
 

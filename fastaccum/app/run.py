@@ -1,20 +1,28 @@
-"""Makes a run of `fastaccum train` from its options, or from the folder in which it began."""
+"""Runs of `fastaccum train`, from the options or from the folder in which a run began, and what a folder holds.
+
+A run leaves config.json, metrics.csv, curve.png, model.keras and checkpoints.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import itertools
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import keras
 
-from fastaccum import lines
+from fastaccum import checks, lines
 from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import text
 from fastaccum.app.options import MOST, MOST_STEPS, BadArgument, list_devices
+from fastaccum.checkpoint import files
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
@@ -22,6 +30,7 @@ from fastaccum.transformer import PRESETS, gpt
 
 HELD_OUT_WINDOWS = 512  # 64 KiB at 128 a window: a standard error of about 0.02 bits per byte
 BYTES = 256
+CHECKPOINTS = "checkpoints"
 ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
 # What `--resume` takes from config.json.
@@ -98,6 +107,44 @@ def resume(options: argparse.Namespace) -> Run:
             f"{began_with:.12}, is {run.text.sha256:.12}; put it back, or begin a new run"
         )
     return run
+
+
+def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
+    """Makes the folder of a new run, with `config` in its config.json, and returns the path.
+
+    The folder is `out`, or where that is None the first of default, default-2, ... that does not exist. An OSError or
+    ValueError is raised if `out` has files in it, or a run cannot be in it.
+    """
+    path = Path(default if out is None else out)
+    with checks.naming(f"no run can be in {os.path.abspath(path)!r}"):
+        files.absolute(path)
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True, exist_ok=out is not None)
+            break
+        except FileExistsError:
+            if out is not None or not os.path.lexists(path):
+                raise  # of a file, or of a folder above it
+            path = Path(f"{default}-{number}")
+    if os.listdir(path):
+        raise FileExistsError(f"{str(path)!r} has files in it, which are not overwritten: name a new folder")
+    with open(path / "config.json", "x", encoding="utf-8") as file:  # of two runs that begin at once, one has it
+        json.dump(config, file, indent=2)
+    files.flush(path / "config.json")
+    return path
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yields a path to write to; after the block, what is there atomically replaces `file`. An OSError names `file`."""
+    partial = file.with_name(f".partial-{file.name}")
+    try:
+        partial.unlink(missing_ok=True)  # of a process that was killed
+        yield partial
+        files.flush(partial)
+        os.replace(partial, file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(file)) from error
 
 
 def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:

@@ -15,8 +15,7 @@ import tensorflow as tf
 from fastaccum.app import text
 from fastaccum.app.options import BadArgument
 from fastaccum.app.recorder import Recorder
-from fastaccum.app.run import Run, resume, say
-from fastaccum.app.run_folder import CHECKPOINTS, begin, replacing
+from fastaccum.app.run import CHECKPOINTS, Run, begin, replacing, resume, say
 from fastaccum.checkpoint.errors import CheckpointWriteError, CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderInUseError
 from fastaccum.checkpoint.signals import EndRequest, Preempted

@@ -18,7 +18,7 @@ import tiny_command
 
 import fastaccum
 from fastaccum import cli
-from fastaccum.app import options, run_folder, text, train
+from fastaccum.app import options, text, train
 from fastaccum.app import run as app_run
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.signals import EndRequest
@@ -188,7 +188,7 @@ def began(tmp_path, source, monkeypatch):
     """The folder "run" of a run that has not trained yet, in the working directory."""
     monkeypatch.chdir(tmp_path)
     run = app_run.Run(options.parse(["train", str(source), "--batch-size", "2", "--accum", "1", "--steps", "4"]))
-    return run_folder.begin("run", "", run.config)
+    return app_run.begin("run", "", run.config)
 
 
 @pytest.mark.parametrize(

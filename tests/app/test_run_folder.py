@@ -11,8 +11,8 @@ import keras
 import pytest
 
 from fastaccum import cli, lines
-from fastaccum.app import options, run_folder
-from fastaccum.app.run import Run
+from fastaccum.app import options
+from fastaccum.app.run import Run, begin, replacing
 from fastaccum.checkpoint.lock import FolderLock
 
 pytestmark = pytest.mark.long
@@ -32,8 +32,7 @@ def test_runs_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     found = []
     threads = [
-        threading.Thread(target=lambda n=n: found.append(run_folder.begin(None, "runs/nano", {"seed": n})))
-        for n in range(20)
+        threading.Thread(target=lambda n=n: found.append(begin(None, "runs/nano", {"seed": n}))) for n in range(20)
     ]
     for thread in threads:
         thread.start()
@@ -43,26 +42,26 @@ def test_runs_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeypatch
     assert {json.loads((path / "config.json").read_text())["seed"] for path in found} == {*range(20)}
     (tmp_path / "gone").symlink_to("nowhere")
     with pytest.raises(FileExistsError):
-        run_folder.begin(None, "gone/nano", {})
+        begin(None, "gone/nano", {})
 
 
 def test_of_two_runs_with_one_folder_one_has_it(tmp_path, monkeypatch):
     """Both found it empty."""
     monkeypatch.setattr(os, "listdir", lambda _: [])
-    run_folder.begin(str(tmp_path / "run"), "", {"seed": 0})
+    begin(str(tmp_path / "run"), "", {"seed": 0})
     with pytest.raises(FileExistsError, match=r"config\.json"):
-        run_folder.begin(str(tmp_path / "run"), "", {"seed": 1})
+        begin(str(tmp_path / "run"), "", {"seed": 1})
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"seed": 0}
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text("whole")
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"), run_folder.replacing(file) as path:
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"), replacing(file) as path:
         path.write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert file.read_text() == "whole"
-    with run_folder.replacing(file) as path:
+    with replacing(file) as path:
         path.write_text("new")
     assert file.read_text() == "new" and [*tmp_path.iterdir()] == [file]
 
@@ -81,7 +80,7 @@ def test_a_run_that_goes_on_is_not_resumed(tmp_path, monkeypatch, capsys):
     """Though it may only begin: `fit` holds its checkpoints' folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source.txt").write_bytes(TEXT)
-    run_folder.begin("run", "", Run(options.parse(["train", "source.txt", "--steps", "4"])).config)
+    begin("run", "", Run(options.parse(["train", "source.txt", "--steps", "4"])).config)
     other = subprocess.Popen([sys.executable, "-c", HOLD, "run/checkpoints"], stdin=-1, stdout=-1)
     try:
         assert other.stdout.readline() == b"held\n"

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from fastaccum.app import run_folder, text
+from fastaccum.app import run, text
 from fastaccum.transformer import gpt
 
 
@@ -67,7 +67,7 @@ def test_the_files_of_runs_are_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"text")
     alone = text.read_text([tmp_path])
     for folder in (tmp_path / "runs" / "one", tmp_path / "deep" / "er" / "two"):
-        run_folder.begin(str(folder), "", {"text_sha256": "0"})
+        run.begin(str(folder), "", {"text_sha256": "0"})
         (folder / "notes").mkdir()
         (folder / "notes" / "mine.txt").write_text("of the run")
     again = text.read_text([tmp_path])

@@ -17,9 +17,9 @@ import pytest
 from fuzzing import Call, Wrong
 
 from fastaccum import cli, transformer
-from fastaccum.app import options, run_folder, train
+from fastaccum.app import options, train
 from fastaccum.app import run as app_run
-from fastaccum.app.run import OPTIONS, Run
+from fastaccum.app.run import OPTIONS, Run, begin
 
 pytestmark = pytest.mark.fuzz
 
@@ -140,7 +140,7 @@ def began(tmp_path_factory):
     os.chdir(work)
     (work / "source.txt").write_bytes(TEXT)
     run = Run(options.parse(["train", "source.txt", "--steps", "9"]))
-    run_folder.begin("run", "", run.config)
+    begin("run", "", run.config)
     yield run.config, work / "run"
     os.chdir(home)
     transformer.PRESETS["nano"] = sizes
