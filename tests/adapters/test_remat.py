@@ -154,8 +154,8 @@ def require_equal(plain, recomputed, tolerance):
     ("name", "dtype"),
     [
         pytest.param("attended", "mixed_float16", marks=[pytest.mark.variant, pytest.mark.sample]),
-        ("subclassed", "float32"),
-        pytest.param("convolved", "float32", marks=pytest.mark.variant),
+        pytest.param("subclassed", "float32", marks=[pytest.mark.variant, pytest.mark.sample]),
+        ("convolved", "float32"),
     ],
 )
 def test_training_is_that_of_the_plain_model(name, dtype):

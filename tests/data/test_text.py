@@ -139,12 +139,11 @@ def test_text_that_xla_cannot_hold_says_what_to_do():
 @pytest.mark.parametrize(
     ("data", "jit_compile"),
     [
-        ((TEXT.tolist(), Y.tolist()), False),
-        ((TEXT.tolist(),), False),
-        ((TEXT, Y, W), True),
-        ((dataset(TEXT, Y),), False),
+        pytest.param((TEXT.tolist(), Y.tolist()), False, marks=[pytest.mark.variant, pytest.mark.sample], id="lists"),
+        pytest.param((TEXT.tolist(),), False, marks=[pytest.mark.variant, pytest.mark.sample], id="x alone"),
+        pytest.param((TEXT, Y, W), True, id="arrays"),
+        pytest.param((dataset(TEXT, Y),), False, id="dataset"),
     ],
-    ids=["lists", "x alone", "arrays", "dataset"],
 )
 def test_a_model_preprocesses_what_it_is_given(data, jit_compile):
     task = Task()

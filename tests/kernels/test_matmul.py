@@ -432,7 +432,13 @@ def test_nothing_changes_in_float32():
     assert len(operations) > 100 and operations == plain_operations
 
 
-@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
+@pytest.mark.parametrize(
+    "jit_compile",
+    [
+        pytest.param(True, marks=[pytest.mark.variant, pytest.mark.sample]),
+        pytest.param(False, marks=pytest.mark.variant),
+    ],
+)
 def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
     options = {"jit_compile": jit_compile, "loss_scale": fa.StaticLossScale(2.0**18)}
     stack = tuple(np.full_like(each, 8.0) for each in STACK)

@@ -77,7 +77,9 @@ def test_what_plainly_fits_is_not_compiled_to_find_out(trainer, monkeypatch):
     fit(trainer, 64)
 
 
-@pytest.mark.parametrize("run", ["evaluate", "train_step"])
+@pytest.mark.parametrize(
+    "run", ["evaluate", pytest.param("train_step", marks=[pytest.mark.variant, pytest.mark.sample])]
+)
 def test_other_programs(trainer, monkeypatch, run):
     monkeypatch.setenv(device.LIMIT, str(LIMIT // 64))  # less than the weights; of 7 rows only 1 divides them
     with pytest.raises(fa.OutOfMemoryError, match=f"{'An eval' if run == 'evaluate' else 'A train '}.* of . x 7 rows"):

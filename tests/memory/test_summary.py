@@ -100,6 +100,8 @@ def test_the_table_has_the_figures(capsys):
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before[:2], model.weights[:2], strict=True))
 
 
+@pytest.mark.variant
+@pytest.mark.sample
 def test_recomputation_shows_in_flops_and_in_memory():
     def found(policy):
         layers = [fa.kernels.LayerStack(lambda: keras.layers.Dense(64, "gelu"), 4, policy=policy)]

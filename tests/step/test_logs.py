@@ -38,7 +38,13 @@ def of_formula(model, outputs, reduction):
     return parts, penalty
 
 
-@pytest.mark.parametrize("outputs", [["one"], ["one", "two"]], ids=len)
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        pytest.param(["one"], marks=[pytest.mark.variant, pytest.mark.sample], id="1"),
+        pytest.param(["one", "two"], id="2"),
+    ],
+)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_of_weights_and_a_ragged_tail(outputs, reduction):
     x, y, weight = data()

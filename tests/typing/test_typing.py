@@ -48,6 +48,8 @@ def public():
                 yield f"{value.__module__}.{value.__qualname__}"
 
 
+@pytest.mark.faults
+@pytest.mark.sample
 def test_the_public_api_is_annotated(tmp_path):
     printed = check(["pyright", "--verifytypes", "fastaccum", "--ignoreexternal", "--outputjson"], tmp_path)
     symbols = {symbol["name"]: symbol for symbol in json.loads(printed)["typeCompleteness"]["symbols"]}
