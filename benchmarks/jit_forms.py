@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras import layers as kl
 
 import fastaccum as fa
+from benchmarks.blocks import convolved, inverted, residual, unet
 from fastaccum.data.stacks import Batch
 
 MICRO_BATCHES = 4
@@ -27,38 +28,6 @@ def dense(width, depth):
 
 def images(*layers):
     return [*layers, kl.GlobalAveragePooling2D(), kl.Dense(CLASSES)]
-
-
-def convolved(filters, size=3, strides=1, **options):
-    def block(x):
-        x = kl.Conv2D(filters, size, strides, "same", use_bias=False, **options)(x)
-        return kl.ReLU()(kl.BatchNormalization()(x))
-
-    return block
-
-
-def residual(filters, strides=1):
-    def block(x):
-        y = convolved(filters)(convolved(filters, strides=strides)(x))
-        return kl.Add()([y, x if strides == 1 else kl.Conv2D(filters, 1, strides)(x)])
-
-    return block
-
-
-def inverted(filters, strides=1, excite=False):
-    """A block of MobileNetV2, or with `excite` of EfficientNet."""
-
-    def block(x):
-        y = convolved(4 * x.shape[-1], 1)(x)
-        y = kl.DepthwiseConv2D(5 if excite else 3, strides, "same", use_bias=False)(y)
-        y = kl.Activation("silu" if excite else "relu6")(kl.BatchNormalization()(y))
-        if excite:
-            weights = kl.Dense(x.shape[-1] // 4, "silu")(kl.GlobalAveragePooling2D(keepdims=True)(y))
-            y = kl.Multiply()([y, kl.Dense(y.shape[-1], "sigmoid")(weights)])
-        y = kl.BatchNormalization()(kl.Conv2D(filters, 1, use_bias=False)(y))
-        return kl.Add()([x, y]) if x.shape == y.shape else y
-
-    return block
 
 
 def attention(heads, width):
@@ -79,15 +48,6 @@ def tokens(width, heads, depth, vocabulary=1000):
 def two_convolutions(convolution, filters, size, pool, *ending):
     first, second = (convolution(n, size, activation="relu") for n in filters)
     return [first, pool, second, *ending, kl.Dense(CLASSES)]
-
-
-def unet(x):
-    a = convolved(16)(x)
-    b = convolved(32)(kl.MaxPooling2D()(a))
-    c = convolved(64)(kl.MaxPooling2D()(b))
-    b = convolved(32)(kl.Concatenate()([b, kl.Conv2DTranspose(32, 2, 2)(c)]))
-    a = convolved(16)(kl.Concatenate()([a, kl.Conv2DTranspose(16, 2, 2)(b)]))
-    return kl.GlobalAveragePooling2D()(kl.Conv2D(CLASSES, 1)(a))
 
 
 def patches(size, width, heads, depth):
@@ -154,7 +114,7 @@ MODELS = {
         ],
         (16, 64),
     ),
-    "U-Net": (lambda: [unet], (4, 32, 32, 3)),
+    "U-Net": (lambda: [unet((16, 32, 64), CLASSES), kl.GlobalAveragePooling2D()], (4, 32, 32, 3)),
     "ResNet": (lambda: images(convolved(16), residual(16), residual(32, 2), residual(64, 2)), IMAGE),
     "MobileNet": (lambda: images(convolved(16, strides=2), inverted(16), inverted(32, 2), inverted(32)), IMAGE),
     "EfficientNet": (

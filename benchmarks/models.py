@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 import keras
 import numpy as np
+from keras import layers as kl
 
 import fastaccum as fa
+from benchmarks.blocks import convolved, inverted, residual, unet
 
 SEED = 0
 
@@ -91,7 +93,9 @@ class Workload:
         return dataclasses.replace(self, build=build)
 
     def with_epsilon(self, epsilon):
-        """The same workload with that epsilon in its optimizer."""
+        """The same workload with that epsilon in its optimizer, if that has one."""
+        if self.optimizer is _momentum:
+            return self
         return dataclasses.replace(self, optimizer=functools.partial(self.optimizer, epsilon=epsilon))
 
     @property
@@ -120,12 +124,69 @@ def _convnet(dropout=()):
     return keras.Model(inputs, keras.layers.Dense(10)(x))
 
 
+def _stacked(shape, layers):
+    """A model of layers, or blocks of them, one after the other."""
+    x = inputs = keras.Input(shape)
+    for layer in layers:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def _classifier(shape, layers):
+    return _stacked(shape, [*layers, kl.GlobalAveragePooling2D(), kl.Dense(10)])
+
+
+def _conv1d():
+    """Three convolutions over time, each with BatchNorm, ReLU and pooling."""
+    blocks = [
+        layer
+        for filters in _size((64, 128, 128), (8, 8, 8))
+        for layer in (
+            kl.Conv1D(filters, 5, padding="same", use_bias=False),
+            kl.BatchNormalization(),
+            kl.ReLU(),
+            kl.MaxPooling1D(),
+        )
+    ]
+    return _stacked((256, 12), [*blocks, kl.GlobalAveragePooling1D(), kl.Dense(10)])
+
+
+def _resnet20():
+    """He et al. 2015 for CIFAR-10: three stages of three blocks."""
+    widths = [
+        (filters, 2 if stage and not block else 1) for stage, filters in enumerate((16, 32, 64)) for block in range(3)
+    ]
+    blocks = [layer for filters, strides in widths for layer in (residual(filters, strides), kl.ReLU())]
+    return _classifier((32, 32, 3), [convolved(16), *_size(blocks, blocks[:2])])
+
+
+def _mobilenet():
+    """MobileNetV2 for small images: seven inverted residuals."""
+    blocks = [(16, 1), (24, 2), (24, 1), (32, 2), (32, 1), (64, 1), (64, 1)]
+    blocks = [inverted(*each) for each in _size(blocks, blocks[:2])]
+    return _classifier((32, 32, 3), [convolved(16), *blocks, convolved(128, 1)])
+
+
+def _unet():
+    """Three scales with two convolutions each way."""
+    return _stacked((32, 32, 3), [unet(_size((16, 32, 64), (4, 8)), 10, convolutions=2)])
+
+
 def _vectors(generator, examples):
     return generator.normal(size=(examples, 784)).astype("float32"), _labels(generator, examples)
 
 
 def _images(generator, examples):
     return generator.normal(size=(examples, 32, 32, 3)).astype("float32"), _labels(generator, examples)
+
+
+def _series(generator, examples):
+    return generator.normal(size=(examples, 256, 12)).astype("float32"), _labels(generator, examples)
+
+
+def _pixels(generator, examples):
+    x, _ = _images(generator, examples)
+    return x, generator.integers(0, 10, size=x.shape[:-1]).astype("int32")
 
 
 def _labels(generator, examples):
@@ -216,6 +277,28 @@ GPT_32K = Workload(
 
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
 
+# Other convolutional networks; their convolutions have no bias where BatchNorm follows, as in the ConvNet.
+CONVOLUTIONAL = tuple(
+    Workload(
+        name,
+        8,
+        batch_size,
+        build,
+        draw,
+        optimizer,
+        fit_updates=2,
+        step_updates=1,
+        rounds=3,
+        steps_per_execution=(10,),
+    )
+    for name, batch_size, build, draw, optimizer in (
+        ("Conv1D", 16, _conv1d, _series, _adam),
+        ("ResNet20", 8, _resnet20, _images, _momentum),
+        ("MobileNet", 8, _mobilenet, _images, _momentum),
+        ("U-Net", 4, _unet, _pixels, _momentum),
+    )
+)
+
 # The same with Dropout after each hidden block.
 WITH_DROPOUT = {
     MLP_128: dataclasses.replace(MLP_128, build=lambda: _mlp([128], [0.2])),
@@ -232,7 +315,7 @@ def named(name):
     >>> named("GPT 32k").update_size
     16
     """
-    return {workload.name: workload for workload in (*ALL, GPT_32K)}[name]
+    return {workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K)}[name]
 
 
 def with_logits(name):

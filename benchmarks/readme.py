@@ -6,7 +6,7 @@ import re
 from benchmarks.scores import number
 
 ROOT = pathlib.Path(__file__).parent.parent
-WORKLOADS = ("MLP 128", "MLP 2048", "ConvNet", "GPT", "GPT 32k")
+WORKLOADS = ("MLP 128", "MLP 2048", "GPT", "GPT 32k", "ConvNet", "Conv1D", "ResNet20", "MobileNet", "U-Net")
 
 # The measure, and what the tables call it. README.md has those against others, docs/performance.md what ours costs.
 AGAINST_OTHERS = {

@@ -19,6 +19,16 @@ BARS = {
     ("train step: JAX scan / ours", "GPT"): (">=", 1.6),
     ("train step: PyTorch eager / ours", "GPT"): (">=", 1.0),
     ("train step: torch.compile / ours", "GPT"): (">=", 0.9),
+    ("train step: tf.function loop / ours", "ConvNet"): (">=", 1.05),
+    **{
+        (f"train step: {peer} / ours", "ConvNet"): (">=", 1.0)
+        for peer in ("JAX scan", "PyTorch eager", "torch.compile")
+    },
+    **{
+        (f"fit: Keras GA {settings} / ours", workload): (">=", bar)
+        for settings, bar in (("default", 1.2), ("best tuned", 1.1))
+        for workload in ("ConvNet", "Conv1D", "ResNet20", "MobileNet", "U-Net")
+    },
     ("fit / bare train step", "MLP 128"): ("<=", 1.3),
     ("fit / bare train step", "GPT"): ("<=", 1.03),
     ("time per example: 64 micro-batches / 1", "GPT"): ("<=", 1.10),

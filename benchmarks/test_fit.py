@@ -19,7 +19,7 @@ DEFAULT = "Keras GA default"
 OURS_TUNED = "ours, 10 steps/execution"
 
 
-@pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", models.ALL + models.CONVOLUTIONAL, ids=lambda w: w.name)
 def test_fit(workload, benchmark, report):
     ours = contestants.make_fit(workload)
     tuned = keras_accumulation.make_tuned(workload)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.contestants import ForeignModel, TrainStep
-from benchmarks.peers import jax_models
+from benchmarks.peers import jax_convnet, jax_models
 
 
 def make_scan(workload):
+    if workload.name == "ConvNet":
+        return jax_convnet.make_scan(workload)
     params, loss_fn, optimizer = _start(workload)
     opt_state = optimizer.init(params)
     train_step = jax_models.scan_train_step(loss_fn, optimizer)
@@ -20,7 +22,7 @@ def make_scan(workload):
         params, opt_state, loss = train_step(params, opt_state, *stack)
         return loss
 
-    return TrainStep(ForeignModel(lambda: _arrays(params)), _feed_stack, update)
+    return TrainStep(ForeignModel(lambda: _arrays(params)), jax_models.feed_stack, update)
 
 
 def make_multi_steps(workload):
@@ -73,10 +75,6 @@ def _start(workload):
 def _arrays(params):
     # Copies: the next step donates these buffers.
     return [jax.device_get(leaf).copy() for leaf in jax.tree.leaves(params)]
-
-
-def _feed_stack(stack):
-    return tuple(jnp.array(array) for array in stack)
 
 
 def _feed_micro_batches(stack):

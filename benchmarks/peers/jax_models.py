@@ -85,6 +85,11 @@ def layer_norm(x, scale):
     return (jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-3) * scale).astype(x.dtype)
 
 
+def feed_stack(stack):
+    """The arrays of one update, as the steps below take them."""
+    return tuple(jnp.array(array) for array in stack)
+
+
 def scan_train_step(loss_fn, optimizer):
     """`train_step(params, opt_state, x, y) -> (params, opt_state, loss)` on stacks: one jitted scan, one update.
 

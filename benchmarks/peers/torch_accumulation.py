@@ -44,27 +44,40 @@ def _make(workload, transform):
 
 def _start(workload):
     """The model with the workload's initial weights, and its optimizer."""
-    theirs, adam = workload.model(), workload.optimizer()
+    theirs, optimizer = workload.model(), workload.optimizer()
     arrays = theirs.get_weights()
     if workload.name.startswith("MLP"):
         model = torch_models.mlp([len(arrays[0]), *map(len, arrays[1::2])])
+    elif workload.name == "ConvNet":
+        kernels = [array for array in arrays if array.ndim == 4]
+        model = torch_models.ConvNet([kernels[0].shape[2], *(each.shape[3] for each in kernels)], len(arrays[-1]))
     else:
         blocks = [layer for layer in theirs.layers if layer.name.startswith("block_")]
         context = theirs.get_layer("context").context
         model = torch_models.GPT(*arrays[0].shape[:1], context, arrays[0].shape[1], len(blocks), blocks[0].heads)
     torch_models.set_weights(model, arrays)
-    # Without weight decay this is Adam.
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=float(adam.learning_rate),
-        betas=(adam.beta_1, adam.beta_2),
-        eps=adam.epsilon,
-        weight_decay=adam.weight_decay or 0.0,
+    return model, _optimizer(optimizer, model.parameters())
+
+
+def _optimizer(theirs, parameters):
+    """PyTorch's form of a Keras optimizer."""
+    rate = float(theirs.learning_rate)
+    if hasattr(theirs, "momentum"):
+        return torch.optim.SGD(parameters, rate, momentum=theirs.momentum, fused=True)
+    return torch.optim.AdamW(  # without weight decay this is Adam
+        parameters,
+        lr=rate,
+        betas=(theirs.beta_1, theirs.beta_2),
+        eps=theirs.epsilon,
+        weight_decay=theirs.weight_decay or 0.0,
         fused=True,
     )
-    return model, optimizer
 
 
 def _feed_micro_batches(stack):
-    # Labels must be int64 in PyTorch.
-    return [(torch.tensor(x), torch.tensor(y, dtype=torch.long)) for x, y in zip(*stack, strict=True)]
+    return [(_inputs(x), torch.tensor(y, dtype=torch.long)) for x, y in zip(*stack, strict=True)]  # as PyTorch asks
+
+
+def _inputs(x):
+    """A micro-batch; images get PyTorch's order of axes, and stay in memory as they are."""
+    return torch.tensor(x).permute(0, 3, 1, 2) if x.ndim == 4 else torch.tensor(x)

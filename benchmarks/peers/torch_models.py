@@ -19,6 +19,22 @@ def mlp(widths):
     return nn.Sequential(*layers[:-1])
 
 
+class ConvNet(nn.Sequential):
+    """Convolutions of 3 x 3, each with BatchNorm, ReLU and pooling, on images `[B, C, H, W]`."""
+
+    def __init__(self, channels, classes):
+        layers = []
+        for channels_in, channels_out in itertools.pairwise(channels):
+            layers += [
+                nn.Conv2d(channels_in, channels_out, 3, padding="same", bias=False),
+                nn.BatchNorm2d(channels_out, eps=1e-3, momentum=0.01),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+        pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        super().__init__(*layers, *pooled, nn.Linear(channels[-1], classes))
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
@@ -73,13 +89,21 @@ class GPT(nn.Module):
 
 
 def weights(model):
-    """The model's parameters as Keras orders and lays them out: views, so that assigning to them sets the model."""
-    return [
-        # Keras's kernels are [in, out].
-        parameter.data.T if isinstance(module, nn.Linear) and parameter.ndim == 2 else parameter.data
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    ]
+    """The model's weights as Keras orders and lays them out: views, so that assigning to them sets the model."""
+    return [view for module in model.modules() for view in _views(module)]
+
+
+def _views(module):
+    """The parameters of a module without those of its parts, then BatchNorm's statistics."""
+    own = [parameter.data for parameter in module.parameters(recurse=False)]
+    match module:
+        case nn.Linear():  # Keras's kernels are [in, out]
+            return [own[0].T, *own[1:]]
+        case nn.Conv2d():  # and [height, width, in, out]
+            return [own[0].permute(2, 3, 1, 0), *own[1:]]
+        case nn.BatchNorm2d():
+            return [*own, module.running_mean, module.running_var]
+    return own
 
 
 def set_weights(model, arrays):
