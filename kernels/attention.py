@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.kernels.blockwise_attention import Segments, blockwise_attention, reference_attention
+from fastaccum.kernels import checks
+from fastaccum.kernels.blockwise_attention import Form, Segments, blockwise_attention, reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.checks import LARGEST, as_tensor, naming, number, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.cudnn_attention import Call, cudnn_attention, is_usable
@@ -26,6 +27,8 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     segment_ids: tf.Tensor | tuple[tf.Tensor, tf.Tensor] | None = None,
+    dropout: float = 0.0,
+    seed: tf.Tensor | Sequence[int] | None = None,
     block_size: int | None = None,
     implementation: Literal["auto", "blockwise", "cudnn", "reference"] = "auto",
 ) -> tf.Tensor:
@@ -37,6 +40,7 @@ def attention(
         scores = einsum("bthk,bshk->bhts", query, key) * scale
         seen = all of: s <= t + S - T (causal), query_segments[b, t] == key_segments[b, s] (segment_ids)
         weights = where(seen, softmax(where(seen, scores, -inf)), 0)      # 0 for a query that sees nothing
+        weights = where(drawn with probability dropout, 0, weights / (1 - dropout))
         output = einsum("bhts,bshk->bthk", cast(weights, query.dtype), value)
 
     The blocks run in one loop each way with an online softmax, and the backward one computes their scores again
@@ -53,13 +57,15 @@ def attention(
         scale: factor of the scores; `1 / sqrt(K)` by default.
         segment_ids: integers [B, T] of packed sequences, each of which sees itself alone; where T and S differ, a
             tuple of [B, T] and [B, S]. None for one sequence.
+        dropout: probability that a weight is dropped; which are does not depend on block_size or implementation.
+        seed: two integers that determine what is dropped, as `keras.random.SeedGenerator.next()` gives them.
         block_size: the most queries, and the most keys, in one block; by default 128 on a CPU, and on a GPU the largest
-            power of two, 512 at least, of which a block's scores take 256 MiB at most.
+            power of two, 512 at least, of which a block's scores take 256 MiB at most, 512 MiB with dropout.
         implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
             (not run on a GPU yet); or "auto", see `attention_implementation`. cuDNN's need a program that XLA compiles
             for a GPU, float16 or bfloat16, sizes known when it is traced, and K a multiple of 8 up to 128 (256 on a
             GPU of compute capability 9); T equal to S if causal, or with segment_ids; with these,
-            an even T, and memory for a mask [B, T, T].
+            an even T, and memory for a mask [B, T, T]; no dropout.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -73,6 +79,7 @@ def attention(
     if block_size is not None:
         block_size = whole_number("block_size", block_size)
     causal, segments = true_or_false("causal", causal), _segments(segment_ids, query, key)
+    drawn = (dropout, _require_seed(seed)) if (dropout := checks.fraction("dropout", dropout)) else None
     if implementation == "auto":
         implementation = attention_implementation(
             query.shape,
@@ -81,23 +88,27 @@ def attention(
             dtype=query.dtype,
             causal=causal,
             packed=segments is not None,
-            jit_compile=in_xla(),
+            jit_compile=in_xla() and not dropout,
         )
     if scale is None:
         scale = query.shape[-1] ** -0.5
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
+    form = Form(scale, causal, segments, drawn)
     with tf.name_scope("attention"):
         if implementation == "reference":
-            return checkpoint_name(reference_attention(query, key, value, scale, causal, segments), "attention")
+            return checkpoint_name(reference_attention(query, key, value, form), "attention")
         if implementation == "cudnn":
+            if dropout:
+                raise ValueError(f'implementation="cudnn" has no {dropout=}: pass implementation="blockwise".')
             return cudnn_attention(query, key, value, scale=scale, causal=causal, segments=segments)
         if None in (query.shape[1], key.shape[1]):
             raise ValueError(
                 f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
                 'an input signature, or pass implementation="reference".'
             )
-        block_size = block_size or _default_block_size(*query.shape[::2])
-        return blockwise_attention(query, key, value, scale, causal, segments, block_size)
+        largest = _SCORES_ON_GPU if drawn is None else 2 * _SCORES_ON_GPU  # fewer sums to add to
+        block_size = block_size or _default_block_size(query.shape[0], query.shape[2], largest)
+        return blockwise_attention(query, key, value, form, block_size)
 
 
 def attention_implementation(
@@ -124,7 +135,7 @@ def attention_implementation(
         dtype: of query, key and value.
         causal: as in `attention`.
         packed: whether queries and keys have `segment_ids`.
-        jit_compile: whether XLA compiles the program.
+        jit_compile: whether XLA compiles the program; False with dropout, which cuDNN's kernels lack here.
 
     >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])
     'reference'
@@ -156,12 +167,12 @@ def _sizes(name: str, shape: Any) -> tuple[int | None, ...]:
     return tuple(None if size is None else whole_number(name, size, minimum=0) for size in sizes)
 
 
-def _default_block_size(batch: int | None = None, heads: int | None = None) -> int:
+def _default_block_size(batch: int | None = None, heads: int | None = None, scores: int = _SCORES_ON_GPU) -> int:
     """Returns a block's most queries and keys; the least that it is for any batch and heads where these are None."""
     if not has_gpu():  # a block of each head's scores stays in a core's cache
         return 128
     block_size = 512
-    while batch and heads and 4 * batch * heads * (2 * block_size) ** 2 <= _SCORES_ON_GPU:  # few launches, and large
+    while batch and heads and 4 * batch * heads * (2 * block_size) ** 2 <= scores:  # few launches, and large
         block_size *= 2
     return block_size
 
@@ -181,6 +192,13 @@ def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> Segments:
                 "[batch, time], and a tuple of two where queries and keys differ in time."
             )
     return query_ids, key_ids
+
+
+def _require_seed(seed: Any) -> tf.Tensor:
+    seed = as_tensor("seed", () if seed is None else seed)
+    if seed.shape != (2,) or not seed.dtype.is_integer:
+        raise ValueError(f"seed={shown(seed)} must be two integers, which determine what dropout drops.")
+    return tf.cast(seed, tf.int64)
 
 
 def _require_tensors(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> None:

@@ -10,17 +10,29 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.eager import record
 
+from fastaccum.kernels import random_keys, xla_ops
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.xla_ops import dot, dynamic_add_slice, dynamic_update_slice, first_order, loop, product, sizes
 
 Segments: TypeAlias = "tuple[tf.Tensor, tf.Tensor] | None"  # of queries and of keys, [B, T] and [B, S]
+
+
+class Form(NamedTuple):
+    """Terms of the formula of `attention`: its arguments, with dropout as a rate and a seed."""
+
+    scale: float
+    causal: bool
+    segments: Segments = None
+    dropout: tuple[float, tf.Tensor] | None = None
+
 
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
 _LOW = -1e30
@@ -54,11 +66,12 @@ def _list_pairs(queries: _Blocks, keys: _Blocks, causal: bool) -> np.ndarray:
 
 
 def _make_mask(
-    queries: _Blocks, keys: _Blocks, causal: bool, segments: Segments, groups: int, per_group: int
+    queries: _Blocks, keys: _Blocks, form: Form, groups: int, per_group: int
 ) -> Callable[[int | tf.Tensor, int | tf.Tensor], tf.Tensor | None]:
     """Returns a function of the numbers of two blocks: the mask of the keys that each query sees, bool, to be broadcast
     to [N, q, k]; None if all are seen.
     """
+    segments = form.segments
     if segments is not None:
         query_BTH1 = tf.repeat(segments[0][:, :, None, None], groups * per_group, 2)
         key_BSG1 = tf.repeat(segments[1][:, :, None, None], groups, 2)
@@ -70,13 +83,33 @@ def _make_mask(
         conditions = []
         if keys.padding:
             conditions.append(s_1k < keys.size)
-        if causal:
+        if form.causal:
             conditions.append(s_1k <= t_q1 + (keys.size - queries.size))
         if segments is not None:
             conditions.append(tf.gather(query_nNq, i)[:, :, None] == tf.gather(key_sNk, j)[:, None, :])
         return functools.reduce(tf.logical_and, conditions) if conditions else None
 
     return seen
+
+
+def _make_dropout(form: Form, query: tf.Tensor, groups: int, queries: _Blocks, keys: _Blocks) -> Callable[..., Any]:
+    """Returns a function of the numbers of two blocks: the factor of each weight, 0 where it is dropped, [N, q, k].
+
+    It depends on the seed and the weight's place alone, since each query of each head has keys of its own.
+    """
+    if form.dropout is None:
+        return lambda i, j: 1.0
+    rate, seed = form.dropout
+    keys_BTH2 = tf.random.stateless_uniform([*sizes(query)[:3], 2], seed, None, None, tf.uint32, alg="philox")
+    keys_nNq2 = _split(keys_BTH2, groups, queries)
+
+    def factor(i, j):
+        bits_Nqk = random_keys.hash_bits(
+            tf.gather(keys_nNq2, i), tf.cast(j * keys.length + tf.range(keys.length), tf.uint32)
+        )
+        return tf.where(bits_Nqk < round(rate * 2**32), 0.0, 1 / (1 - rate))
+
+    return factor
 
 
 def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
@@ -99,66 +132,66 @@ def _join(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Ten
     return tf.cast(t[:, : blocks.size], like.dtype)
 
 
-def reference_attention(
-    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, causal: bool, segments: Segments
-) -> tf.Tensor:
+def reference_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Form) -> tf.Tensor:
     """Computes `attention` as the unfused expression, with plain autodiff."""
     groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
     queries, keys = (_Blocks(size, 1, size) for size in (sizes(query)[1], sizes(key)[1]))
     query_NqK, key_NkK, value_NkK = (
         _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
     )
-    scores_Nqk = scale * product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
-    seen = _make_mask(queries, keys, causal, segments, groups, per_group)(0, 0)
+    scores_Nqk = form.scale * product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
+    seen = _make_mask(queries, keys, form, groups, per_group)(0, 0)
     weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
-    if seen is not None and not (segments is None and query.shape[1] == key.shape[1]):
+    if seen is not None and not (form.segments is None and query.shape[1] == key.shape[1]):
         # Some query may see nothing.
         weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
+    weights_Nqk *= _make_dropout(form, query, groups, queries, keys)(0, 0)
     return _join(product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
 
 
-def blockwise_attention(
-    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: float, causal: bool, segments: Segments, block_size: int
-) -> tf.Tensor:
+def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Form, block_size: int) -> tf.Tensor:
     """Computes `attention` a block of queries and keys at a time: the whole matrix of scores never exists."""
     groups = key.shape[2]
     queries, keys = _cut(query.shape[1], block_size), _cut(key.shape[1], block_size)
-    pairs = tf.constant(_list_pairs(queries, keys, causal))
+    pairs = tf.constant(_list_pairs(queries, keys, form.causal))
     steps = pairs.shape[1]
-    seen = _make_mask(queries, keys, causal, segments, groups, query.shape[2] // groups)
+    seen = _make_mask(queries, keys, form, groups, query.shape[2] // groups)
+    factor = _make_dropout(form, query, groups, queries, keys)
 
     @custom_gradient
     def run(query, key, value):
         query_nNqK = _split(query, groups, queries)
         key_sNkK, value_sNkK = _split(key, groups, keys), _split(value, groups, keys)
 
-        def block(p):
+        def block(p, query_nNqK=query_nNqK):
             """Returns the numbers of a pair of blocks, and their scores."""
             i, j = tf.gather(pairs[0], p), tf.gather(pairs[1], p)
-            scores_Nqk = scale * dot(tf.gather(query_nNqK, i), tf.gather(key_sNkK, j), transpose_b=True)
+            scores_Nqk = form.scale * dot(tf.gather(query_nNqK, i), tf.gather(key_sNkK, j), transpose_b=True)
             visible = seen(i, j)
             return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf)
 
         with record.stop_recording():  # an eager tape would keep what the loop computes
-            acc_nNqK, lse_nNq = _online_softmax(steps, block, value_sNkK, tf.shape(query_nNqK))
+            acc_nNqK, lse_nNq = _online_softmax(steps, block, factor, value_sNkK, tf.shape(query_nNqK))
         output = checkpoint_name(_join(acc_nNqK, groups, queries, query), "attention")
         lse_nNq = checkpoint_name(lse_nNq, "attention")
 
         def gradient(doutput):
-            doutput_nNqK = _split(doutput, groups, queries)
+            tied_nNqK, doutput_nNqK = query_nNqK, _split(doutput, groups, queries)
             products_nNqK = tf.cast(doutput_nNqK, tf.float32) * tf.cast(_split(output, groups, queries), tf.float32)
             delta_nNq = tf.reduce_sum(products_nNqK, -1)
+            if steps == 1 and xla_ops.in_xla():  # XLA would keep such a loop's weights from the forward pass on
+                tied_nNqK, doutput_nNqK = xla.optimization_barrier(query_nNqK, doutput_nNqK)
 
             def backward(p, dquery_nNqK, dkey_sNkK, dvalue_sNkK):
-                i, j, scores_Nqk = block(p)
+                i, j, scores_Nqk = block(p, tied_nNqK)
                 query_NqK, key_NkK, value_NkK = (
                     tf.gather(t, b) for t, b in ((query_nNqK, i), (key_sNkK, j), (value_sNkK, j))
                 )
                 doutput_NqK = tf.gather(doutput_nNqK, i)
                 weights_Nqk = tf.exp(scores_Nqk - tf.gather(lse_nNq, i)[..., None])
-                dweights_Nqk = dot(doutput_NqK, value_NkK, transpose_b=True)
+                dweights_Nqk = factor(i, j) * dot(doutput_NqK, value_NkK, transpose_b=True)
                 dscores_Nqk = weights_Nqk * (dweights_Nqk - tf.gather(delta_nNq, i)[..., None])
-                weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (weights_Nqk, dscores_Nqk))
+                weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (factor(i, j) * weights_Nqk, dscores_Nqk))
                 return [
                     dynamic_add_slice(dquery_nNqK, dot(dscores_Nqk, key_NkK)[None], [i, 0, 0, 0]),
                     dynamic_add_slice(dkey_sNkK, dot(dscores_Nqk, query_NqK, transpose_a=True)[None], [j, 0, 0, 0]),
@@ -168,8 +201,8 @@ def blockwise_attention(
             start = [tf.zeros(tf.shape(t)) for t in (query_nNqK, key_sNkK, value_sNkK)]
             dquery_nNqK, dkey_sNkK, dvalue_sNkK = loop(steps, backward, start)
             gradients = [
-                _join(scale * dquery_nNqK, groups, queries, query),
-                _join(scale * dkey_sNkK, groups, keys, key),
+                _join(form.scale * dquery_nNqK, groups, queries, query),
+                _join(form.scale * dkey_sNkK, groups, keys, key),
                 _join(dvalue_sNkK, groups, keys, value),
             ]
             return first_order(gradients, "attention in blocks")
@@ -179,7 +212,7 @@ def blockwise_attention(
     return run(query, key, value)
 
 
-def _online_softmax(steps, block, value_sNkK, shape):
+def _online_softmax(steps, block, factor, value_sNkK, shape):
     """Computes the output [n, N, q, K] and the log-sum-exp of each query's scores in one loop over blocks."""
 
     # A row's maximum so far goes from block to block beside its place in the whole: were it read there, XLA would copy
@@ -193,7 +226,7 @@ def _online_softmax(steps, block, value_sNkK, shape):
         correction_Nq = tf.exp(row_max_Nq - new_row_max_Nq)
         row_sum_Nq = correction_Nq * row_sum_Nq + tf.reduce_sum(weights_Nqk, -1)
         acc_NqK = correction_Nq[..., None] * acc_NqK
-        acc_NqK += dot(tf.cast(weights_Nqk, value_sNkK.dtype), tf.gather(value_sNkK, j))
+        acc_NqK += dot(tf.cast(factor(i, j) * weights_Nqk, value_sNkK.dtype), tf.gather(value_sNkK, j))
         return [
             new_row_max_Nq,
             dynamic_update_slice(row_max_nNq, new_row_max_Nq[None], [i, 0, 0]),

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from fastaccum.kernels.blockwise_attention import Segments, reference_attention
+from fastaccum.kernels.blockwise_attention import Form, Segments, reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import compute_capability, has_gpu
@@ -138,7 +138,7 @@ def _compute_both(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> l
             lambda *t: cudnn_attention(*t, scale=scale, causal=call.causal, segments=segments), query, key, value
         )
         exact = outcome(
-            lambda *t: reference_attention(*t, scale, call.causal, segments),
+            lambda *t: reference_attention(*t, Form(scale, call.causal, segments)),
             *(tf.cast(t, tf.float32) for t in (query, key, value)),
         )
         return fused, exact

@@ -1,4 +1,4 @@
-"""Random numbers that XLA:CPU draws fast."""
+"""Random numbers that XLA draws fast."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def hoist_prng_key() -> Iterator[None]:
             _scopes -= 1
             if not _scopes:
                 random_ops_util.get_key_counter_alg = _get_key_counter_alg
+
+
+def hash_bits(keys: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    """Draws 32 bits, uint32 [..., k], for each number, uint32 [k], by each pair of keys, uint32 [..., 2].
+
+    The same bits for any part of the numbers, on any device: a hash of each number, which XLA fuses into what reads it,
+    with the multipliers of lowbias32 (https://github.com/skeeto/hash-prospector) and a key for each round.
+    """
+    bits = keys[..., :1] ^ (numbers * 0x9E3779B9)
+    for shift, multiplier, key in ((16, 0x7FEB352D, keys[..., 1:]), (15, 0x846CA68B, keys[..., :1])):
+        bits = (bits ^ tf.bitwise.right_shift(bits, tf.constant(shift, tf.uint32))) * multiplier + key
+    return bits ^ tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32))
 
 
 def _once(seed: tf.Tensor, alg: tf.random.Algorithm | str | int) -> tuple[tf.Tensor, tf.Tensor, int]:

@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_961,
+    "adapters": 4_984,
     "app": 728,
     "checkpoint": 1_161,
     "data": 1_525,
     "distribute": 942,
-    "kernels": 4_107,
+    "kernels": 4_170,
     "memory": 1_364,
     "step": 3_083,
     "training": 832,

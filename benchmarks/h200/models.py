@@ -18,6 +18,7 @@ from benchmarks.h200 import programs, roofline
 from benchmarks.stablehlo import h200
 
 VOCABULARY, WIDTH, HEADS = 50_304, 2048, 16
+BERT_VOCABULARY = 30_522
 SIZES = {"vocabulary_size": VOCABULARY, "hidden_dim": WIDTH, "intermediate_dim": 4 * WIDTH}
 GROUPED = {"num_query_heads": HEADS, "num_key_value_heads": 4}
 
@@ -45,9 +46,20 @@ def _hub(name: str, **options: Any) -> Callable[[int, int], keras.Model]:
     return make
 
 
+def bert(layers: int, context: int) -> keras.Model:
+    """Builds KerasHub's classifier of BERT base's width, with the dropout that it has by default."""
+    from keras_hub import models
+
+    sizes = {"vocabulary_size": BERT_VOCABULARY, "num_heads": 12, "hidden_dim": 768, "intermediate_dim": 3072}
+    backbone = models.BertBackbone(num_layers=layers, **sizes, max_sequence_length=context)
+    return models.BertTextClassifier(backbone, num_classes=2)
+
+
 MODELS: dict[str, Callable[[int, int], keras.Model]] = {
     "keras-gpt": keras_gpt,
     "gpt2": _hub("GPT2", num_heads=HEADS, dropout=0.0),
+    "gpt2-dropout": _hub("GPT2", num_heads=HEADS),  # 0.1, as it is by default
+    "bert": bert,
     "llama": _hub("Llama", num_query_heads=HEADS, num_key_value_heads=HEADS),
     "mistral": _hub("Mistral", **GROUPED, sliding_window=4096),
     "gemma": _hub("Gemma", num_query_heads=8, num_key_value_heads=4, head_dim=256),
@@ -55,17 +67,24 @@ MODELS: dict[str, Callable[[int, int], keras.Model]] = {
 
 
 def compile_step(name: str, flash_attention: Any, layers: int, batch: int, context: int) -> programs.Compiled:
-    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, `fa.LinearCrossEntropy`."""
+    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, and, but for the classifier "bert",
+    `fa.LinearCrossEntropy`.
+    """
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with h200.weightless():
             model = MODELS[name](layers, context)
-            optimizer, loss = keras.optimizers.AdamW(3e-4, weight_decay=0.1), fa.LinearCrossEntropy()
+            classifies = name == "bert"
+            loss = (
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True) if classifies else fa.LinearCrossEntropy()
+            )
+            optimizer = keras.optimizers.AdamW(3e-4, weight_decay=0.1)
             trainer = fa.Trainer(model, optimizer, loss, clip_norm=1.0, flash_attention=flash_attention)
             ids = np.zeros((8, batch, context), "int32")
             x = ids if name == "keras-gpt" else {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-            program = programs.of_trainer(trainer, (x, ids))
+            x = {**x, "segment_ids": ids} if classifies else x
+            program = programs.of_trainer(trainer, (x, ids[..., 0] if classifies else ids))
             kernels = (w.shape for w in model.trainable_variables if w.path.endswith("kernel"))
             inner = sum(math.prod(shape) for shape in kernels if VOCABULARY not in shape)
     finally:
@@ -73,6 +92,8 @@ def compile_step(name: str, flash_attention: Any, layers: int, batch: int, conte
         keras.backend.clear_session()
     # Of a token: 6 for each parameter of a product, and for each layer, channel and position of causal attention.
     per_token = 6 * (inner + VOCABULARY * WIDTH) + 6 * layers * WIDTH * context
+    if classifies:  # no head over the vocabulary, and every token sees every other
+        per_token = 6 * inner + 12 * layers * 768 * context
     return dataclasses.replace(program, flops=float(ids.size * per_token))
 
 

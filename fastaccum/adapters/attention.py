@@ -31,20 +31,24 @@ Call = Callable[..., Any]
 
 # In bytes of one call's scores in float32: below these the layer's own formula keeps little for the way back.
 _SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
+_SHORT_ON_CPU = 512  # tokens, up to which dropout drops on a CPU what it drops in Keras
+_OWN_FORMULA = "a formula of the layer's own"
 
 
 class _HubLayer(NamedTuple):
-    """Attributes of a KerasHub layer that computes `softmax(scale * query @ key) @ value` in `_compute_attention`.
+    """Attributes of a layer that computes `softmax(scale * query @ key) @ value` in `_compute_attention`.
 
     Attributes:
         unsupported: names of attributes, each of which adds to the formula what the kernels lack if it is set.
+        dropout: name of the Dropout layer of the weights.
         window: name of an attribute that turns on a symmetric window of `sliding_window_size`.
         scale: computes the factor of the scores.
     """
 
     unsupported: tuple[str, ...] = ()
+    dropout: str | None = None
     window: str | None = None
-    scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor
+    scale: Callable[[Any], float | None] = lambda layer: layer._inv_norm_factor
 
 
 def _gemma_scale(layer: Any) -> float:
@@ -53,7 +57,10 @@ def _gemma_scale(layer: Any) -> float:
 
 
 _FLAG = "use_sliding_window_attention"
-_GEMMA = _HubLayer(("logit_soft_cap", "dropout"), _FLAG, _gemma_scale)
+_GEMMA = _HubLayer(("logit_soft_cap",), "dropout_layer", _FLAG, _gemma_scale)
+# Keras's own with dropout; those without call `dot_product_attention`.
+_KERAS = _HubLayer(dropout="_dropout_layer", scale=lambda layer: None)
+_KERAS_LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 # By module and class. Llama's also serves Llama 3; windows of Mistral and Mixtral come in the mask.
 _HUB_LAYERS = {
     "llama.llama_attention.LlamaAttention": _HubLayer(),
@@ -61,7 +68,7 @@ _HUB_LAYERS = {
     "mixtral.mixtral_attention.CachedMixtralAttention": _HubLayer(),
     "phi3.phi3_attention.Phi3Attention": _HubLayer(),
     "smollm3.smollm3_layers.SmolLM3Attention": _HubLayer(),
-    "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(("dropout",)),
+    "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(dropout="_attn_dropout_layer"),
     "qwen.qwen_attention.QwenAttention": _HubLayer(window=_FLAG),
     "qwen_moe.qwen_moe_attention.QwenMoeAttention": _HubLayer(window=_FLAG),
     "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
@@ -115,15 +122,18 @@ class FusedAttention:
         outer, self._layer, self._noted = self._layer, layer, False
         try:
             place = f"{type(layer).__module__}.{type(layer).__qualname__}"
-            if self._of_hub and (kind := _HUB_LAYERS.get(place.partition(".src.models.")[2])) is not None:
+            kind = _HUB_LAYERS.get(place.partition(".src.models.")[2]) if self._of_hub else None
+            if type(layer)._compute_attention in [each._compute_attention for each in _KERAS_LAYERS] and layer.dropout:
+                kind = _KERAS
+            if kind is not None:
                 try:
-                    return self._compute_hub(layer, kind, *args, **kwargs)
+                    output = self._compute(layer, kind, *args, **kwargs)
+                    return (output, None) if kind is _KERAS else output
                 except _NotFused as left:
                     self._leave(str(left))
             result = call(*args, **kwargs)
             if not self._noted:  # it called no `dot_product_attention`
-                dropout = getattr(layer, "dropout", 0)
-                self._leave(f"dropout={dropout} of attention weights" if dropout else "a formula of the layer's own")
+                self._leave(_OWN_FORMULA)
             return result
         finally:
             self._layer = outer
@@ -132,7 +142,7 @@ class FusedAttention:
     def _of_hub(self) -> bool:
         return self._layer is not None and type(self._layer).__module__.startswith("keras_hub.src.")
 
-    def _compute_hub(
+    def _compute(
         self,
         layer: Any,
         kind: _HubLayer,
@@ -140,16 +150,23 @@ class FusedAttention:
         key: tf.Tensor,
         value: tf.Tensor,
         attention_mask: tf.Tensor | None = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
         **_: Any,
     ) -> tf.Tensor:
+        if return_attention_scores or getattr(layer, "_return_attention_scores", False):
+            raise _NotFused(_OWN_FORMULA)
         _require_kernel_arguments(query, key, value, None)
         for name in kind.unsupported:
             if set_ := getattr(layer, name):
                 raise _NotFused(f"{name}={set_}")
         if kind.window and getattr(layer, kind.window) and layer.sliding_window_size < key.shape[1]:
             raise _NotFused(f"sliding_window_size={layer.sliding_window_size}")
-        mask = None if attention_mask is None else attention_mask[:, None]
-        return self._fuse(query, key, value, mask=mask, scale=kind.scale(layer))[0]
+        mask, dropout = attention_mask, getattr(layer, kind.dropout) if kind.dropout and training else None
+        mask = mask if mask is None or mask.shape.rank == 4 else tf.expand_dims(mask, -3)
+        options: dict[str, Any] = {"mask": mask, "is_causal": use_causal_mask, "dropout": dropout}
+        return self._fuse(query, key, value, scale=kind.scale(layer), **options)[0]
 
     def _dot_product_attention(self, query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
         """Computes `keras.ops.dot_product_attention`: a query that sees no key gets the mean of all values."""
@@ -191,6 +208,7 @@ class FusedAttention:
         is_causal: bool = False,
         flash_attention: bool | None = None,
         attn_logits_soft_cap: float | None = None,
+        dropout: keras.layers.Dropout | None = None,
     ) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Computes attention by the kernels, 0 for a query that sees nothing.
 
@@ -208,6 +226,9 @@ class FusedAttention:
         batch, queries, heads, _ = query.shape
         keys, limit = key.shape[1], _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
         scores = 4 * (batch or 1) * heads * queries * keys
+        rate = 0.0 if dropout is None else dropout.rate
+        if self._mode == "auto" and rate and not has_gpu() and max(queries, keys) <= _SHORT_ON_CPU:
+            raise _NotFused(f"dropout, of {_SHORT_ON_CPU} tokens at most on a CPU")
         small = _NotFused(f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}")
         left = self._mode == "auto" and scores < limit  # unless cuDNN takes it
         if left and not (has_gpu() and query.dtype in HALF):
@@ -221,17 +242,19 @@ class FusedAttention:
         if parts.causal and queries != keys:
             raise _NotFused(f"a causal mask of {queries} queries and {keys} keys")
         padded = parts.queries is not None or parts.keys is not None
+        compiled = in_xla() and not rate
         chosen = attention_implementation(
-            query.shape, key.shape, dtype=query.dtype, causal=parts.causal, packed=padded, jit_compile=in_xla()
+            query.shape, key.shape, dtype=query.dtype, causal=parts.causal, packed=padded, jit_compile=compiled
         )
         if left and chosen != "cudnn":
             raise small
         chosen = "cudnn" if chosen == "cudnn" else "blockwise"
         segments, sees = _as_segments(parts, tf.shape(query)[0], queries, keys) if padded else (None, None)
         scale = None if scale is None else float(scale)
-        output = attention(
-            query, key, value, causal=parts.causal, scale=scale, segment_ids=segments, implementation=chosen
-        )
+        options = {"causal": parts.causal, "scale": scale, "segment_ids": segments, "implementation": chosen}
+        if rate and dropout is not None:
+            options |= {"dropout": rate, "seed": dropout.seed_generator.next()}
+        output = attention(query, key, value, **options)
         self._note(f"fused: {chosen}")
         return output, sees
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.adapters import attention as adapter
 from fastaccum.adapters.attention_masks import Mask, read_mask
+from fastaccum.kernels import attention
 
 pytestmark = pytest.mark.long
 
@@ -189,13 +190,16 @@ class Crossed(keras.layers.Layer):
         return self.attention(x, x[:, :7], use_causal_mask=True)
 
 
-class Scored(Crossed):
+class Scored(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 4, dropout=0.5, seed=1)
+
     def call(self, x):
         return self.attention(x, x, return_attention_scores=True)[0]
 
 
 LEFT = {
-    "dropout=0.5 of attention weights": stock_attention(dropout=0.5, seed=1),
     "a mask that cannot be read as causal or padding": stock_attention(causal=True, sliding_window=3),
     "a bias": Biased,
     "a causal mask of 24 queries and 7 keys": Crossed,
@@ -223,6 +227,89 @@ def test_what_the_kernels_lack_is_left_to_the_layer(monkeypatch):
     weights, choices = trained(stock(every), *padded(), "auto")
     assert choices == [f"unfused: {reason}" for reason in LEFT] * 2
     assert largest_difference(weights, plain) == 0
+
+
+DROPPING = functools.partial(stock_attention, dropout=0.3, seed=5)
+DROPOUT = {
+    "causal and padded": (DROPPING(causal=True), True),
+    "grouped queries": (DROPPING(keras.layers.GroupQueryAttention, causal=True), False),
+    "padded": (DROPPING(), True),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [name if name == "causal and padded" else pytest.param(name, marks=pytest.mark.variant) for name in DROPOUT]
+)
+def test_dropout_is_that_of_the_unfused_formula_with_the_same_draw(monkeypatch, case):
+    def unfused(*tensors, implementation, **options):
+        assert implementation == "blockwise"
+        return attention(*tensors, implementation="reference", **options)
+
+    x, y = padded()
+    weights, choices = trained(stock(*DROPOUT[case]), x, y)
+    plain, _ = trained(stock(*DROPOUT[case]), x, y, False)
+    monkeypatch.setattr(adapter, "attention", unfused)
+    same_draw, _ = trained(stock(*DROPOUT[case]), x, y)
+    assert choices == ["fused: blockwise"] * 2
+    assert largest_difference(weights, same_draw) < 2e-7
+    assert largest_difference(weights, plain) > 1e-4  # Keras draws other numbers
+
+
+def test_dropout_is_fair():
+    """A gradient of 4,000 rows, all alike, is that of Keras's layer to what chance explains."""
+    x = np.repeat(np.random.default_rng(0).normal(size=(1, 6, 8)), 4_000, 0).astype("float32")
+
+    def fit(flash_attention, **options):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6, 8))
+        model = keras.Model(inputs, keras.layers.MultiHeadAttention(2, 4, seed=2, **options)(inputs, inputs))
+        trainer = fa.Trainer(
+            model, keras.optimizers.SGD(1.0), "mse", jit_compile=False, flash_attention=flash_attention
+        )
+        trainer.fit(x, x, batch_size=len(x), verbose=0)
+        return model.get_weights()
+
+    fused, plain, undropped = fit(True, dropout=0.5), fit(False, dropout=0.5), fit(False)
+    assert 1e-6 < largest_difference(fused, plain) < largest_difference(plain, undropped) / 5
+
+
+def test_dropout_takes_the_layers_own_seeds_and_is_resumed(tmp_path):
+    x, y = padded()
+
+    def fit(epochs, flash_attention=True, **options):
+        model = stock(*DROPOUT["causal and padded"])
+        trainer = fa.Trainer(
+            model, "adam", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention, jit_compile=False
+        )
+        trainer.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, **options)
+        seeds = [
+            layer._dropout_layer.seed_generator.state.numpy().tolist() for layer in model.layers if dropping(layer)
+        ]
+        return model.get_weights(), seeds, trainer.evaluate(x, y, batch_size=4, verbose=0)
+
+    def dropping(layer):
+        return isinstance(layer, keras.layers.MultiHeadAttention)
+
+    weights, seeds, loss = fit(2)
+    assert seeds == fit(2, flash_attention=False)[1]  # as many draws as Keras makes
+    fit(1, checkpoint_dir=tmp_path)
+    again, *_ = fit(2, checkpoint_dir=tmp_path)
+    assert largest_difference(again, weights) == 0
+    model = stock(*DROPOUT["causal and padded"])
+    model.set_weights(weights)
+    model.compile(loss=LOSS)
+    np.testing.assert_allclose(loss, model.evaluate(x, y, batch_size=8, verbose=0), rtol=1e-6)  # nothing is dropped
+
+
+@pytest.mark.parametrize("times", [24, pytest.param(528, marks=pytest.mark.variant)])
+def test_on_a_cpu_dropout_of_few_tokens_is_left_to_the_layer(monkeypatch, times):
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    x, y = padded(times=times)
+    weights, choices = trained(stock(DROPPING(), times=times), x, y, "auto")
+    expected = "unfused: dropout, of 512 tokens at most on a CPU" if times <= 512 else "fused: blockwise"
+    assert choices == [expected] * 2
+    if times <= 512:
+        assert largest_difference(weights, trained(stock(DROPPING(), times=times), x, y, False)[0]) == 0
 
 
 def test_small_scores_are_left_to_the_layer():

@@ -43,8 +43,9 @@ def outcome(tensors, jit_compile=True, **options):
     return run(*tensors)
 
 
-def truth(tensors, causal=False, scale=None, segment_ids=None):
-    """The same by hand in float64."""
+def truth(tensors, causal=False, scale=None, segment_ids=None, factor=1.0, factor_of_gradient=None):
+    """The same by hand in float64; `factor` [B, H, T, S] is what dropout multiplies the weights with."""
+    factor_of_gradient = factor if factor_of_gradient is None else factor_of_gradient
     q, k, v, g = (t.numpy().astype("float64") for t in tensors)
     (_, time, heads, width), (_, keys, groups, _) = q.shape, k.shape
     scale = width**-0.5 if scale is None else scale
@@ -57,11 +58,11 @@ def truth(tensors, causal=False, scale=None, segment_ids=None):
     scores = np.where(seen, np.einsum("bthk,bshk->bhts", q, k) * scale, -1e300)
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    dweights = np.einsum("bthk,bshk->bhts", g, v)
+    dweights = factor_of_gradient * np.einsum("bthk,bshk->bhts", g, v)
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
-    dk, dv = np.einsum("bhts,bthk->bshk", dscores, q), np.einsum("bhts,bthk->bshk", weights, g)
+    dk, dv = np.einsum("bhts,bthk->bshk", dscores, q), np.einsum("bhts,bthk->bshk", factor_of_gradient * weights, g)
     dk, dv = (t.reshape(*t.shape[:2], groups, -1, width).sum(3) for t in (dk, dv))
-    return np.einsum("bhts,bshk->bthk", weights, v), np.einsum("bhts,bshk->bthk", dscores, k), dk, dv
+    return np.einsum("bhts,bshk->bthk", factor * weights, v), np.einsum("bhts,bshk->bthk", dscores, k), dk, dv
 
 
 def assert_as_exact(got, reference, exact, tolerance):
@@ -137,6 +138,66 @@ def test_a_wrong_mask_is_seen():
     q, k, v, g = tensors
     starts_aligned = truth((q, k[:, :20], v[:, :20], g), causal=True)[0]
     assert np.abs(output - starts_aligned).max() > 0.1
+
+
+def drawn(rate, seed, batch=2, time=37, heads=4, implementation="blockwise"):
+    """What dropout multiplies the weights with, [B, H, T, S]: read off outputs for equal scores and unit values."""
+    query, key = tf.zeros([batch, time, heads, time]), tf.zeros([batch, time, 1, time])
+    value = tf.broadcast_to(tf.eye(time)[:, None], key.shape)
+    output = attention(query, key, value, dropout=rate, seed=seed, implementation=implementation, block_size=64)
+    return np.transpose(time * output.numpy().astype("float64"), [0, 2, 1, 3])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "segments"),
+    [("float32", None), ("float16", 3), pytest.param("bfloat16", 3, marks=pytest.mark.variant)],
+)
+def test_dropout_is_that_of_float64_with_the_same_draw(dtype, segments):
+    tensors, segment_ids = make(dtype, segments=segments)
+    options, factor = {"causal": True, "segment_ids": segment_ids}, drawn(0.3, [5, 7])
+    exact = truth(tensors, factor=factor, **options)
+    options |= {"dropout": 0.3, "seed": [5, 7]}
+    reference = outcome(tensors, False, implementation="reference", **options)
+    got = outcome(tensors, block_size=20, implementation="blockwise", **options)
+    assert_as_exact(got, reference, exact, 2 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("jit_compile", [True, None])
+@pytest.mark.parametrize("block_size", [8, 37])
+def test_what_dropout_drops_depends_on_the_seed_alone(block_size, jit_compile):
+    tensors, _ = make()
+    exact = truth(tensors, factor=drawn(0.3, [5, 7], implementation="reference"))
+    options = {"dropout": 0.3, "seed": tf.constant([5, 7], tf.uint32), "implementation": "blockwise"}
+    for a, b in zip(outcome(tensors, jit_compile, block_size=block_size, **options), exact, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_another_draw_for_the_gradient_is_seen():
+    """The control: the backward pass drops other weights than the forward one."""
+    tensors, _ = make()
+    factor, other = drawn(0.3, [5, 7]), drawn(0.3, [5, 8])
+    got = outcome(tensors, dropout=0.3, seed=[5, 7], block_size=8, implementation="blockwise")
+    np.testing.assert_allclose(got[0], truth(tensors, factor=factor)[0], atol=2e-5)
+    wrong = truth(tensors, factor=factor, factor_of_gradient=other)
+    assert all(np.abs(a - b).max() > 0.1 for a, b in zip(got[1:], wrong[1:], strict=True))
+
+
+@pytest.mark.parametrize("rate", [0.1, pytest.param(0.5, marks=pytest.mark.variant)])
+def test_dropout_is_fair_and_independent(rate):
+    """Of rows, heads, queries, keys and successive seeds: means and correlations within 5.5 standard deviations."""
+    masks = np.stack([drawn(rate, [3, step], time=96) for step in range(4)])  # [steps, B, H, T, S]
+    assert np.allclose(np.unique(masks), [0, 1 / (1 - rate)])
+    x = (masks - 1) * np.sqrt((1 - rate) / rate)  # of mean 0 and variance 1
+    for axes in [(), (1, 2, 3, 4), (0, 2, 3, 4), (0, 1, 3, 4), (0, 1, 2, 4), (0, 1, 2, 3)]:
+        axes = axes or tuple(range(5))
+        count = np.prod([x.shape[axis] for axis in axes])
+        assert np.abs(x.mean(axes)).max() * count**0.5 < 5.5
+    for axis in range(5):
+        for lag in {1, x.shape[axis] // 2}:
+            pairs = np.take(x, range(lag, x.shape[axis]), axis) * np.take(x, range(x.shape[axis] - lag), axis)
+            assert abs(pairs.mean()) * pairs.size**0.5 < 5.5
+    queries = x.reshape(-1, 96) @ x.reshape(-1, 96).T / 96**0.5
+    assert abs(queries[np.triu_indices(len(queries), 1)].var() - 1) < 0.02
 
 
 def test_scores_beyond_float16_stay_finite():
@@ -506,6 +567,12 @@ def _call(made):
         ({"implementation": "flash"}, ValueError, "implementation='flash'.*blockwise"),
         ({"segment_ids": np.zeros((2, 7), int)}, ValueError, r"segment_ids of shape \(2, 7\)"),
         ({"segment_ids": np.zeros((2, 8))}, TypeError, "segment_ids have dtype float64"),
+        ({"dropout": 1.0}, ValueError, r"dropout=1\.0 must be a number of at least 0 and below 1"),
+        ({"dropout": "0.1"}, TypeError, "dropout='0.1'"),
+        ({"dropout": 0.1}, ValueError, "must be two integers, which determine what dropout drops"),
+        ({"dropout": 0.1, "seed": [1, 2, 3]}, ValueError, "seed=.* must be two integers"),
+        ({"dropout": 0.1, "seed": [1.0, 2.0]}, ValueError, "seed=.* must be two integers"),
+        ({"dropout": 0.1, "seed": [1, 2], "implementation": "cudnn"}, ValueError, "no dropout=0.1.*blockwise"),
     ],
 )
 def test_bad_input_names_the_culprit(change, error, message):

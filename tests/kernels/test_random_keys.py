@@ -10,7 +10,7 @@ from tensorflow.python.ops import random_ops_util
 
 import fastaccum as fa
 from fastaccum.kernels import random_keys
-from fastaccum.kernels.random_keys import hoist_prng_key
+from fastaccum.kernels.random_keys import hash_bits, hoist_prng_key
 
 SHAPE = [7, 5]
 SEEDS = [[1, 2], [-7, 2**31 - 1], [-(2**31), 0]]
@@ -105,3 +105,30 @@ def test_a_training_draws_the_same_numbers(api, monkeypatch):
     monkeypatch.setattr(random_keys, "has_gpu", lambda: True)
     for a, b in zip(ours, trained(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_hashed_bits_stay_what_they_are():
+    """Against Python's integers: a training that is resumed with another version draws the same."""
+
+    def expected(keys, number):
+        bits = keys[0] ^ (number * 0x9E3779B9 % 2**32)
+        bits = ((bits ^ bits >> 16) * 0x7FEB352D + keys[1]) % 2**32
+        bits = ((bits ^ bits >> 15) * 0x846CA68B + keys[0]) % 2**32
+        return bits ^ bits >> 16
+
+    keys, numbers = [[0, 0], [1, 2**32 - 1], [0xDEADBEEF, 0x12345678]], [0, 1, 99_999, 2**32 - 1]
+    for function in (hash_bits, compiled(hash_bits)):
+        found = function(tf.constant(keys, tf.uint32), tf.constant(numbers, tf.uint32))
+        assert found.numpy().tolist() == [[expected(pair, number) for number in numbers] for pair in keys]
+
+
+def test_hashed_bits_are_independent():
+    """Of 2,048 keys and 2,048 numbers: each bit is as often 1 as 0, and no two rows or columns are alike."""
+    keys = np.random.default_rng(0).integers(0, 2**32, (2048, 2), np.uint64).astype("uint32")
+    bits = hash_bits(tf.constant(keys), tf.range(2048, dtype=tf.int64).numpy().astype("uint32")).numpy()
+    for bit in range(0, 32, 5):
+        x = (bits >> bit & 1).astype("float32") * 2 - 1
+        assert abs(x.mean()) * 2048 < 5
+        for products in (x @ x.T, x.T @ x):
+            others = products[np.triu_indices(2048, 1)] / 2048**0.5
+            assert abs(others.var() - 1) < 0.01 and np.abs(others).max() < 6.5

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
+from fastaccum.adapters import attention as adapter
+from fastaccum.kernels import attention
 
 hub = pytest.importorskip("keras_hub").models
 pytestmark = [pytest.mark.zoo, pytest.mark.quick]
@@ -39,7 +41,14 @@ LEFT = {
         lambda: hub.QwenBackbone(**SIZES, **GROUPED, use_sliding_window_attention=True, sliding_window_size=3),
         "sliding_window_size=3",
     ),
-    "GPT-2": (lambda: hub.GPT2Backbone(**SIZES, **HEADS), "dropout=0.1 of attention weights"),
+}
+
+
+DROPPING = {
+    "GPT-2": lambda: hub.GPT2Backbone(**SIZES, **HEADS),
+    "BERT": lambda: hub.BertBackbone(**SIZES, **HEADS),
+    "GPT-NeoX": lambda: hub.GPTNeoXBackbone(**SIZES, **HEADS, dropout=0.1),
+    "Gemma": lambda: hub.GemmaBackbone(**SIZES, **GROUPED, head_dim=4, dropout=0.1),
 }
 
 
@@ -49,8 +58,10 @@ def trained(make, flash_attention, side="right"):
     rng, backbone = np.random.default_rng(0), make()
     ids, present = rng.integers(1, 23, (ROWS, LENGTH)), np.arange(LENGTH) < rng.integers(3, LENGTH + 1, (ROWS, 1))
     present = present[:, ::-1] if side == "left" else present
-    inputs = {"token_ids": ids, "padding_mask": present.astype("int32")}
-    logits = backbone.token_embedding(backbone.output, reverse=True)
+    inputs = {"token_ids": ids, "padding_mask": present.astype("int32"), "segment_ids": np.zeros_like(ids)}
+    inputs = {name: inputs[name] for name in backbone.input}
+    output = backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
+    logits = backbone.token_embedding(output, reverse=True)
     trainer = fa.Trainer(
         keras.Model(backbone.input, logits),
         keras.optimizers.SGD(0.5),
@@ -69,6 +80,20 @@ def trained(make, flash_attention, side="right"):
 def test_an_update_is_that_of_the_layers_own_formula(name, side):
     expected, _ = trained(FUSED[name], False, side)
     weights, choices = trained(FUSED[name], True, side)
+    assert choices == {"fused: blockwise"}
+    for a, b in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_is_that_of_the_unfused_formula_with_the_same_draw(monkeypatch, name):
+    def unfused(*tensors, implementation, **options):
+        assert options["dropout"] == 0.1
+        return attention(*tensors, implementation="reference", **options)
+
+    weights, choices = trained(DROPPING[name], True)
+    monkeypatch.setattr(adapter, "attention", unfused)
+    expected, _ = trained(DROPPING[name], True)
     assert choices == {"fused: blockwise"}
     for a, b in zip(weights, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6, rtol=0)
