@@ -38,11 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line; `command` and `parser` are the subcommand's, `given` the options that it names.
-
-    Raises:
-        BadArgument: raised for what is not an option, or not a value of one.
-    """
+    """Parses the command line, or BadArgument; `command` and `parser` are the subcommand's, `given` what it names."""
     parsed = make_parser().parse_args(argv)
     # Options cannot be abbreviated, and one that equals its default is given, too.
     parsed.given = {each.partition("=")[0] for each in argv}
@@ -88,10 +84,8 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add("--precision", choices=precisions, default="auto", help=precision)
     preset = f"model size: {', '.join(PRESETS)} (%(default)s)"
     add("--preset", choices=PRESETS, default="nano", metavar="NAME", help=preset)
-    optimizer = (
-        "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
-        "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
-    )
+    optimizer = "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
+    optimizer += "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
     add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
     rate = "highest learning rate: it rises to this first, then falls to a 50th along a cosine (%(default)s)"
     positive = _number(float, 2.0**-126, 2.0**127, "positive number, such as 0.004")

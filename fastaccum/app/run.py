@@ -87,9 +87,7 @@ def resume(options: argparse.Namespace) -> Run:
     """Makes the `Run` that continues in the folder `options.resume`; ValueError if it cannot continue as it began."""
     kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)}
     if extra := sorted(kept & options.given) + ["FILE or FOLDER"] * bool(options.paths):
-        raise ValueError(
-            f"--resume {options.resume}: a run keeps the options that it began with; leave out {', '.join(extra)}"
-        )
+        raise ValueError(f"--resume {options.resume}: a run keeps its options; leave out {', '.join(extra)}")
     file = Path(options.resume, "config.json")
     try:
         config = json.loads(file.read_bytes())

@@ -38,10 +38,9 @@ def standard_library() -> list[Path]:
 
 
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
-    """Reads files and folders, with all folders in them, as bytes, and holds a part out as `split` does.
+    """Reads files and folders, or else `standard_library()`, as bytes, and holds a part out as `split` does.
 
-    Files of a folder are read in sorted order, without hidden ones, folders of runs and files with a NUL byte. A file
-    that is itself in `paths` is read in any case. Without paths, `standard_library()` is read.
+    Folders are read in sorted order, without hidden files, folders of runs and files with a NUL byte.
     """
     files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
     for name in paths:
@@ -60,8 +59,7 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Splits a list of `bytes` into `(train, held_out)`, uint8 arrays, always in the same way.
 
-    Every 20th file is held out whole. Where those hold less than 1% of all bytes (few files, or unequal
-    ones), the last 20th of the joined text is held out instead.
+    Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th of the joined text.
     """
     held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
     total = sum(map(len, contents))
@@ -102,14 +100,9 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
 
 
 def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, seed: int = 0) -> bytes:
-    """Draws `length` bytes after `prompt` from `softmax(logits / TEMPERATURE)`.
+    """Draws `length` bytes after `prompt`, at least one, from `softmax(logits / TEMPERATURE)`.
 
-    Args:
-        model: token ids `[1, context]` -> logits `[1, context, 256]`, causal.
-        prompt: at least one byte; the model sees the last `context`.
-
-    Raises:
-        ValueError: raised if the model's logits are not finite.
+    The causal model sees the last `context` bytes, `[1, context]`; ValueError if its logits are not finite.
     """
     import tensorflow as tf
 

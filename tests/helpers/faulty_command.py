@@ -81,7 +81,7 @@ def files_limited_at_the_end(recorder):
 
 if __name__ == "__main__":
     tiny_command.make_small()
-    from fastaccum.app.recorder import Recorder
+    from fastaccum.app.train import Recorder
 
     globals()[sys.argv[1]](Recorder)
     sys.exit(cli.main(sys.argv[2:]))
