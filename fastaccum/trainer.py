@@ -141,7 +141,9 @@ class Trainer:
     ):
         if compile_cache is not None:
             compile_caches.use(compile_cache)
-        self._recipe = recipe = Recipe.build(model, optimizer, loss, metrics, loss_weights, weighted_metrics)
+        self._recipe = recipe = Recipe.build(
+            model, optimizer, loss=loss, metrics=metrics, loss_weights=loss_weights, weighted_metrics=weighted_metrics
+        )
         self.model, self._model, self._optimizer = model, recipe.model, recipe.optimizer
         self._replicas = recipe.replicas
         self._options = Options(

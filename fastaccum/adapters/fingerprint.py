@@ -49,25 +49,10 @@ def describe(thing: object, known: Iterable[object] = ()) -> Any:
     return _describe(thing, _Scope(frozenset(), {id(each): each for each in known if each is not thing}))
 
 
-def agree(saved: object, now: object) -> bool:
-    """Tells if two descriptions are equal, of which earlier versions kept texts and the batch axis as they were."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        return saved.keys() == now.keys() and all(agree(saved[name], now[name]) for name in now)
-    if isinstance(saved, list) and isinstance(now, list):
-        if now[:1] == [_BATCH] and saved and (saved[0] is None or isinstance(saved[0], int)):
-            saved = [_BATCH, *saved[1:]]
-        return len(saved) == len(now) and all(map(agree, saved, now))
-    return saved == now or (isinstance(saved, str) and _conceal(saved) == now)
-
-
-def _conceal(text: str) -> str:
-    return f"text of checksum {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
 def _describe(value: Any, scope: _Scope) -> Any:
     if isinstance(value, str):  # a path's may be no UTF-8
         text = _shorten(value.encode(errors="backslashreplace").decode(), len(value))
-        return _conceal(text) if scope.concealed else text
+        return f"text of checksum {hashlib.sha256(text.encode()).hexdigest()[:12]}" if scope.concealed else text
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, (dict, set, frozenset, list, tuple)):
@@ -247,9 +232,8 @@ def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[
 
 @functools.cache
 def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
-    """Reads the instructions of code, without files, lines, hashes and docstrings; the attributes and texts that the
-    code reads; the globals that it reads and does not set, as it sets a counter; the globals and attributes that it
-    sets, an attribute as `object.attribute` where a variable other than the first argument holds the object.
+    """Reads the instructions of code; the attributes and texts that it reads; the globals that it only reads; and the
+    globals and attributes that it sets, as `object.attribute` if a variable other than the first argument holds them.
     """
     text, names, loaded, stored = [], set[str](), set[str](), set[str]()
     holder = ""

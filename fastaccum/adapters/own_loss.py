@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -33,29 +33,24 @@ def require_plain_steps(model: Model) -> None:
     )
 
 
-def with_compiled_defaults(
-    model: Model, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
-) -> tuple[Any, Any, Any, Any]:
-    """Returns the arguments, or what the model was compiled with in place of missing ones; no loss is None."""
-    if loss is None:
+def with_compiled_defaults(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `compile`, or what the model was compiled with in place of missing ones; no loss is None."""
+    found = dict(given)
+    if found["loss"] is None:
         compiled = model.compiled_with
-        loss = compiled["loss"]
-        if loss is not None and loss_weights is None:
-            loss_weights = compiled["loss_weights"]
-        if not metrics and not weighted_metrics:
-            metrics, weighted_metrics = compiled["metrics"], compiled["weighted_metrics"]
-    nests = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
-    for name, nest in nests.items():
+        found["loss"] = compiled["loss"]
+        if found["loss"] is not None and found["loss_weights"] is None:
+            found["loss_weights"] = compiled["loss_weights"]
+        if not found["metrics"] and not found["weighted_metrics"]:
+            found |= {name: compiled[name] for name in ("metrics", "weighted_metrics")}
+    for name, nest in found.items():
         checks.require_nest(name, nest)
-    if all(each is None for each in tf.nest.flatten(loss)):
-        loss = None
+    if all(each is None for each in tf.nest.flatten(found["loss"])):
+        found["loss"] = None
         require_any(model)
-        if loss_weights is not None:
-            raise ValueError(
-                f"loss_weights={loss_weights!r} without a loss: they weight losses that are passed. Weight the "
-                "model's own where it computes it."
-            )
-    return loss, loss_weights, metrics, weighted_metrics
+        if (weights := found["loss_weights"]) is not None:
+            raise ValueError(f"loss_weights={weights!r} without a loss: weight the model's own where it is computed.")
+    return found
 
 
 def require_any(model: Model, called: bool = False) -> None:
@@ -110,9 +105,7 @@ class OwnLoss:
         with self._model.own_losses(None if compiled is None else given, rescaled):
             value = self._model.compute_loss(x, y, y_pred, sample_weight, training)
         if not tf.is_tensor(value) or value.shape.rank or not value.dtype.is_floating:
-            raise ValueError(
-                f"{self.name} returned {value!r}; it must return a floating-point scalar, the loss of the batch."
-            )
+            raise ValueError(f"{self.name} returned {value!r}; it must return a floating-point scalar.")
         return tf.cast(value, tf.float32)
 
 

@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters import fingerprint
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.checkpoint.files import Json
@@ -170,7 +169,7 @@ def differences(saved: object, now: object, path: str = "", words: str = "{} was
     if path.endswith(".code") and str(saved).split()[-1] != str(now).split()[-1]:
         return []  # of another version of Python, whose bytecode says nothing
     before, after = (value if isinstance(value, str) else repr(value) for value in (saved, now))
-    return [] if fingerprint.agree(saved, now) else [f"{path}: {words.format(before, after)}"]
+    return [] if saved == now else [f"{path}: {words.format(before, after)}"]
 
 
 def other_product(saved: Json, now: Mapping[str, int], wanted: int | None) -> str:

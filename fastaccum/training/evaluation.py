@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import arguments
 from fastaccum.adapters.callbacks import Callbacks, require
 from fastaccum.adapters.models import Model
 from fastaccum.data import source
@@ -88,25 +87,17 @@ def _row_shapes(sample: Batch) -> object:
     return tf.nest.map_structure(lambda spec: tuple(spec.shape[1:]), (sample.x, sample.y))
 
 
-def predict(
-    model: Model,
-    x: object,
-    *,
-    batch_size: int | None,
-    verbose: int | str,
-    steps: int | None,
-    callbacks: arguments.CallbacksArgument,
-) -> Any:
+def predict(model: Model, x: object, **options: Any) -> Any:
     """Returns Keras's predictions; raises ValueError for data that the model cannot be called with."""
-    for name, value in (("batch_size", batch_size), ("steps", steps)):
-        if value is not None:
-            checks.whole_number(name, value)
-    require(callbacks, verbose, model.callback_kind)
+    for name in ("batch_size", "steps"):
+        if options[name] is not None:
+            checks.whole_number(name, options[name])
+    require(options["callbacks"], options["verbose"], model.callback_kind)
     if model.preprocess is None:
         source.require_predictable(x, model.may_take_text)
     try:
         with checks.naming(f"x ({type(x).__name__})", AttributeError):
-            return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+            return model.predict(x, **options)
     except (tf.errors.InvalidArgumentError, StopIteration) as error:
         why = str(error) or "it yields nothing"
         raise ValueError(f"The model cannot be called with x ({type(x).__name__}): {why}") from error

@@ -174,22 +174,12 @@ class Fit:
         count = 1 if recipe.replicas is None else recipe.replicas.count
         split = {"gradient_accumulation_steps": options.gradient_accumulation_steps, "replicas": count}
         cut: state.Json = {**stacks.cut, **split}
-        fingerprint = self._builder.fingerprint
+        fingerprint, changes = self._builder.fingerprint, self._builder.fingerprint.changes
         options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)  # what "auto" chose
         describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)
-        return Training(
-            model.model,
-            variables,
-            fingerprint.changes.begin(describe),
-            cut,
-            [*model.split_sensitive_layers, *self._builder.split_sensitive],
-            model.unsaved_draws,
-            stacks,
-            hooks,
-            step.running.savable,
-            fingerprint.changes.end,
-            recipe.replicas,
-        )
+        sensitive = [*model.split_sensitive_layers, *self._builder.split_sensitive]
+        described = model.model, variables, changes.begin(describe), cut, sensitive, model.unsaved_draws
+        return Training(*described, stacks, hooks, step.running.savable, changes.end, recipe.replicas)
 
 
 def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, float]:

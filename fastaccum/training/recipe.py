@@ -1,19 +1,24 @@
-"""A model and what trains it, as a Trainer was given them."""
+"""A model and what trains it, as a Trainer was given them; and what workers and a resumed training must share."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastaccum.adapters import arguments, models, optimizers, own_loss
+import tensorflow as tf
+
+from fastaccum.adapters import arguments, fingerprint, models, optimizers, own_loss
+from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.checkpoint import state
 from fastaccum.data import source
 from fastaccum.data.arrays import ArraySource
 from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.stacks import Batch
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.step.options import Options
@@ -21,44 +26,24 @@ from fastaccum.step.options import Options
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model and what trains it.
-
-    Attributes:
-        given: "loss" and "loss_weights", as they were passed or compiled.
-        replicas: those of the model's strategy; None for one device.
-    """
+    """A model and what trains it."""
 
     model: Model
     optimizer: Optimizer
     losses: Losses
     metrics: Metrics
-    given: Mapping[str, object]
-    replicas: Replicas | None
+    given: Mapping[str, object]  # "loss" and "loss_weights", as they were passed or compiled
+    replicas: Replicas | None  # of the model's strategy
 
     @classmethod
-    def build(
-        cls,
-        model: arguments.KerasModel,
-        optimizer: arguments.KerasOptimizer | str,
-        loss: arguments.LossArgument,
-        metrics: arguments.MetricsArgument,
-        loss_weights: arguments.WeightsArgument,
-        weighted_metrics: arguments.MetricsArgument,
-    ) -> Recipe:
-        """Checks the arguments of `Trainer` and completes them by what the model was compiled with."""
+    def build(cls, model: arguments.KerasModel, optimizer: arguments.KerasOptimizer | str, **compiled: Any) -> Recipe:
+        """Checks arguments of `Trainer` and completes those of `compile` by what the model was compiled with."""
         adapted = models.get(model)
         own_loss.require_plain_steps(adapted)
-        loss, loss_weights, metrics, weighted_metrics = own_loss.with_compiled_defaults(
-            adapted, loss, loss_weights, metrics, weighted_metrics
-        )
-        found = cls(
-            adapted,
-            optimizers.get(optimizer, adapted.keras_module.optimizers),
-            Losses(loss, loss_weights),
-            Metrics(metrics, weighted_metrics),
-            {"loss": loss, "loss_weights": loss_weights},
-            replicas.replicas_for(adapted),
-        )
+        metrics = own_loss.with_compiled_defaults(adapted, compiled)
+        losses = {name: metrics.pop(name) for name in ("loss", "loss_weights")}
+        trains = optimizers.get(optimizer, adapted.keras_module.optimizers)
+        found = cls(adapted, trains, Losses(**losses), Metrics(**metrics), losses, replicas.replicas_for(adapted))
         if found.replicas is not None:
             found.replicas.require_optimizer(found.optimizer)
         return found
@@ -75,13 +60,63 @@ class Recipe:
         self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any
     ) -> ArraySource | DatasetSource:
         """Makes the source of data as `fit` takes them; `arguments` are those of `make_data_source`."""
-        return source.make_data_source(
-            x,
-            y,
-            sample_weight,
-            preprocess=self.model.preprocess,
-            sparse_labels=sparse_labels(self.given["loss"]),
-            needs_targets=self.needs_targets,
-            text=self.takes_text(options),
-            **arguments,
+        arguments |= {"preprocess": self.model.preprocess, "sparse_labels": sparse_labels(self.given["loss"])}
+        arguments |= {"needs_targets": self.needs_targets, "text": self.takes_text(options)}
+        return source.make_data_source(x, y, sample_weight, **arguments)
+
+
+class RunFingerprint:
+    """Describes a run as plain values, and compares the description with those of the other workers."""
+
+    def __init__(self, recipe: Recipe):
+        self._recipe, self._replicas = recipe, recipe.replicas
+        metrics = dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True))
+        self._given = {**recipe.given, **metrics}
+        self.changes = state.ChangesOfTraining()
+
+    def require_alike(self, call: str, **description: object) -> None:
+        """Raises WorkersDifferError on every worker if the workers are in other calls, or describe them differently."""
+        if self._replicas is not None:
+            self._replicas.require_alike(call, **description)
+
+    def require_one_program(self, options: Options, sample: Batch) -> None:
+        """Raises WorkersDifferError if the workers' programs would differ.
+
+        Workers whose variables differ in number would not come through the build.
+        """
+        if self._replicas is None or self._replicas.workers == 1:
+            return
+        variables = {"model": self._recipe.model.variables, "optimizer": [], "loss_scale": [], "step": []}
+        description = self.describe(variables, options, sample, {})
+        others = {name: getattr(options, name) for name in options.names(must_agree=False)}
+        self.require_alike("the first step", versions=state.versions(), **description, options=others)
+
+    def describe(
+        self, variables: Mapping[str, Sequence[Variable]], options: Options, sample: Batch, plan: Mapping[str, object]
+    ) -> state.Json:
+        """Describes the model, its losses and metrics, the optimizer, the options and the data as plain values."""
+        model, optimizer, named = self._recipe.model, self._recipe.optimizer, state.name_variables(variables)
+        specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
+            group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
+            for group, own in named.items()
+        }
+        known, layers = [*model.layers, optimizer.optimizer], dict[str, object]()
+        for layer in model.layers:
+            layers[state.free_name(layer.name, layers)] = fingerprint.describe(layer, known)
+        rules = {id(raw(v)): optimizer.describe_rules(v) for v in model.trainable_variables}
+        trained = {name: rules[id(v)] for name, v in named["model"].items() if id(v) in rules}
+        backend = model.keras_module.backend
+        compared = {name: getattr(options, name) for name in options.names(must_agree=True)}
+        loss_scale = fingerprint.describe(compared.pop("loss_scale"))  # which has variables, too
+        compared |= {name: getattr(backend, name)() for name in ("epsilon", "floatx", "image_data_format")}
+        data = [f"{spec.dtype.name}{spec.shape.as_list()[1:]}" for spec in tf.nest.flatten(sample)]
+        return state.plain(
+            {
+                "model": {"layers": layers, "variables": specs["model"], "trained": trained},
+                "loss": fingerprint.describe(self._given, known),
+                "optimizer": {**optimizer.description, "variables": specs["optimizer"]},
+                "loss_scale": {**loss_scale, "variables": specs["loss_scale"]},
+                "metrics": {"variables": specs["step"]},
+                "batch plan": {**compared, "data": data, **plan},
+            }
         )

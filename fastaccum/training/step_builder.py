@@ -26,29 +26,21 @@ from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
 from fastaccum.step.step import Step
 from fastaccum.step.tracing import without_collection
-from fastaccum.training.recipe import Recipe
-from fastaccum.training.run_fingerprint import RunFingerprint
+from fastaccum.training.recipe import Recipe, RunFingerprint
 
 _FITTING = "fastaccum_fitting"  # an attribute of a model while a `fit` trains it
 
 
 class StepBuilder:
-    """Builds the step of a model once, and chooses the layout of its stacks.
-
-    Attributes:
-        recipe: the model and what trains it.
-        fingerprint: compares runs of the recipe.
-        step: the step; None before the first `get_or_build`.
-        sample: specs of the micro-batch that the step was built for.
-        split_sensitive: what the model's own loss computes otherwise if an update is split otherwise, by name.
-    """
+    """Builds the step of a model once, and chooses the layout of its stacks."""
 
     def __init__(self, recipe: Recipe):
         self.recipe, self._model = recipe, recipe.model
         self.fingerprint = RunFingerprint(recipe)
         self._compilation: tuple[Any, Any] = None, None
-        self.step: Step | None = None
-        self.sample: Batch | None = None
+        self.step: Step | None = None  # before the first `get_or_build`
+        self.sample: Batch | None = None  # specs of the micro-batch that the step was built for
+        # What the model's own loss computes otherwise if an update is split otherwise, by name.
         self.split_sensitive: list[str] = []
         self._moving: list[str] = []
         self._recomputed: list[Interceptor] = []
@@ -56,11 +48,10 @@ class StepBuilder:
     @graph_scoped_gradients()
     @without_collection()
     def get_or_build(self, sample: Batch, options: Options) -> Step:
-        """Returns the step; builds it, and the model, from the specs of the first micro-batch.
+        """Returns the step, built with the model from the specs of the first micro-batch.
 
-        Raises:
-            ValueError: raised if there is nothing to train or no loss, or if the model, its `trainable` attributes or
-                its targets are no longer those that the step was built for.
+        A ValueError is raised if there is nothing to train or no loss, or if the model, its `trainable` attributes or
+        its targets are no longer those that the step was built for.
         """
         self._model.require_inputs(sample.x)
         if self.step is None:
@@ -156,10 +147,7 @@ class StepBuilder:
             )
 
     def training_layout(self, options: Options) -> Layout:
-        """Returns the layout of train steps' stacks.
-
-        The model must have been called: whether its rows are coupled is not known before.
-        """
+        """Returns the layout of train steps' stacks; a model must have been called to know if its rows are coupled."""
         own = not self.recipe.needs_targets or self.recipe.losses.mixing
         exact = self._model.couples_rows or bool(own) or self.recipe.metrics.need_exact_rows
         return self._layout(options.gradient_accumulation_steps, options.steps_per_execution, exact)
