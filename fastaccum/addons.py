@@ -133,9 +133,7 @@ def _refuse(library: Any) -> NoReturn:
 
 
 def _follow_weights(swa: Any) -> None:
-    """Makes the averages of SWA follow the weights until `start_averaging`, as those of MovingAverage do. They would be
-    0, and so would be the weights that are evaluated with averages swapped in.
-    """
+    """Makes the averages of SWA follow the weights until `start_averaging`, as MovingAverage's do: they would be 0."""
     average_op = vars(swa)["average_op"]
 
     def following(self: Any, var: Any, average_var: Any, local_apply_state: Any) -> Any:

@@ -55,9 +55,7 @@ class ContextLimit(keras.layers.Layer):
     def call(self, ids_BT: tf.Tensor) -> tf.Tensor:
         time = ids_BT.shape[1]
         if time is not None and time > self.context:
-            raise ValueError(
-                f"ids with {time} positions do not fit context={self.context}: cut them, or use a larger one."
-            )
+            raise ValueError(f"{time} positions do not fit context={self.context}: cut the ids, or use a larger one.")
         return ids_BT
 
     def compute_output_shape(self, ids_shape: Shape) -> Shape:
@@ -105,10 +103,9 @@ class _AttentionLayer(keras.layers.Layer):
 
 @_register
 class CausalSelfAttention(_AttentionLayer):
-    """Multi-head causal self-attention: `[B, T, D] -> [B, T, D]`.
+    """Multi-head causal self-attention: `[B, T, D] -> [B, T, D]`, by `fastaccum.kernels.attention`.
 
-    `softmax(q k^T / sqrt(K) + mask) v` for each head, where `mask` hides every later position: see
-    `fastaccum.kernels.attention`. Queries, keys and values come from one fused projection.
+    Queries, keys and values come from one fused projection.
 
     Args:
         heads: heads of queries; must divide the width.
@@ -143,9 +140,7 @@ class CausalSelfAttention(_AttentionLayer):
 class TransformerBlock(_AttentionLayer):
     """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T, D]`.
 
-    The MLP is `gelu(x W_1) W_2` with four times the width inside.
-
-    Arguments are those of `CausalSelfAttention`; `residual_scale` is for both projections onto the residual.
+    The MLP is `gelu(x W_1) W_2`, four times as wide inside. Arguments are those of `CausalSelfAttention`.
     """
 
     def build(self, x_shape: Shape) -> None:
@@ -218,9 +213,7 @@ def gpt(
     object_name(name)
     chosen = dict(_DEFAULTS if preset is None else _DEFAULTS | PRESETS[one_of("preset", preset, tuple(PRESETS))])
     if isinstance(vocabulary_size, str) and vocabulary_size in PRESETS:
-        raise ValueError(
-            f"vocabulary_size={vocabulary_size!r} must be a number: did you mean preset={vocabulary_size!r}?"
-        )
+        raise ValueError(f"vocabulary_size={vocabulary_size!r} is a preset: did you mean preset={vocabulary_size!r}?")
     given = (vocabulary_size, context, width, layers, heads, tied, stacked)
     chosen |= {name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None}
     tied, stacked = (true_or_false(name, chosen.pop(name)) for name in ("tied", "stacked"))

@@ -23,17 +23,11 @@ _WORTH = 0.8
 
 
 class Segment(NamedTuple):
-    """Nodes of a functional graph that are called one after the other.
-
-    Attributes:
-        nodes: Keras's, in the order in which they are called.
-        inputs: KerasTensors that others give and these nodes take; `outputs`, that these give and others take.
-        recomputed: whether it is to be computed again.
-    """
+    """Nodes of a functional graph that are called one after the other."""
 
     nodes: list[Any]
-    inputs: list[keras.KerasTensor]
-    outputs: list[keras.KerasTensor]
+    inputs: list[keras.KerasTensor]  # that other nodes give
+    outputs: list[keras.KerasTensor]  # that other nodes take
     recomputed: bool
 
     @property
@@ -58,10 +52,9 @@ class Block(NamedTuple):
 
 
 def find(model: keras.Model) -> list[Block]:
-    """Finds the blocks of a model, outermost layers first; none where nothing repeats and no graph is worth a cut.
+    """Finds the blocks of a model: layers of one class side by side, unless most of each is in blocks of its own.
 
-    Layers of one class side by side are blocks, unless most of each is in blocks of its own. A functional or Sequential
-    model whose blocks hold less than that is cut into segments itself.
+    A functional or Sequential model whose blocks hold less than that is cut into segments itself, if that is worth it.
     """
     found = _search(model, {}, root=model)
     graph = graph_of(model)
@@ -246,12 +239,10 @@ def _size(t: keras.KerasTensor) -> float:
 def _inside(node: Any) -> float:
     """Estimates the bytes that a node's gradient reads: an output for each layer within, and attention's scores."""
     layer, out = node.operation, sum(map(_size, node.outputs))
-    graph = graph_of(layer) if isinstance(layer, keras.layers.Layer) else None
-    if graph is not None:
+    if not isinstance(layer, keras.layers.Layer):
+        return out
+    if (graph := graph_of(layer)) is not None:
         return sum(map(_inside, _ordered(graph)[0]))
-    parts = layer._flatten_layers() if isinstance(layer, keras.layers.Layer) else [layer]
-    scores = 0.0
-    heads = getattr(layer, "num_heads", getattr(layer, "num_query_heads", None))
-    if heads and isinstance(layer, keras.layers.Layer) and len(node.outputs[0].shape) == 3:
-        scores = 3.0 * heads * (node.outputs[0].shape[1] or _LENGTH) ** 2 * 4
-    return out * len(list(parts)) + scores
+    shape, heads = node.outputs[0].shape, getattr(layer, "num_heads", getattr(layer, "num_query_heads", None))
+    scores = 3.0 * heads * (shape[1] or _LENGTH) ** 2 * 4 if heads and len(shape) == 3 else 0.0
+    return out * len(list(layer._flatten_layers())) + scores

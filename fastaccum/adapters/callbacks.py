@@ -113,10 +113,10 @@ class Callbacks:
     def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
         """Returns the batch-begin and batch-end hooks; logs are made only if a callback asks for them."""
         name = f"on_{kind}_batch_end"
-        others = [c for c in self.list.callbacks if not _is(c, "ProgbarLogger")]
+        bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
+        others = [c for c in self.list.callbacks if c not in bars]
         begins = [_hook(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
         ends = [(c, _hook(c, name)) for c in others if _overrides(c, kind, "end")]
-        bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
 
         def begin(batch: int) -> None:
             if batch == 0:
@@ -181,15 +181,12 @@ def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int
 def _overrides(callback: keras.callbacks.Callback, kind: Kind, when: Literal["begin", "end"]) -> bool:
     names = [f"on_{kind}_batch_{when}", *([f"on_batch_{when}"] if kind == "train" else [])]
     # LambdaCallback and its like set hooks on the instance, as plain functions.
-    return any(
-        getattr(getattr(callback, name, None), "__func__", None) is not getattr(keras.callbacks.Callback, name)
-        for name in names
-    )
+    hooks = {name: getattr(getattr(callback, name, None), "__func__", None) for name in names}
+    return any(hook is not getattr(keras.callbacks.Callback, name) for name, hook in hooks.items())
 
 
 def _records(callback: keras.callbacks.Callback) -> bool:
     """Returns False for a TensorBoard in a step that it neither records nor profiles: it would read all logs."""
-    if not _is(callback, "TensorBoard"):
+    if not _is(callback, "TensorBoard") or callback._is_tracing:
         return True
-    every = callback.update_freq
-    return callback._is_tracing or (every != "epoch" and callback._global_train_batch % every == 0)
+    return callback.update_freq != "epoch" and callback._global_train_batch % callback.update_freq == 0

@@ -101,10 +101,8 @@ class LinearCrossEntropy(keras.losses.Loss):
         """Returns the losses from logits [..., V], for Keras's own `evaluate`, where the head is not left out."""
         labels = _labels(y_true, y_pred)
         if not y_pred.shape[-1] or not labels.shape.is_compatible_with(y_pred.shape[:-1]):
-            raise ValueError(
-                f"y_true of class indices {labels.shape} does not fit y_pred {y_pred.shape}: they must be [...], and "
-                "logits [..., classes]."
-            )
+            shapes = f"y_true of class indices {labels.shape} does not fit logits y_pred {y_pred.shape}"
+            raise ValueError(f"{shapes}: they must be [...] and [..., classes].")
         losses = cross_entropy_from_logits(y_pred, labels, **self.options)
         return _masked(losses, labels, self.options["ignore_index"])
 
@@ -274,6 +272,5 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
         logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)
         if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):
             raise ValueError(
-                f"{what} does not return `x @ kernel + bias`, which LinearCrossEntropy computes in its place. Use "
-                f"{KERAS_LOSS}."
+                f"{what} does not return `x @ kernel + bias`, as LinearCrossEntropy does: use {KERAS_LOSS}."
             )

@@ -6,7 +6,7 @@ The loss is the mean of what the model's `hf_compute_loss` makes of labels and l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,41 +38,27 @@ def count_means(model: keras.Model) -> int:
     return 2 if _MEANS_OF_TOKENS.get(_loss_class(model)) is _pretraining else 1
 
 
-def find_tables(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
-    """Lists the layers that look up ids in a table without an Embedding, as BERT's do, with the rows of the table."""
-    own = [layer for layer in layers if type(layer).__name__.endswith("Embeddings") and hasattr(layer, "weight")]
-    return [(each, each.weight.shape[0]) for each in own if "input_ids" in _arguments(each)]
-
-
 def list_label_names(model: keras.Model) -> list[str]:
     """Names the arguments of a model's call that take labels."""
     extra = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
-    return [name for name in _arguments(model) if "label" in name or name in extra]
+    return [name for name in list_arguments(model) if "label" in name or name in extra]
 
 
 def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
     """Returns the inputs with the labels of `y`, merged as the model's `train_step` does where it has no other loss."""
     if y is None:
         return x
-    arguments, labels, outputs = _arguments(model), list_label_names(model), model.get_label_to_output_name_mapping()
+    arguments, labels = list_arguments(model), list_label_names(model)
     x = dict(x) if isinstance(x, Mapping) else {arguments[0]: x}
     if isinstance(y, (list, tuple)) and len(y) == 1:
         (y,) = y
     if not isinstance(y, Mapping):
         if len(labels) != 1 or isinstance(y, (list, tuple)):
-            raise ValueError(
-                f"y is no dict, and {type(model).__name__} takes the labels {labels}: pass y as a dict of them, or put "
-                "them among the inputs."
-            )
+            raise ValueError(f"{type(model).__name__} takes the labels {labels}: pass y as a dict of them.")
         return {labels[0]: y, **x}
-    argument_of = {output: label for label, output in outputs.items()}
+    argument_of = {output: label for label, output in model.get_label_to_output_name_mapping().items()}
     named = {name if name in arguments else argument_of.get(name): value for name, value in y.items()}
     return {**{name: value for name, value in named.items() if name in arguments}, **x}
-
-
-def list_call_options(model: keras.Model) -> dict[str, bool]:
-    """Returns further arguments of the call that make a model return its loss, as CLIP's does not by labels."""
-    return {"return_loss": True} if "return_loss" in _arguments(model) else {}
 
 
 def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nest]:
@@ -165,8 +151,9 @@ def _loss_class(model: keras.Model) -> str:
     return method.__qualname__.removesuffix(".hf_compute_loss") if of_theirs else ""
 
 
-def _arguments(model: keras.Model) -> list[str]:
-    return list(inspect.signature(type(model).call).parameters)[1:]
+def list_arguments(layer: keras.layers.Layer) -> list[str]:
+    """Names the arguments of a layer's call."""
+    return list(inspect.signature(type(layer).call).parameters)[1:]
 
 
 def _rows(loss: tf.Tensor, rows: int, valid: tf.Tensor | None) -> Observed:

@@ -1,9 +1,7 @@
 """Replaces methods of single layers; the role of each replacement says what wraps what.
 
-To make a layer compute in another way, register an `Interceptor(layer, method, replacement, role)`. The replacement is
-called as `replacement(call, *args, **kwargs)` where `call` is what it wraps; it may return `call(*args, **kwargs)`. The
-role alone says what wraps what, in whichever order interceptors are registered, so that no interceptor has to know of
-another one. For example, another form of all attention layers, within which a step is traced:
+To make a layer compute in another way, register an `Interceptor`. The role alone says what wraps what, in whichever
+order interceptors are registered. For example, another form of all attention layers, within which a step is traced:
 
     def attend(call, query, value, **options):
         return call(query, value, **options) if options else fused(query, value)
@@ -22,7 +20,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import keras
@@ -43,15 +41,10 @@ class Role(enum.IntEnum):
 
 
 class Interceptor(NamedTuple):
-    """A layer's method and its replacement.
+    """A layer's method and its replacement, which is called with what it wraps, then with the method's arguments.
 
-    Attributes:
-        layer: a layer of Keras 3 or tf_keras.
-        method: the method's name.
-        replacement: called with what it wraps, then with the method's arguments.
-        role: says what wraps what.
-        owner: a base class of the layer's whose method is replaced, so that `super()` in the layer's class reaches the
-            replacement; None replaces the layer's own method.
+    The method is the layer's own, or that of a base class, its `owner`, so that `super()` in the layer's class reaches
+    the replacement.
     """
 
     layer: keras.layers.Layer
@@ -64,15 +57,11 @@ class Interceptor(NamedTuple):
 @contextmanager
 def intercepting(interceptors: Iterable[Interceptor]) -> Iterator[None]:
     """Registers interceptors inside the block, and removes them on exit."""
-    done = []
-    try:
+    with ExitStack() as installed_ones:
         for each in interceptors:
             install(each)
-            done.append(each)
+            installed_ones.callback(remove, each)
         yield
-    finally:
-        for each in reversed(done):
-            remove(each)
 
 
 def install(interceptor: Interceptor) -> None:

@@ -32,18 +32,13 @@ Node: TypeAlias = "tf.compat.v1.NodeDef"
 
 
 class Work(NamedTuple):
-    """The work of a forward pass, counted.
+    """The work of a forward pass, counted."""
 
-    Attributes:
-        convolved: multiply-adds of its convolutions, for a row; in a depthwise one each channel counts with all, as
-            XLA:CPU computes the gradient. Less than 0 for those that TensorFlow has no kernel for on a CPU.
-        computed: elements of all results, for a row.
-        operations: operations, however many rows there are.
-    """
-
+    # Multiply-adds of convolutions, for a row; in a depthwise one each channel counts with all, as XLA:CPU computes the
+    # gradient. Less than 0 for those that TensorFlow has no kernel for on a CPU.
     convolved: float = 0.0
-    computed: float = 0.0
-    operations: float = 0.0
+    computed: float = 0.0  # elements of all results, for a row
+    operations: float = 0.0  # however many rows there are
 
 
 def is_faster_compiled(work: Work, parameters: int) -> bool:

@@ -35,12 +35,10 @@ class Model:
 
     def __init__(self, model: keras.Model):
         self.model = model
-        # How the losses that a forward pass adds count: a scalar as the rows' mean, one per row as a sum, as in
-        # Keras. Known once the model has been called.
+        # Known once the model has been called: how the losses that a forward pass adds count, the variables that it
+        # assigns, and whether its result for a row depends on others.
         self.added_reductions: list[str] = []
-        # Known then too: the variables, Keras's and others, that a forward pass assigns.
         self._assigned: list[Variable] = []
-        # And whether the result of it for a row depends on the others.
         self.mixes_rows = False
         self.row_counter: str | None = None  # an operation by which the number of rows reaches what it returns
         self._work: jit_choice.Work | None = None
@@ -284,19 +282,16 @@ class Model:
                 traced, self.mixes_rows = traces.trace(call, x, rows=None), True
             if training:
                 self._work = jit_choice.count(traced)
-                self.unsaved_draws = traces.list_unseeded_draws(traced.graph)
+                operations = traced.graph.get_operations()
+                self.unsaved_draws = [operation.name for operation in operations if operation.type in traces.UNSEEDED]
             written = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
             self._assigned = list({id(v): v for v in written}.values())
-            self.added_reductions = sorted(
-                {*self.added_reductions, *map(added_losses.get_reduction, self._added_losses())}
-            )
+            added = map(added_losses.get_reduction, self._added_losses())
+            self.added_reductions = sorted({*self.added_reductions, *added})
         return traced.structured_outputs
 
     def work(self, x: Nest) -> jit_choice.Work:
-        """Counts what a call computes on a row of `x`, in the trace of `symbolic_call`, or in one of its own.
-
-        A model is not traced for it if none of its layers convolve.
-        """
+        """Counts what a call computes on a row of `x`; a model is not traced for it if none of its layers convolve."""
         if self._work is None and any("Conv" in type(layer).__name__ for layer in self.layers):
             call = functools.partial(self.__call__, training=True)
             with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):  # the step says it better

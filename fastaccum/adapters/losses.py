@@ -115,10 +115,7 @@ class Losses:
         for k, o in enumerate(self.outputs):
             if isinstance(o.loss, LinearCrossEntropy):
                 if with_loss.count(o.position) > 1:
-                    raise ValueError(
-                        f"Output {o.name!r} has another loss beside LinearCrossEntropy, which never computes the "
-                        f"logits: use {KERAS_LOSS}."
-                    )
+                    raise ValueError(f"Output {o.name!r} has a loss beside LinearCrossEntropy: use {KERAS_LOSS}.")
                 self.outputs[k] = o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
         return self._with_heads
 
@@ -163,10 +160,8 @@ class Losses:
         largest = max(class_weight or (), default=-1)
         for o in self.outputs:
             if o.classes is not None and largest >= o.classes:
-                raise ValueError(
-                    f"class_weight={class_weight} names class {largest}, but output {o.name!r} has {o.classes} "
-                    f"classes, from 0 to {o.classes - 1}."
-                )
+                classes = f"{o.classes} classes, from 0 to {o.classes - 1}"
+                raise ValueError(f"class_weight={class_weight} names class {largest}, but {o.name!r} has {classes}.")
 
     def class_indices(self, y_true: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the labels of the outputs whose `classes` are set, from targets by output; ignored labels are 0."""
@@ -325,13 +320,10 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         tensor = tf.squeeze(tensor, -1)
     while tensor.shape.rank < values.shape.rank:
         tensor = tf.expand_dims(tensor, -1)
-    fits = tensor.shape.rank == values.shape.rank and all(
-        a in (1, b) for a, b in zip(tensor.shape, values.shape, strict=True)
-    )
-    if not fits:
+    pairs = zip(tensor.shape, values.shape, strict=False)
+    if tensor.shape.rank != values.shape.rank or not all(a in (1, b) for a, b in pairs):
         raise ValueError(
-            f"A {what} of shape {original} does not fit losses of shape {values.shape}: it must match them, "
-            "from the first axis on."
+            f"A {what} of shape {original} does not fit losses of shape {values.shape}, from the first axis."
         )
     return tensor
 

@@ -77,12 +77,10 @@ class Metrics:
             [(i, metric) for i, metrics in enumerate(by_output) if metrics for metric in metrics.metrics]
             for by_output in (self.compiled._flat_metrics, self.compiled._flat_weighted_metrics)
         )
-        placed = self._placed
-        for metric in (metrics := [metric for _, metric in placed]):
-            if sum(metric is each for each in metrics) > 1:
-                raise ValueError(f"The metric {metric.name!r} is given twice, and would count rows twice: pass two.")
         self._axes = {}
-        for i, metric in placed:
+        for i, metric in self._placed:
+            if sum(metric is each for _, each in self._placed) > 1:
+                raise ValueError(f"The metric {metric.name!r} is given twice, and would count rows twice: pass two.")
             y = targets[i], outputs.specs[i]
             specs = [tf.TensorSpec([n or a + 2 for a, n in enumerate(t.shape)], t.dtype) for t in y]
             if isinstance(metric, _TFKerasMetric):
@@ -192,10 +190,8 @@ class Metrics:
         names = [name for name in returned if name not in known]
         for name in names:
             if len(getattr(returned[name], "shape", ())):
-                raise ValueError(
-                    f"compute_metrics returned {name!r} of shape {tuple(returned[name].shape)}: each value must be a "
-                    "scalar. Return one for each number."
-                )
+                shape = tuple(returned[name].shape)
+                raise ValueError(f"compute_metrics returned {name!r} of shape {shape}: return scalars.")
         self._returned[training] = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
 
     def keep(self, returned: Mapping[str, tf.Tensor], training: bool) -> None:
@@ -257,7 +253,7 @@ class _TFKerasMetric(keras.metrics.Metric):
 
 
 class Values(NamedTuple):
-    """Values of a metric, one for each token, as a function of scores; `of_ranks` if it takes the labels' ranks."""
+    """Values of a metric, one for each token, as a function of scores."""
 
     compute: Callable[[ScoredLabels], tf.Tensor]
     of_ranks: bool = False

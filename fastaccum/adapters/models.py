@@ -111,7 +111,10 @@ class PretrainedModel(TFKerasModel):
 
     @property
     def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
-        return [*super().lookups, *huggingface.find_tables(self.layers)]
+        # BERT's and others look up ids in a table without an Embedding.
+        own = [each for each in self.layers if type(each).__name__.endswith("Embeddings") and hasattr(each, "weight")]
+        tables = [(each, each.weight.shape[0]) for each in own if "input_ids" in huggingface.list_arguments(each)]
+        return [*super().lookups, *tables]
 
     @property
     def returned_losses(self) -> int:
@@ -122,7 +125,8 @@ class PretrainedModel(TFKerasModel):
     ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
         inputs = huggingface.merge_labels(self.model, x, y)
         with huggingface.observe_losses(self.model, valid) as seen:
-            outputs = self.model(inputs, training=training, **huggingface.list_call_options(self.model))
+            asks = "return_loss" in huggingface.list_arguments(self.model)  # as CLIP, which takes no labels
+            outputs = self.model(inputs, training=training, **({"return_loss": True} if asks else {}))
         rows = tf.nest.flatten(x)[0].shape[0]
         return outputs, [tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)]
 

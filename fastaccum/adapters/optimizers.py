@@ -23,10 +23,7 @@ Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
 
 
 def get(optimizer: keras.optimizers.Optimizer, named: types.ModuleType = keras.optimizers) -> Optimizer:
-    """Returns the adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for a name in `named`.
-
-    Raises ValueError for an unknown name, or an optimizer that accumulates gradients or scales the loss itself.
-    """
+    """Returns the adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for a name in `named`."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
@@ -62,18 +59,14 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
     )
 
 
-def _is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
-    """Tells if a class of the user's own, not of a known package, defines the method."""
-    defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
-    return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
-
-
 def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
     own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
     rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     scale = getattr(optimizer, "loss_scale_factor", None)
+    defined = {n: next((c for c in type(optimizer).__mro__ if n in vars(c)), keras.Optimizer) for n in _UNCALLED}
+    packages = "keras", "tf_keras", "tensorflow_addons", "transformers"
     step_does = "which is the train step's work: make it without, and pass Trainer"
     if isinstance(rate, (keras.Variable, tf.Variable)):
         rate = float(raw(rate).numpy())
@@ -85,7 +78,7 @@ def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
     elif "tensorflow_addons.MultiOptimizer" in own:
         problem = "has an optimizer for each of some layers: use keras.optimizers.MultiOptimizer, or one optimizer"
-    elif uncalled := [name for name in _UNCALLED if _is_users(optimizer, name)]:
+    elif uncalled := [name for name, kind in defined.items() if package(kind) not in packages]:
         problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
     elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
         problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
@@ -165,11 +158,8 @@ class Optimizer:
 
         The update is selected, not branched: XLA fuses a select into the update, where `tf.cond` costs a host sync on
         a GPU. Under tf.distribute, pass reduced gradients where nothing reduces them again: to Keras 3's optimizers
-        outside the strategy's scope and `run`, to legacy and tensorflow-addons' ones in `run`.
-
-        Args:
-            gradients: one for each variable, or None to leave the variable alone.
-            looked_up: bool [rows] for each table that was looked up alone, where `needs_lookups`; else None.
+        outside the strategy's scope and `run`, to legacy and tensorflow-addons' ones in `run`. Where `needs_lookups`,
+        `looked_up` has bool [rows] for each table that was looked up alone.
         """
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:

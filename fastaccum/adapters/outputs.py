@@ -102,9 +102,7 @@ class Outputs:
             parts = [(value[name], branch) for name, branch in branches if name in value]
         elif not isinstance(value, (list, tuple)):
             if len(leaves) > 1 and not repeat:
-                raise ValueError(
-                    f"{what} is one value, but the model has {len(leaves)} outputs {names}: pass a list or dict."
-                )
+                raise ValueError(f"{what} is one value, but the outputs are {names}: pass a list or dict.")
             yield from ((i, value) for i in leaves)
             return
         elif isinstance(tree, int) and several:

@@ -87,7 +87,10 @@ def changes() -> int:
 
 def installed(model: keras.Model) -> list[Interceptor]:
     """Returns what `remat` has put into a model: the same objects until `remat` changes the model again."""
-    return [each for layer in _with_graphs(model) for each in interceptors.installed(layer, Role.RECOMPUTE)]
+    layers = list(model._flatten_layers())
+    graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]  # also in Sequential models
+    distinct = {id(layer): layer for layer in [*layers, *graphs]}.values()
+    return [each for layer in distinct for each in interceptors.installed(layer, Role.RECOMPUTE)]
 
 
 def _replace(model: keras.Model, replacing: list[Interceptor]) -> None:
@@ -129,26 +132,16 @@ def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.
     return [by_name[name] for name in layer_names]
 
 
-def _with_graphs(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns every layer, and the functional models in Sequential ones."""
-    layers = list(model._flatten_layers())
-    graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]
-    return list({id(layer): layer for layer in [*layers, *graphs]}.values())
-
-
 def _interceptor(block: Block, policy: Policy) -> Interceptor:
     layer, segments = block
-    if segments is None:
-        return Interceptor(layer, "call", functools.partial(_recompute, layer, policy), Role.RECOMPUTE)
-    walk = functools.partial(_walk, layer, segments, policy)
-    return Interceptor(layer, "_run_through_graph", walk, Role.RECOMPUTE)
+    if segments is not None:
+        walk = functools.partial(_walk, layer, segments, policy)
+        return Interceptor(layer, "_run_through_graph", walk, Role.RECOMPUTE)
 
+    def recompute(call: Callable, *args: object, **kwargs: object) -> Nest:
+        return recomputed(lambda a, k: call(*a, **k), args, kwargs, policy=policy, layers=layer._flatten_layers())
 
-def _recompute(layer: keras.layers.Layer, policy: Policy, call: Callable, *args: object, **kwargs: object) -> Nest:
-    def run(args, kwargs):
-        return call(*args, **kwargs)
-
-    return recomputed(run, args, kwargs, policy=policy, layers=layer._flatten_layers())
+    return Interceptor(layer, "call", recompute, Role.RECOMPUTE)
 
 
 def _walk(

@@ -1,8 +1,7 @@
-"""`keras.saving.load_model` finds the layers of fastaccum after `import fastaccum` alone, which imports no Keras.
+"""Lets `keras.saving.load_model` find the layers of fastaccum after `import fastaccum` alone, which imports no Keras.
 
-Keras looks a saved layer up by its registered name, in a table that a layer enters when its module is imported. Here
-each gets a stand-in in that table, which imports the module once a saved layer is to be made. An optimizer whose state
-Keras skips, as of other variables, is marked: a Trainer warns of it, long after Keras did.
+In Keras's table of saved layers each gets a stand-in, which imports the module once a saved layer is to be made. An
+optimizer whose state Keras skips, as of other variables, is marked: a Trainer warns of it, long after Keras did.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import types
 from typing import Any
 
 LAYERS = {
     "fastaccum.adapters.head": ("LinearCrossEntropy",),
     "fastaccum.kernels.fp32_layers": (
-        "Fp32Conv1D",
-        "Fp32Conv2D",
-        "Fp32Dense",
-        "Fp32EinsumDense",
-        "Fp32GroupQueryAttention",
-        "Fp32MultiHeadAttention",
-        "Fp32ReversibleEmbedding",
+        *("Fp32Conv1D", "Fp32Conv2D", "Fp32Dense", "Fp32EinsumDense"),
+        *("Fp32GroupQueryAttention", "Fp32MultiHeadAttention", "Fp32ReversibleEmbedding"),
     ),
     "fastaccum.kernels.layer_stack": ("LayerStack",),
     "fastaccum.transformer": ("CausalSelfAttention", "ContextLimit", "LearnedPositions", "TransformerBlock"),
@@ -40,7 +35,8 @@ def register() -> None:
 def _register(keras: Any) -> None:
     for module, names in LAYERS.items():
         for name in names:
-            keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", _StandIn(module, name))
+            stand_in = types.SimpleNamespace(from_config=functools.partial(_make, module, name))
+            keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", stand_in)
     load = keras.optimizers.Optimizer.load_own_variables
 
     @functools.wraps(load)
@@ -51,12 +47,8 @@ def _register(keras: Any) -> None:
     keras.optimizers.Optimizer.load_own_variables = load_own_variables
 
 
-class _StandIn:
-    def __init__(self, module: str, name: str):
-        self._module, self._name = module, name
-
-    def from_config(self, config: dict[str, object]) -> object:
-        return getattr(importlib.import_module(self._module), self._name).from_config(config)
+def _make(module: str, name: str, config: dict[str, object]) -> object:
+    return getattr(importlib.import_module(module), name).from_config(config)
 
 
 class _KerasFinder:

@@ -1,7 +1,4 @@
-"""Traces functions of a batch, and reads in their graphs what depends on which rows, or on how many.
-
-Also which variables a graph assigns, and what it draws without a seed.
-"""
+"""Traces functions of a batch, and reads in their graphs what depends on which rows, or on how many."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ TELLING_ROWS = 1031
 WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
 
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-_DRAWS = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
+UNSEEDED = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
 _CHECKS = {"All", "Any", "Assert"}
 _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
@@ -50,11 +47,6 @@ def first_cross_example_op(graph: tf.Graph) -> str | None:
     return None
 
 
-def list_unseeded_draws(graph: tf.Graph) -> list[str]:
-    """Names the operations that draw random numbers from no seed of the model's."""
-    return [operation.name for operation in graph.get_operations() if operation.type in _DRAWS]
-
-
 def first_comparison_of_rows(graph: tf.Graph) -> str | None:
     """Names the first operation that compares all rows of a batch with each other; None if there is none."""
     return next((operation.name for operation in graph.get_operations() if _is_square(operation)), None)
@@ -80,7 +72,10 @@ def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None
 
     Examples are a root, a product of two sums, a maximum; if the model is by row, also a sum that scales rows.
     """
-    reaches = _reaching_rows(scalar.graph)
+    reaches: set[str] = set()  # operations that depend on a tensor with rows, and not on the number of rows alone
+    for operation in scalar.graph.get_operations():  # each after its inputs
+        depends = _has_rows(operation.outputs) or any(t.op.name in reaches for t in operation.inputs)
+        reaches |= {operation.name} if depends and operation.type not in _OF_SHAPES else set()
     pending, seen = [scalar.op], set()
     while pending:
         operation = pending.pop()
@@ -103,11 +98,8 @@ def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None
 
 
 def _is_linear(operation: tf.Operation, inputs: list[tf.Tensor]) -> bool:
-    """Tells if an operation is linear in these inputs."""
-    if operation.type in _LINEAR:
-        return True
-    only_one = operation.type in _PRODUCTS and len(inputs) == 1
-    return only_one and (operation.type == "Mul" or inputs[0] is operation.inputs[0])
+    factor = operation.type in _PRODUCTS and len(inputs) == 1
+    return operation.type in _LINEAR or (factor and (operation.type == "Mul" or inputs[0] is operation.inputs[0]))
 
 
 def _has_rows(tensors: Sequence[tf.Tensor]) -> bool:
@@ -130,17 +122,6 @@ def _goes_along_rows(operation: tf.Operation) -> bool:
         return operation.type == "RandomShuffle"
     axes = tf.get_static_value(operation.inputs[-1])
     return operation.inputs[0].shape[0] == TELLING_ROWS and axes is not None and 0 in axes.ravel()
-
-
-def _reaching_rows(graph: tf.Graph) -> set[str]:
-    """Names the operations that depend on a tensor with rows, and not on the number of rows alone."""
-    found: set[str] = set()
-    for operation in graph.get_operations():  # each after its inputs
-        if operation.type in _OF_SHAPES:
-            continue
-        if _has_rows(operation.outputs) or any(t.op.name in found for t in operation.inputs):
-            found.add(operation.name)
-    return found
 
 
 def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variable]:
@@ -168,10 +149,7 @@ _NOTHING, _INTEGER, _VALUE = (0, ""), 1, 2
 
 
 def find_row_counter(one: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest) -> str | None:
-    """Names the operation by which the number of rows reaches a function's results, not by shapes and indices alone.
-
-    `one` is a trace of the function.
-    """
+    """Names the operation by which the number of rows reaches results of a function, of which `one` is a trace."""
     graphs = [each.graph.as_graph_def() for each in (one, trace(function, specs, OTHER_ROWS))]
     libraries = [{f.signature.name: f for f in graph.library.function} for graph in graphs]
     level, name = max(_marks([g.node for g in graphs], {}, [t.name for t in one.outputs], libraries), default=_NOTHING)

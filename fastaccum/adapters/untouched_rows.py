@@ -33,7 +33,7 @@ _TO_ASK = {"AdaBelief", "Adam", "Adamax", "LazyAdam", "NonFusedAdam", "Nadam", "
 
 def treats_apart(optimizer: keras.optimizers.Optimizer) -> bool:
     """Tells if an optimizer treats rows without a lookup not as rows of gradient zero; ValueError if not known."""
-    return _Forms(optimizer).to_others != "as dense"
+    return _find_forms(optimizer)[1] != "as dense"
 
 
 def replace_dense_form(
@@ -45,7 +45,9 @@ def replace_dense_form(
     """
     if not looked_up:
         return
-    own, forms = optimizer._resource_apply_dense, _Forms(optimizer)
+    own, (dense, to_others) = optimizer._resource_apply_dense, _find_forms(optimizer)
+    sparse = optimizer._resource_apply_sparse
+    taken = inspect.signature(sparse).parameters
 
     def apply(gradient, variable, **state):
         if variable.ref() not in looked_up:
@@ -53,12 +55,13 @@ def replace_dense_form(
         slots = [optimizer.get_slot(variable, name) for name in optimizer.get_slot_names()]
         tables = [variable, *(slot for slot in slots if slot.shape[:1] == variable.shape[:1])]
         before = [t.read_value() for t in tables]
-        forms.dense(gradient, variable, **state)
+        dense(gradient, variable, **state)
         touched, others = [t.read_value() for t in tables], before
-        if forms.to_others == "ask":
+        if to_others == "ask":
             for table, value in zip(tables, before, strict=True):
                 table.assign(value)
-            forms.sparse(gradient[:0], variable, tf.zeros([0], tf.int32), **state)
+            given = {name: value for name, value in state.items() if name in taken}
+            sparse(gradient[:0], variable, tf.zeros([0], tf.int32), **given)
             others = [t.read_value() for t in tables]
         for table, new, other in zip(tables, touched, others, strict=True):
             rows = tf.reshape(looked_up[variable.ref()], [-1] + [1] * (len(table.shape) - 1))
@@ -69,44 +72,28 @@ def replace_dense_form(
     yield optimizer, "_resource_apply_dense", apply
 
 
-class _Forms:
-    """The dense and the sparse form of an optimizer's update, and the effect of the sparse one on other rows."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        self._optimizer = optimizer
-        dense, sparse = (self._defined(f"_resource_apply_{kind}") for kind in ("dense", "sparse"))
-        decays = any(map(_decays, sparse))
-        (own_dense, *_), (own_sparse, *_) = ([f for f in each if not _decays(f)] for each in (dense, sparse))
-        family = own_sparse.__qualname__.split(".")[0]
-        self.dense: Callable = optimizer._resource_apply_dense
-        self.to_others: Literal["as dense", "nothing", "ask"]
-        if getattr(optimizer, "_momentum", False) and family in ("SGD", "RMSprop"):
-            family = "with momentum"
-        packages = ("tf_keras", "tensorflow_addons", "transformers")
-        theirs = all(package(f) in packages for f in (own_dense, own_sparse))
-        if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
-            self.to_others = "as dense"
-        elif theirs and family == "SGD":  # whose sparse form goes past that of the weight decay
-            self.dense, self.to_others = functools.partial(own_dense, optimizer), "nothing"
-        elif theirs and family in _NOTHING | _TO_ASK:
-            self.to_others = "nothing" if family in _NOTHING else "ask"
-        else:
-            name = type(optimizer).__name__
-            raise ValueError(
-                f"optimizer={name} updates embeddings by a `_resource_apply_sparse` that is not known to be exact "
-                f"here. Set {name}._resource_apply_sparse = "
-                "tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse to have all rows updated by its "
-                "`_resource_apply_dense`, or use an optimizer of Keras 3."
-            )
-
-    def sparse(self, gradient: tf.Tensor, variable: tf.Variable, indices: tf.Tensor, **state: object) -> None:
-        """Calls the sparse form with as much of the state as it takes."""
-        form = self._optimizer._resource_apply_sparse
-        taken = inspect.signature(form).parameters
-        form(gradient, variable, indices, **{name: value for name, value in state.items() if name in taken})
-
-    def _defined(self, name: str) -> list[Callable]:
-        return [vars(c)[name] for c in type(self._optimizer).__mro__ if name in vars(c)]
+def _find_forms(optimizer: keras.optimizers.Optimizer) -> tuple[Callable, Literal["as dense", "nothing", "ask"]]:
+    """Returns the dense form of an optimizer's update, and the effect of the sparse one on other rows."""
+    names = "_resource_apply_dense", "_resource_apply_sparse"
+    dense, sparse = ([vars(c)[name] for c in type(optimizer).__mro__ if name in vars(c)] for name in names)
+    decays = any(map(_decays, sparse))
+    (own_dense, *_), (own_sparse, *_) = ([f for f in each if not _decays(f)] for each in (dense, sparse))
+    family = own_sparse.__qualname__.split(".")[0]
+    if getattr(optimizer, "_momentum", False) and family in ("SGD", "RMSprop"):
+        family = "with momentum"
+    theirs = all(package(f) in ("tf_keras", "tensorflow_addons", "transformers") for f in (own_dense, own_sparse))
+    if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
+        return optimizer._resource_apply_dense, "as dense"
+    if theirs and family == "SGD":  # whose sparse form goes past that of the weight decay
+        return functools.partial(own_dense, optimizer), "nothing"
+    if theirs and family in _NOTHING | _TO_ASK:
+        return optimizer._resource_apply_dense, "nothing" if family in _NOTHING else "ask"
+    name = type(optimizer).__name__
+    raise ValueError(
+        f"optimizer={name} updates embeddings by a `_resource_apply_sparse` that is not known to be exact here. Set "
+        f"{name}._resource_apply_sparse = tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse to have all rows "
+        "updated by its `_resource_apply_dense`, or use an optimizer of Keras 3."
+    )
 
 
 def _decays(form: Callable) -> bool:
