@@ -1,10 +1,8 @@
 """The choice of `jit_compile="auto"` on a CPU: whether a model's train step runs faster as an XLA program.
 
-XLA:CPU runs the gradients of convolutions as scalar code, where TensorFlow's own operations use oneDNN. It saves the
-rest: the time to launch operations, their passes over memory, and passes over the weights in each micro-batch. The
-rule compares the two, in multiply-adds of a forward convolution, of which one cost 1.5 ns more with XLA. It looks at
-the model alone, so that a training keeps its form when an update is split otherwise. Its factors come from the train
-steps of `python -m benchmarks.jit_forms` on two cores of an AMD EPYC (docs/performance.md).
+XLA:CPU runs the gradients of convolutions as scalar code, but saves launches of operations and passes over memory. The
+rule compares the two in multiply-adds of a forward convolution, by factors from `python -m benchmarks.jit_forms`
+(docs/performance.md). It looks at the model alone: a training keeps its form when an update is split otherwise.
 """
 
 from __future__ import annotations

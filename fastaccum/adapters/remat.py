@@ -134,36 +134,25 @@ def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.
 
 def _interceptor(block: Block, policy: Policy) -> Interceptor:
     layer, segments = block
-    if segments is not None:
-        walk = functools.partial(_walk, layer, segments, policy)
-        return Interceptor(layer, "_run_through_graph", walk, Role.RECOMPUTE)
 
     def recompute(call: Callable, *args: object, **kwargs: object) -> Nest:
         return recomputed(lambda a, k: call(*a, **k), args, kwargs, policy=policy, layers=layer._flatten_layers())
 
-    return Interceptor(layer, "call", recompute, Role.RECOMPUTE)
+    def walk(call: Callable, inputs: Nest, operation_fn: Callable = lambda each: each, **others: object) -> Nest:
+        """Runs a functional model's graph, segment by segment."""
+        flat = keras.tree.flatten(inputs)
+        if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
+            return call(inputs, operation_fn, **others)
+        values = dict(zip(map(id, layer.inputs), flat, strict=True))
+        for segment in segments or ():
+            run = functools.partial(_run, segment, operation_fn)
+            given = [values[id(t)] for t in segment.inputs]
+            results = recomputed(run, given, policy=policy, layers=segment.layers) if segment.recomputed else run(given)
+            values |= zip(map(id, segment.outputs), results, strict=True)
+        return keras.tree.pack_sequence_as(layer.output, [values[id(t)] for t in layer.outputs])
 
-
-def _walk(
-    graph: keras.Function,
-    segments: list[Segment],
-    policy: Policy,
-    call: Callable,
-    inputs: Nest,
-    operation_fn: Callable = lambda operation: operation,
-    **others: object,
-) -> Nest:
-    """Runs a functional model's graph, segment by segment."""
-    flat = keras.tree.flatten(inputs)
-    if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
-        return call(inputs, operation_fn, **others)
-    values = dict(zip(map(id, graph.inputs), flat, strict=True))
-    for segment in segments:
-        run = functools.partial(_run, segment, operation_fn)
-        given = [values[id(t)] for t in segment.inputs]
-        results = recomputed(run, given, policy=policy, layers=segment.layers) if segment.recomputed else run(given)
-        values |= zip(map(id, segment.outputs), results, strict=True)
-    return keras.tree.pack_sequence_as(graph.output, [values[id(t)] for t in graph.outputs])
+    method, replacement = ("call", recompute) if segments is None else ("_run_through_graph", walk)
+    return Interceptor(layer, method, replacement, Role.RECOMPUTE)
 
 
 def _run(segment: Segment, operation_fn: Callable, given: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -13,10 +13,9 @@ from fastaccum import checks
 from fastaccum.adapters.callbacks import Callbacks, require
 from fastaccum.adapters.models import Model
 from fastaccum.data import source
-from fastaccum.data.arrays import ArraySource
-from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Batch, Position
 from fastaccum.step.options import Options, capped
+from fastaccum.training.recipe import Source
 from fastaccum.training.step_builder import StepBuilder
 
 
@@ -27,14 +26,7 @@ class Evaluation:
     `passes`.
     """
 
-    def __init__(
-        self,
-        builder: StepBuilder,
-        source: ArraySource | DatasetSource,
-        options: Options,
-        steps: int | None,
-        passes: int = 1,
-    ):
+    def __init__(self, builder: StepBuilder, source: Source, options: Options, steps: int | None, passes: int = 1):
         steps = capped("steps", steps)
         self._step = builder.get_or_build(source.sample, options)
         # One micro-batch per dispatch where the caller counts them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -22,6 +22,8 @@ from fastaccum.data.stacks import Batch
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.step.options import Options
+
+Source: TypeAlias = ArraySource | DatasetSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +58,7 @@ class Recipe:
         by_itself = options.jit_compile == "auto" and bool(self.model.uncompilable_layers())
         return (by_itself or not options.jit_compile) and self.model.may_take_text
 
-    def make_source(
-        self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any
-    ) -> ArraySource | DatasetSource:
+    def make_source(self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any) -> Source:
         """Makes the source of data as `fit` takes them; `arguments` are those of `make_data_source`."""
         arguments |= {"preprocess": self.model.preprocess, "sparse_labels": sparse_labels(self.given["loss"])}
         arguments |= {"needs_targets": self.needs_targets, "text": self.takes_text(options)}
