@@ -296,10 +296,7 @@ class Trainer:
 
         The loss is that of all rows as one batch: the sum of the losses divided by the sum of the weights, not a mean
         of the batches' means. Weights and state stay as they are. `steps` and the numbers that callbacks see count
-        batches, as in Keras.
-
-        Returns:
-            The loss, a list of loss and metrics, or with `return_dict` a dict.
+        batches, as in Keras. Returns the loss, a list of loss and metrics, or with `return_dict` a dict.
         """
         self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
@@ -327,8 +324,7 @@ class Trainer:
     def train_step(self, stack: tuple[arguments.Arrays | None, ...]) -> StepResult:
         """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
 
-        Returns:
-            The step's results, on the device: reading one waits for it.
+        Reading one of the results, which are on the device, waits for the step.
 
         Raises:
             ValueError: raised if axes do not match, or labels or ids are out of range (with a GPU, which this does not

@@ -1,6 +1,4 @@
-"""The reference model: a decoder-only transformer over token ids.
-
-Built from the kernels: blockwise attention, and optionally one traced body for all blocks (`LayerStack`).
+"""The reference model: a decoder-only transformer over token ids, built from the kernels.
 
 Shape suffixes: B batch, T time, D width, H heads, G heads of keys and values, K width per head, F width of the
 MLP (4 D), V vocabulary.

@@ -14,10 +14,7 @@ _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
 
 def require_sum_over_rows(layer: keras.layers.Layer) -> None:
-    """Raises ValueError if a user's activity regulariser is a mean over rows, where Keras takes a sum and divides it.
-
-    The strength of a mean would depend on how the rows are split.
-    """
+    """Raises ValueError if a user's activity regulariser is a mean over rows, where Keras divides a sum itself."""
     regularizer = getattr(layer, "activity_regularizer", None)
     if regularizer is None or of_keras(type(regularizer)):
         return

@@ -1,7 +1,4 @@
-"""Reads and replaces attributes of others' objects, and finds the package that their class is from.
-
-By its name: tf_keras is imported only where a user has done so.
-"""
+"""Reads and replaces attributes of others' objects, and names the package of a class, which need not be imported."""
 
 from __future__ import annotations
 

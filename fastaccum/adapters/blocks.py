@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -152,23 +153,21 @@ def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
     by_depth = graph._nodes_by_depth
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation]
     nodes = [node for node in nodes if not node.is_input]
-    # As in Keras: what hangs on inputs of other graphs is not called.
-    ready = {id(t) for t in graph.inputs}
-    nodes = [node for node in nodes if _enter(node, ready)]
+    nodes = [*_callable(nodes, graph)]
     outputs = {id(t) for t in graph.outputs}
     apart = [node for node in nodes if _is_apart(node, outputs)]
-    ready = {id(t) for t in graph.inputs}
-    first = [node for node in apart if _enter(node, ready)]
+    first = [*_callable(apart, graph)]
     nodes = [*first, *(node for node in nodes if node not in first)]
     return nodes, {k for k, node in enumerate(nodes) if node in apart}
 
 
-def _enter(node: Any, ready: set[int]) -> bool:
-    """Returns whether a node's inputs are ready, and marks its outputs as ready if they are."""
-    if not all(id(t) in ready for t in node.input_tensors):
-        return False
-    ready.update(id(t) for t in node.outputs)
-    return True
+def _callable(nodes: list[Any], graph: keras.Function) -> Iterator[Any]:
+    """Yields the nodes whose inputs are there: as in Keras, what hangs on inputs of other graphs is not called."""
+    ready = {id(t) for t in graph.inputs}
+    for node in nodes:
+        if all(id(t) in ready for t in node.input_tensors):
+            ready.update(id(t) for t in node.outputs)
+            yield node
 
 
 def _is_apart(node: Any, outputs: set[int]) -> bool:

@@ -35,10 +35,7 @@ def is_read_once(x: object) -> bool:
 
 
 def as_dataset(x: Any, shuffle: bool = False) -> tf.data.Dataset:
-    """Returns the batches of a PyDataset, generator or torch DataLoader, with their number where it is known.
-
-    With `shuffle` each pass draws a new order of a PyDataset's batches.
-    """
+    """Returns the batches of a PyDataset, in a new order for each pass if `shuffle`, generator or torch DataLoader."""
     adapter = data_adapters.get_data_adapter(x, shuffle=shuffle)
     dataset = adapter.get_tf_dataset()
     if adapter.num_batches is None:

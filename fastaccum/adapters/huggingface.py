@@ -82,11 +82,10 @@ def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nes
 
 @contextmanager
 def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterator[Seen]:
-    """Yields a list that a call of the model fills with one entry for each mean in its loss.
+    """Yields a list that a call of the model fills with one entry for each mean in its loss over `valid` rows.
 
-    The denominators are those of `hf_compute_loss`: labels that count, by `_MEANS_OF_TOKENS`, or rows elsewhere. A
-    micro-batch in which nothing counts has a value of 0 and not, as there, NaN. Rows that are not `valid` only pad; a
-    loss that the model reduces to a scalar by itself has no part for a row: give it stacks without padding.
+    The denominators are those of `hf_compute_loss`. A micro-batch in which nothing counts has a value of 0 and not, as
+    there, NaN. A loss that the model reduces to a scalar by itself has no part for a row: give it no padded rows.
     """
     original: Any = getattr(model, "hf_compute_loss", None)
     sums = _MEANS_OF_TOKENS.get(_loss_class(model))

@@ -1,15 +1,7 @@
 """Replaces methods of single layers; the role of each replacement says what wraps what.
 
-To make a layer compute in another way, register an `Interceptor`. The role alone says what wraps what, in whichever
-order interceptors are registered. For example, another form of all attention layers, within which a step is traced:
-
-    def attend(call, query, value, **options):
-        return call(query, value, **options) if options else fused(query, value)
-
-    with intercepting([Interceptor(layer, "call", attend, Role.FORM) for layer in layers]):
-        ...
-
-An interceptor is set on one layer, whose class and other instances stay as they are.
+To make a layer compute in another way, register an `Interceptor`. Its layer's class and other instances stay as they
+are. The role alone says what wraps what, in whichever order interceptors are registered.
 """
 
 from __future__ import annotations

@@ -82,11 +82,7 @@ def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layer
 def make_id_observers(
     lookups: Sequence[tuple[keras.layers.Layer, int]], observe: Callable[[int, tf.Tensor], None], uses_xla: bool
 ) -> list[Interceptor]:
-    """Returns interceptors that pass ids which reach Keras's lookup of embedding i of `lookups` to `observe(i, ids)`.
-
-    Without XLA an id out of range looks up row 0: TensorFlow's error would come after earlier micro-batches moved
-    statistics.
-    """
+    """Returns interceptors that pass ids which reach Keras's lookup of embedding i to `observe(i, ids)`."""
     found = []
     for i, (layer, size) in enumerate(lookups):
         owner = _lookup_class(layer)
@@ -109,6 +105,7 @@ def _look_up(
     if ids is not None:
         # Of sparse and ragged ids those that are there.
         observe(getattr(ids, "flat_values", getattr(ids, "values", ids)))
+    # Without XLA: TensorFlow's error would come after earlier micro-batches moved statistics.
     if size is not None and args and isinstance(ids, tf.Tensor):
         whole = tf.cast(ids, tf.int64)
         args = tf.where((whole >= 0) & (whole < size), ids, tf.zeros_like(ids)), *args[1:]

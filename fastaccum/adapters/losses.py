@@ -135,10 +135,7 @@ class Losses:
     def terms(
         self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None
     ) -> list[Term]:
-        """Returns one term per output that has a loss; `hidden` is what `leave_heads_out` yielded.
-
-        `rows` is the number of all rows, if the batch is a part of a step.
-        """
+        """Returns one term per output with a loss, for a step of so many `rows` and what `leave_heads_out` yielded."""
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
         y_true, y_pred, weights = batch

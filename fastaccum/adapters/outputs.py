@@ -89,9 +89,9 @@ class Outputs:
     def _placed(self, value: Any, what: str, tree: Positions, repeat: bool, several: bool) -> Iterator[tuple[int, Any]]:
         leaves = list(_leaves(tree))
         names = [self.names[i] for i in sorted(leaves)]
+        parts: Iterable[tuple[Any, Any]]
         if _is_nothing(value):
             return
-        parts: Iterable[tuple[Any, Any]]
         if isinstance(value, Mapping):
             branches = list(tree.items()) if isinstance(tree, dict) else [(self.names[i], i) for i in leaves]
             known = [name for name, _ in branches]
@@ -100,13 +100,10 @@ class Outputs:
             if isinstance(tree, dict):
                 branches = [(name, tree[name]) for name in value]
             parts = [(value[name], branch) for name, branch in branches if name in value]
-        elif not isinstance(value, (list, tuple)):
+        elif not isinstance(value, (list, tuple)) or (isinstance(tree, int) and several):
             if len(leaves) > 1 and not repeat:
-                raise ValueError(f"{what} is one value, but the outputs are {names}: pass a list or dict.")
+                raise ValueError(f"{what} is one value, but the model has {len(leaves)} outputs {names}: pass a list.")
             yield from ((i, value) for i in leaves)
-            return
-        elif isinstance(tree, int) and several:
-            yield tree, value
             return
         elif isinstance(tree, tuple) and len(value) == len(tree):
             parts = zip(value, tree, strict=True)
@@ -122,11 +119,9 @@ class Outputs:
         entries = list(value) if isinstance(value, (list, tuple)) else [] if repeat else [value]
         as_returned = isinstance(value, Mapping) or (isinstance(self._tree, tuple) and len(entries) == len(self._tree))
         if entries and len(entries) == len(self._with_loss) < len(self.names) and not as_returned:
-            of_loss = dict(zip(self._with_loss, entries, strict=True))
-            matched = [of_loss.get(i) for i in range(len(self.names))]
-        else:
-            matched = self.match(value, what, repeat)
-        return [None if _is_nothing(each) else each for each in matched]
+            of_loss = {i: each for i, each in zip(self._with_loss, entries, strict=True) if not _is_nothing(each)}
+            return [of_loss.get(i) for i in range(len(self.names))]
+        return self.match(value, what, repeat)
 
     def matched(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
         """Returns the targets, predictions and weights of one micro-batch."""
@@ -135,14 +130,12 @@ class Outputs:
 
     def place_metrics(self, what: str, metrics: MetricsArgument) -> list[list[Metric]]:
         """Lists the metrics of each output; a list alone is for a single output, as in Keras."""
-        if metrics is not None and not isinstance(metrics, (list, tuple, dict)):
+        may_be_one = self.skips_missing_targets  # as in tf_keras
+        if metrics is not None and not isinstance(metrics, (list, tuple, dict)) and not may_be_one:
             raise ValueError(f"{what} must be a list, tuple, or dict, as in Keras; got {metrics!r}.")
-        return self._place_metrics(metrics, repeat=False)
-
-    def _place_metrics(self, metrics: MetricsArgument, repeat: bool) -> list[list[Metric]]:
         if len(self.names) == 1 and not isinstance(metrics, dict):
             return [tf.nest.flatten(metrics)]
-        placed = self.match(metrics, "metrics", repeat, several=True)
+        placed = self.match(metrics, "metrics", repeat=may_be_one, several=True)
         return [tf.nest.flatten([] if each is None else each) for each in placed]
 
     @property
@@ -193,7 +186,7 @@ class TFKerasOutputs(Outputs):
                 [type(m).from_config(m.get_config()) if isinstance(m, objects) else m for m in metrics]
                 for _ in self.names
             ]
-        return self._place_metrics(metrics, repeat=True)
+        return super().place_metrics(what, metrics)
 
     def logs_each_loss(self, losses: int) -> bool:
         return len(self.names) > 1

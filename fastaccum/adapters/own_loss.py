@@ -65,11 +65,9 @@ def require_any(model: Model, called: bool = False) -> None:
 
 
 class OwnLoss:
-    """The `compute_loss` that a model overrides, one scalar for each micro-batch.
+    """The `compute_loss` that a model overrides, one scalar for each micro-batch, its rows' mean or sum.
 
-    What it takes from Keras is given to it at a scale that makes it exact over all micro-batches: the compiled loss
-    (`super().compute_loss(...)`), whose denominators are those of the full batch, and `self.losses`. The rest of it
-    counts as a mean over the micro-batch's rows, or as a sum over them.
+    The compiled loss and `self.losses` are given to it at a scale that makes them exact over all micro-batches.
     """
 
     def __init__(self, model: Model, reduction: Reduction):

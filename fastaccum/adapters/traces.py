@@ -68,10 +68,7 @@ def first_sum_in_weights(graph: tf.Graph) -> str | None:
 
 
 def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None:
-    """Names an operation after which a scalar is no sum or mean over rows any more; None if there is none.
-
-    Examples are a root, a product of two sums, a maximum; if the model is by row, also a sum that scales rows.
-    """
+    """Names an operation after which a scalar is no sum or mean over rows any more, as a root; None if none is."""
     reaches: set[str] = set()  # operations that depend on a tensor with rows, and not on the number of rows alone
     for operation in scalar.graph.get_operations():  # each after its inputs
         depends = _has_rows(operation.outputs) or any(t.op.name in reaches for t in operation.inputs)

@@ -1,15 +1,11 @@
 """Rows of a table that no example of a step looked up, under tf_keras.optimizers.legacy and tensorflow-addons.
 
-These optimizers have a form of their own for the gradient of lookups, `_resource_apply_sparse`. Most leave the weights
-of all other rows alone, where the form for dense gradients would decay them or move them by momentum. A train step
-adds up a dense gradient and marks the rows that were looked up; a table's update is then that of the other form,
-with the lookups of the whole step, each row once:
+Most of these optimizers leave rows without a lookup alone, by `_resource_apply_sparse`, where the form for dense
+gradients would decay or move them. A train step adds up a dense gradient and marks the rows that were looked up:
 
     touched = dense form(gradient)                    # on these rows the two are equal
     others  = sparse form(of no row)
     table   = where(looked up, touched, others)       # its slots likewise
-
-The optimizers of Keras 3, and those of tf_keras since 2.11, treat all rows alike.
 """
 
 from __future__ import annotations

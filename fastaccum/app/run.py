@@ -38,10 +38,7 @@ OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "
 
 
 class Run:
-    """The text, model and trainer of a run, made from the options.
-
-    Checkpoints carry its `identity`, the options and the checksum of the text. `config` is what config.json holds.
-    """
+    """The text, model and trainer of a run, made from the options; checkpoints carry its `identity`."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options

@@ -20,11 +20,7 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 class Evaluation:
-    """Computes loss and metrics over a data set; the loss is that of all rows as one batch.
-
-    A pass takes `steps` batches, or all, several of which may then share a program's call; the data is read in as many
-    `passes`.
-    """
+    """Computes loss and metrics over `steps` batches, or all, of data that is read in as many `passes`."""
 
     def __init__(self, builder: StepBuilder, source: Source, options: Options, steps: int | None, passes: int = 1):
         steps = capped("steps", steps)

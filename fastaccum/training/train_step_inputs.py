@@ -19,10 +19,7 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 class TrainStepInputs:
-    """Checks stacks `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...], and runs train steps on them.
-
-    `options` returns the Trainer's options as its attributes are now.
-    """
+    """Checks stacks `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...], and runs train steps on them."""
 
     def __init__(self, builder: StepBuilder, options: Callable[[], Options]):
         self._builder, self._options = builder, options
