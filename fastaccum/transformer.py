@@ -126,9 +126,8 @@ class CausalSelfAttention(_AttentionLayer):
         qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
         q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [heads[0], heads[0] + heads[1]], axis=2)
         if self.rotary:
-            cos_T1K, sin_T1K = (
-                table(function, time, self.head_width, dtype=q_BTHK.dtype) for function in (_rotary_cos, _rotary_sin)
-            )
+            tables = (_rotary_cos, _rotary_sin)
+            cos_T1K, sin_T1K = (table(each, time, self.head_width, dtype=q_BTHK.dtype) for each in tables)
             q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
         output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
         return self.out(ops.reshape(output_BTHK, ops.shape(x_BTD)))
@@ -144,9 +143,8 @@ class TransformerBlock(_AttentionLayer):
     def build(self, x_shape: Shape) -> None:
         width, policy, scale = x_shape[-1], self.dtype_policy, self.residual_scale
         self.attention_norm = _norm("attention_norm", policy)
-        self.attention = CausalSelfAttention(
-            self.heads, self.key_value_heads, self.rotary, scale, dtype=policy, name="attention"
-        )
+        sizes = self.heads, self.key_value_heads, self.rotary, scale
+        self.attention = CausalSelfAttention(*sizes, dtype=policy, name="attention")
         self.mlp_norm = _norm("mlp_norm", policy)
         self.mlp_in = _dense(4 * width, width, "mlp_in", policy)
         self.mlp_out = _dense(width, 4 * width, "mlp_out", policy, scale)

@@ -130,9 +130,8 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
     for k, node in reversed(list(enumerate(nodes))):
         for t in node.input_tensors:
             last_use.setdefault(id(t), k)
-    costs = [
-        _Cost(_inside(node), [(last_use.get(id(t), k), _size(t)) for t in node.outputs]) for k, node in enumerate(nodes)
-    ]
+    uses = [[(last_use.get(id(t), k), _size(t)) for t in node.outputs] for k, node in enumerate(nodes)]
+    costs = [_Cost(_inside(node), outputs) for node, outputs in zip(nodes, uses, strict=True)]
     ends, least = _least(costs, apart)
     whole = sum(cost.inside for k, cost in enumerate(costs) if k not in apart)
     if least >= worth * whole:
@@ -146,17 +145,14 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
 
 
 def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
-    """Returns the nodes that a call runs, in Keras's order, and the places of those that no block may hold.
-
-    These come first where they can, as what they do to ids and masks would part what others compute.
-    """
+    """Returns the nodes that a call runs, in Keras's order, and the places of those apart, which no block may hold."""
     by_depth = graph._nodes_by_depth
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation]
     nodes = [node for node in nodes if not node.is_input]
     nodes = [*_callable(nodes, graph)]
     outputs = {id(t) for t in graph.outputs}
     apart = [node for node in nodes if _is_apart(node, outputs)]
-    first = [*_callable(apart, graph)]
+    first = [*_callable(apart, graph)]  # what these do to ids and masks would part what others compute
     nodes = [*first, *(node for node in nodes if node not in first)]
     return nodes, {k for k, node in enumerate(nodes) if node in apart}
 

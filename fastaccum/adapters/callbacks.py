@@ -86,10 +86,7 @@ def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, float]:
 
 
 class Callbacks:
-    """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any, and get `LateLogs`.
-
-    The progress bar is drawn at most every 0.1 s, in training from the step before the one in flight.
-    """
+    """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any, and get `LateLogs`."""
 
     def __init__(
         self, callbacks: Any, model: keras.Model, *, verbose: Any, epochs: int, steps: int | None, history: bool
@@ -136,7 +133,7 @@ class Callbacks:
                 bar.seen = batch + 1  # tf_keras's may count samples, of which a step says nothing
             if bars and time.monotonic() - self._last_draw > REDRAW_SECONDS:
                 self._last_draw = time.monotonic()
-                for bar in bars:
+                for bar in bars:  # in training from the step before the one in flight
                     getattr(bar, name)(batch, logs=read() if kind == "test" else self._previous())
             self._previous = read
 

@@ -42,9 +42,8 @@ class _Scope(NamedTuple):
 def describe(thing: object, known: Iterable[object] = ()) -> Any:
     """Describes an object, a function or a nest of them as JSON holds it; of what is `known`, the class alone.
 
-    An object is told by its class and its `get_config()`; where the class is the user's or `get_config` fails, also by
-    the attributes that its code reads, and a checksum of this code. A function is told by its code and what it reads.
-    Texts that only code reads are told by their checksums, and shapes without their batch axis.
+    An object is told by its class and `get_config()`, and where these are the user's or fail, a function always, by a
+    checksum of its code and what that reads: texts by their checksums, and shapes without their batch axis.
     """
     return _describe(thing, _Scope(frozenset(), {id(each): each for each in known if each is not thing}))
 

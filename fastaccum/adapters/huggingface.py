@@ -117,10 +117,7 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
 def make_terms(
     model: keras.Model, outputs: Nest, seen: Seen, rows: int, valid: tf.Tensor | None = None
 ) -> list[Observed]:
-    """Returns the means whose sum is the loss that a call of the model inside `observe_losses` returned, or ValueError.
-
-    A loss that is not, or not only, that of `hf_compute_loss` is one term: the mean of values per row, or a scalar.
-    """
+    """Returns the means whose sum is the loss of a call inside `observe_losses`: one if not of `hf_compute_loss`."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
@@ -192,9 +189,6 @@ _MEANS_OF_TOKENS: dict[str, Callable[..., list[Counted]]] = {
     "TFCausalLanguageModelingLoss": lambda _, labels, logits: [(labels, logits, labels != -100)],
     "TFTokenClassificationLoss": lambda _, labels, logits: [(labels, logits, labels >= 0)],
     "TFLEDForConditionalGeneration": lambda config, labels, logits: [(labels, logits, labels != config.pad_token_id)],
-    "TFSegformerForSemanticSegmentation": _segmentation,
-    "TFMobileViTForSemanticSegmentation": _segmentation,
-    "TFBertPreTrainingLoss": _pretraining,
-    "TFMobileBertPreTrainingLoss": _pretraining,
-    "TFAlbertPreTrainingLoss": _pretraining,
+    **{f"TF{name}ForSemanticSegmentation": _segmentation for name in ("Segformer", "MobileViT")},
+    **{f"TF{name}PreTrainingLoss": _pretraining for name in ("Bert", "MobileBert", "Albert")},
 }

@@ -242,10 +242,7 @@ def compute_term(
 def _trace_rows(
     loss: keras.losses.Loss, target: keras.KerasTensor, spec: keras.KerasTensor
 ) -> tuple[str | None, float | None]:
-    """Traces a loss that is not Keras's, and returns an operation that mixes rows or computes with their number.
-
-    Where all that it does with the number is a factor `rows**p`, returns p instead.
-    """
+    """Traces a loss that is not Keras's: returns an operation that mixes or counts rows, or p of a factor `rows**p`."""
     if _loss_name(loss) == "circle":
         return loss.name, None
     if of_keras(getattr(loss, "fn", type(loss))):

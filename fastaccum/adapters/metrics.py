@@ -316,9 +316,8 @@ def _row_weight(
         return None
     factors.append(tf.ones([1, *axes], dtype))
     rank = max(factor.shape.rank for factor in factors)
-    return functools.reduce(
-        tf.multiply, (tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors)
-    )
+    shaped = [tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors]
+    return functools.reduce(tf.multiply, shaped)
 
 
 def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:

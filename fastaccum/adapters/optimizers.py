@@ -132,10 +132,7 @@ class Optimizer:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Every tf.Variable that `apply` may change besides the model's, once `build` was called.
-
-        A select between their old and new values, and the model's, undoes a step in full.
-        """
+        """Every tf.Variable that `apply` may change besides the model's: a select between old and new undoes a step."""
         states = [vars(part) for part in self.parts]
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
         stand_ins = [v for v in _find_variables([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
@@ -268,9 +265,7 @@ class _Keras(Optimizer):
             return select
 
         arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
-        hooks = [
-            (part, name, hooked(getattr(part, name), new)) for part in self.parts for name, new in arithmetic.items()
-        ]
+        hooks = [(p, name, hooked(getattr(p, name), new)) for p in self.parts for name, new in arithmetic.items()]
         with replaced(hooks):
             yield selected
 

@@ -84,10 +84,7 @@ class OwnLoss:
         compiled: Callable[[Nest, Nest, Nest], tf.Tensor] | None,
         share: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Returns the loss of one micro-batch, with a `share` of all rows of the step, or None: float32 scalar.
-
-        `compiled(y, y_pred, sample_weight)` stands for the compiled loss; None where there is none.
-        """
+        """Returns the loss of a micro-batch, a `share` of a step's rows; `compiled` stands for the compiled one."""
 
         def given(y: Nest, y_pred: Nest, sample_weight: Nest = None, regularization_losses: Sequence = ()) -> tf.Tensor:
             loss = compiled(y, y_pred, sample_weight)  # type: ignore[misc]

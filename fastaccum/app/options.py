@@ -47,11 +47,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """Makes the parser of the command line."""
-    parser = Parser(
-        prog="fastaccum",
-        description="Trains a small language model on text, with gradient accumulation in one XLA program.",
-        epilog=EPILOG,
-    )
+    about = "Trains a small language model on text, with gradient accumulation in one XLA program."
+    parser = Parser(prog="fastaccum", description=about, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"fastaccum {sys.modules['fastaccum'].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands.add_parser)
@@ -63,14 +60,10 @@ def make_parser() -> Parser:
 
 
 def _add_train(add_parser: Callable[..., Parser]) -> None:
-    train = add_parser(
-        "train",
-        help="train a small language model on text",
-        description="Trains a small language model (a transformer) on text, byte by byte. A part of the text is\n"
-        "held out, and the model is evaluated on it. Writes a run folder: config.json, metrics.csv,\n"
-        "curve.png, model.keras and checkpoints.",
-        epilog=EPILOG,
-    )
+    about = "Trains a small language model (a transformer) on text, byte by byte. A part of the text is\n"
+    about += "held out, and the model is evaluated on it. Writes a run folder: config.json, metrics.csv,\n"
+    about += "curve.png, model.keras and checkpoints."
+    train = add_parser("train", help="train a small language model on text", description=about, epilog=EPILOG)
     add = train.add_argument
     text = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", metavar="FILE or FOLDER", help=text)
@@ -103,11 +96,8 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
 
 
 def _add_generate(add_parser: Callable[..., Parser]) -> None:
-    generate = add_parser(
-        "generate",
-        help="continue a text with the model of a run",
-        description="Prints a text and how the model that `fastaccum train` saved in a run folder continues it.",
-    )
+    about = "Prints a text and how the model that `fastaccum train` saved in a run folder continues it."
+    generate = add_parser("generate", help="continue a text with the model of a run", description=about)
     add = generate.add_argument
     add("run", metavar="RUN", help="a run folder, with the model.keras of a run that ended")
     add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")

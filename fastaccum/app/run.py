@@ -1,7 +1,4 @@
-"""Runs of `fastaccum train`, from the options or from the folder in which a run began, and what a folder holds.
-
-A run leaves config.json, metrics.csv, curve.png, model.keras and checkpoints.
-"""
+"""Runs of `fastaccum train`, from the options or from the folder in which a run began, and that folder."""
 
 from __future__ import annotations
 

@@ -71,10 +71,7 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class RandomWindows(keras.utils.PyDataset):
-    """Micro-batches of windows at random places: `(x, y)`, both int32 `[batch_size, context]`.
-
-    `y` is `x` one byte later. Micro-batch i depends on `seed` and i alone: a run repeats from any point.
-    """
+    """Micro-batches of windows, and these one byte later: int32 `[batch_size, context]`, by `seed` and number alone."""
 
     def __init__(self, ids: np.ndarray, context: int, batch_size: int, batches: int, seed: int):
         super().__init__()
@@ -100,10 +97,7 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
 
 
 def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, seed: int = 0) -> bytes:
-    """Draws `length` bytes after `prompt`, at least one, from `softmax(logits / TEMPERATURE)`.
-
-    The causal model sees the last `context` bytes, `[1, context]`; ValueError if its logits are not finite.
-    """
+    """Draws `length` bytes after `prompt` from `softmax(logits / TEMPERATURE)`; ValueError if these are not finite."""
     import tensorflow as tf
 
     @tf.function(jit_compile=True, autograph=False)

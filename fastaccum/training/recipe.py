@@ -80,10 +80,7 @@ class RunFingerprint:
             self._replicas.require_alike(call, **description)
 
     def require_one_program(self, options: Options, sample: Batch) -> None:
-        """Raises WorkersDifferError if the workers' programs would differ.
-
-        Workers whose variables differ in number would not come through the build.
-        """
+        """Raises WorkersDifferError if the workers' programs would differ, which may not come through the build."""
         if self._replicas is None or self._replicas.workers == 1:
             return
         variables = {"model": self._recipe.model.variables, "optimizer": [], "loss_scale": [], "step": []}
