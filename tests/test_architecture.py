@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_984,
-    "app": 728,
+    "adapters": 4_762,
+    "app": 671,
     "checkpoint": 1_161,
     "data": 1_525,
     "distribute": 942,
     "kernels": 4_170,
     "memory": 1_364,
     "step": 3_083,
-    "training": 832,
-    "": 1_195,  # the modules directly in fastaccum
+    "training": 746,
+    "": 1_180,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
