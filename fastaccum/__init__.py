@@ -2,12 +2,18 @@
 
 import ast
 import importlib
+import os
 import pkgutil
+import sys
 from typing import Any
 
 from fastaccum.adapters import saved
 
 __version__ = "0.1.0"
+
+if "tensorflow" not in sys.modules:  # which reads the level while it is imported
+    # Where an NVIDIA driver is, warnings say why a GPU is not used. Errors are Python's exceptions, too.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if os.path.exists("/proc/driver/nvidia/version") else "3")
 
 saved.register()
 

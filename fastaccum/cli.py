@@ -42,7 +42,7 @@ def _main(argv: Sequence[str]) -> int:
         # Its options are known in a clone only, and the suites' processes import TensorFlow themselves.
         return _bench(argv[1:])
     parsed = options.parse(argv)
-    _set_environment()
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever Keras's other programs are to use
     if parsed.command == "devices":
         for kind, name in options.list_devices():
             print(f"{kind:5}{name}")
@@ -51,12 +51,6 @@ def _main(argv: Sequence[str]) -> int:
         print("loading   TensorFlow", flush=True)  # which takes some seconds
     module = importlib.import_module(f"fastaccum.app.{parsed.command}")  # "train" or "generate"
     return getattr(module, parsed.command)(parsed)
-
-
-def _set_environment() -> None:
-    """Chooses Keras's backend and TensorFlow's log level, before these are imported."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever Keras's other programs are to use
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # an error that matters is a Python exception, too
 
 
 def _bench(argv: Sequence[str]) -> int:
