@@ -17,8 +17,8 @@ from keras import ops
 from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.gelu import gelu
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.kernels.norms import gelu
 from fastaccum.kernels.rounded import table
 from fastaccum.kernels.xla_ops import unfolded
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_of, true_or_false, whole_number
+from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_of, positive, true_or_false, whole_number
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.logit_chunks import Head, cut
@@ -28,17 +28,11 @@ from fastaccum.kernels.xla_ops import (
 
 
 class LabelScores(NamedTuple):
-    """Scores of each token's label among its logits, in tensors of the labels' shape; garbage where it is no class.
+    """Scores of each token's label among its logits, in tensors of the labels' shape; garbage where it is no class."""
 
-    Attributes:
-        loss: `logsumexp(logits) - logits[label]`, float32, without smoothing or z-loss.
-        best: the place of the largest logit, int32, the first of several.
-        above: how many logits are larger than the label's, int32; None where that was not asked for.
-    """
-
-    loss: tf.Tensor
-    best: tf.Tensor
-    above: tf.Tensor | None = None
+    loss: tf.Tensor  # `logsumexp(logits) - logits[label]`, float32, without smoothing or z-loss
+    best: tf.Tensor  # the place of the largest logit, int32, the first of several
+    above: tf.Tensor | None = None  # how many logits are larger than the label's, int32, where that was asked for
 
 
 def linear_cross_entropy(
@@ -96,8 +90,7 @@ def linear_cross_entropy(
     [4.6052, 0.0]
     """
     options = require_options(ignore_index, label_smoothing, z_loss)
-    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size)
-    head = _with_soft_cap(head, soft_cap, options[1])
+    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size, None, soft_cap, options[1])
     one_of("implementation", implementation, ("auto", "chunked", "reference"))
     if implementation == "auto":
         implementation = "reference" if _is_small(head, chunk_size) else "chunked"
@@ -121,29 +114,20 @@ def linear_cross_entropy_sum_and_scores(
 ) -> tuple[tf.Tensor, LabelScores | None]:
     """Computes `sum(weights * linear_cross_entropy(...))`, a float32 scalar, by three matmuls in place of four.
 
-    The gradients of a weighted sum are known, up to its own cotangent, as soon as the losses are. So one loop over
+    The gradients of a weighted sum are known, up to its own cotangent, as soon as the losses are. So "one_pass" over
     slices of the tokens, each with all its logits, computes losses and gradients, and the backward pass only multiplies
-    these by the cotangent (Liger Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989). In memory are one slice's
-    logits in float32 and their gradients in hidden's dtype; from the forward pass on, the gradients of hidden and
-    kernel in float32. There are no second derivatives.
+    these by the cotangent (Liger Kernel, Hsu et al. 2024, https://arxiv.org/abs/2410.10989). There are no second
+    derivatives. "auto" takes it on a GPU where a tape may ask for gradients and no chunk_size is given; but not with a
+    z-loss in float16, whose gradients have no bound before the first slice that would keep them in range.
 
-    Args:
-        weights: float32, of labels' shape or one that is broadcast to it.
-        rounded_kernel: `cast(kernel, hidden.dtype)`, where it has been made before.
-        chunk_size: with "one_pass", the most tokens in a slice.
-        implementation: "one_pass", as told above; one of those of `linear_cross_entropy`; or "auto": on a GPU the
-            first, where a tape may ask for gradients and no chunk_size is given; but not with a z-loss in float16,
-            whose gradients have no bound before the first slice that would keep them in range.
-        ranks: False for scores too, from the same chunks of logits and without gradients; True for those with `above`,
-            which takes another matmul where the vocabulary is cut.
-        **options: ignore_index, label_smoothing and z_loss; these and the others are those of `linear_cross_entropy`.
-
-    Returns:
-        The sum, and the scores that `ranks` asks for or None.
+    `weights`, float32, are broadcast to labels' shape; `rounded_kernel` is `cast(kernel, hidden.dtype)`, where it is at
+    hand; the other options are those of `linear_cross_entropy`. Returned beside the sum are scores without gradients
+    where `ranks` is not None; True asks for `above` too, another matmul where the vocabulary is cut.
     """
-    head, labels = _checked(hidden, kernel, labels, bias, transpose_kernel, chunk_size, rounded_kernel)
     numbers = require_options(**options)
-    head = _with_soft_cap(head, soft_cap, numbers[1])
+    head, labels = _checked(
+        hidden, kernel, labels, bias, transpose_kernel, chunk_size, rounded_kernel, soft_cap, numbers[1]
+    )
     one_of("implementation", implementation, ("auto", "one_pass", "chunked", "reference"))
     if implementation == "auto":
         one_pass = has_gpu() and chunk_size is None and record.could_possibly_record()
@@ -190,9 +174,7 @@ def _each(head, labels, ignore_index, smoothing, z_loss, implementation, ranks=N
 
 
 def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore_index: int, z_loss: float):
-    """Computes the losses from a function that returns each token's log-sum-exp and target logit, float32 [N] both;
-    returns what else it returns too.
-    """
+    """Computes the losses from what returns each token's log-sum-exp, target logit and scores; returns these too."""
     with tf.name_scope("linear_cross_entropy"):
         column_N, counted_N = _columns(labels, vocabulary, ignore_index)
         lse_N, target_N, *scores = lse_and_target(column_N)
@@ -204,9 +186,7 @@ def _losses(lse_and_target: Callable, labels: tf.Tensor, vocabulary: int, ignore
 
 
 def _columns(labels: tf.Tensor, vocabulary: int, ignore_index: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns each label's column, int32 [N], -1 for none, and a factor of its loss, float32 [N]: 0 where the label is
-    ignored, NaN where it is out of range, so that the gradients are NaN too and no step is taken with them.
-    """
+    """Returns each label's column, -1 for none, and its loss's factor: 0 if ignored, NaN (no step) if out of range."""
     labels_N = tf.cast(tf.reshape(labels, [-1]), tf.int64)
     in_range_N = (labels_N >= 0) & (labels_N < vocabulary)
     counted_N = tf.where(labels_N == ignore_index, 0.0, tf.where(in_range_N, 1.0, math.nan))
@@ -229,10 +209,7 @@ def _of_logits(
 
 
 def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
-    """Returns a power of two that brings gradients of logits, or a bound of them, to the top of float16's range.
-
-    Whatever the loss scale, the small ones, those of the classes that are not the label's, then keep their digits.
-    """
+    """Returns a power of two that brings gradients of logits to the top of float16's range, for the small ones."""
     if dtype != tf.float16:
         return 1.0
     largest = tf.reduce_max(tf.abs(dlogits))
@@ -318,9 +295,7 @@ def _chunked(head, column_N, smoothing, ranks):
 
 
 def _online_lse(head, column_N, argmax):
-    """Computes each token's log-sum-exp, the logit of its label and, if asked to, the column of its largest logit in
-    one loop over the chunks.
-    """
+    """Computes each token's log-sum-exp, its label's logit and, if asked to, its largest logit's column in one loop."""
 
     def forward(i, *carried):
         chunk = head.chunk(i, column_N)
@@ -359,7 +334,9 @@ def _above(head, column_N, logit_N):
     return loop(head.tokens.pieces * head.columns.pieces, step, [tf.zeros([head.tokens.size], tf.int32)])[0]
 
 
-def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None) -> tuple[Head, tf.Tensor]:
+def _checked(
+    hidden, kernel, labels, bias, transposed, chunk_size, rounded=None, soft_cap=None, smoothing=0.0
+) -> tuple[Head, tf.Tensor]:
     """Returns the head and the labels; raises TypeError or ValueError for arguments that do not fit."""
     hidden, kernel, labels = as_tensor("hidden", hidden), as_tensor("kernel", kernel), as_tensor("labels", labels)
     biases = () if bias is None else (as_tensor("bias", bias),)
@@ -379,16 +356,12 @@ def _checked(hidden, kernel, labels, bias, transposed, chunk_size, rounded=None)
         tokens, columns = max(1024, min(count // 10, 2048), 2**25 // vocabulary), vocabulary
     else:
         tokens = columns = 2048  # 16 MiB of logits stay in the last cache
+    if soft_cap is not None:
+        if smoothing:
+            raise ValueError(f"label_smoothing={smoothing} with soft_cap={soft_cap} (the head's): leave one out.")
+        soft_cap = positive("soft_cap", soft_cap)
     cuts = cut(count, tokens), cut(vocabulary, columns)
-    return Head(tf.reshape(hidden, [count, width]), kernel, biases, rounded, transposed, *cuts), labels
-
-
-def _with_soft_cap(head: Head, soft_cap: float | None, smoothing: float) -> Head:
-    if soft_cap is None:
-        return head
-    if smoothing:
-        raise ValueError(f"label_smoothing={smoothing} with soft_cap={soft_cap} (the head's): leave one of them out.")
-    return head._replace(soft_cap=number("soft_cap", soft_cap, "a finite number above 0", lambda v: 0 < v <= LARGEST))
+    return Head(tf.reshape(hidden, [count, width]), kernel, biases, rounded, transposed, *cuts, soft_cap), labels
 
 
 def _is_small(head: Head, chunk_size: int | None) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -19,23 +19,10 @@ Differentiated = Callable[..., tuple[R, Callable[..., object]]]  # returns outpu
 def custom_gradient(function: Differentiated[R]) -> Callable[..., R]:
     """Decorates as `tf.custom_gradient` does, inside `graph_scoped_gradients`.
 
-    A gradient's operations are named after the call that it belongs to, as those of TensorFlow's own gradients are, so
-    that a profile tells where a kernel comes from.
+    The gradient's operations are named after the call, as TensorFlow's are, so that a profile tells where they belong.
     """
-    call = tf.custom_gradient(_name_gradient(function))
 
-    @tf.autograph.experimental.do_not_convert
-    @functools.wraps(function)
-    def owned(*args: tf.Tensor) -> R:
-        if tf.executing_eagerly():
-            return call(*args)
-        with graph_scoped_gradients():
-            return call(*args)
-
-    return owned
-
-
-def _name_gradient(function: Differentiated[R]) -> Differentiated[R]:
+    @tf.custom_gradient
     @functools.wraps(function)
     def named(*args: tf.Tensor) -> tuple[R, Callable[..., object]]:
         scope = "/".join(filter(None, ("gradient_tape", tf.get_current_name_scope())))
@@ -47,17 +34,21 @@ def _name_gradient(function: Differentiated[R]) -> Differentiated[R]:
 
         return outputs, in_scope
 
-    return named
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(function)
+    def owned(*args: tf.Tensor) -> R:
+        with contextlib.nullcontext() if tf.executing_eagerly() else graph_scoped_gradients():
+            return named(*args)
+
+    return owned
 
 
 @contextlib.contextmanager
 def graph_scoped_gradients() -> Iterator[None]:
     """Lets graphs that are traced inside the block be freed with their custom gradients.
 
-    `tf.custom_gradient` registers a function for each of its calls in a graph, for as long as the process lives, and
-    the function holds that graph. A Keras optimizer makes such a call in each of its updates, so every model trained
-    would leave its graphs behind, megabytes of them, and some its weights. Here the graph holds the function, and
-    the registry only a weak reference.
+    `tf.custom_gradient` registers a function for each call in a graph, which holds that graph as long as the process
+    lives. Here the graph holds the function, the registry a weak reference.
     """
     registered = gradient_registry._registry
     before = set(registered)
@@ -69,21 +60,13 @@ def graph_scoped_gradients() -> Iterator[None]:
 
 
 def _hand_over(registered: dict[str, dict[str, object]], name: str) -> None:
-    gradient = registered[name]["type"]
-    graph = _find_graph(gradient)
+    found: Any = (gradient := registered[name]["type"])
+    for each in ("tape_grad_fn", "result"):  # of the tensors that it differentiates
+        found = inspect.getclosurevars(found).nonlocals.get(each) if inspect.isfunction(found) else None
+    graph = next((t.graph for t in tf.nest.flatten(found) if tf.is_tensor(t) and hasattr(t, "graph")), None)
     if graph is None:  # handed over before, or registered under a name of its own
         return
     graph.custom_gradients = [*getattr(graph, "custom_gradients", []), gradient]
     reference: Any = weakref.ref(gradient)
     registered[name] = {**registered[name], "type": lambda *args: reference()(*args)}
     weakref.finalize(graph, registered.pop, name, None).atexit = False
-
-
-def _find_graph(gradient: object) -> tf.Graph | None:
-    """Returns the graph of the tensors that a gradient function differentiates."""
-    results = tf.nest.flatten(_get_nonlocals(_get_nonlocals(gradient).get("tape_grad_fn")).get("result"))
-    return next((t.graph for t in results if tf.is_tensor(t) and hasattr(t, "graph")), None)
-
-
-def _get_nonlocals(function: object) -> Mapping[str, object]:
-    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}

@@ -49,7 +49,7 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     >>> type(model.layers[0]) is keras.layers.Dense
     True
     """
-    layers = [layer for layer in all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer)]
+    layers = (layer for layer in all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer))
     return _change_class(layers, _SWITCHED)
 
 
@@ -61,19 +61,17 @@ def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.
 
 def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.Layer]) -> list[keras.layers.Layer]:
     """Undoes `fp32_weight_gradients` for the layers that it returned, or for all of a model, and returns which."""
-    if isinstance(layers, keras.layers.Layer):
-        layers = all_layers(layers)
     try:
-        layers = list(layers)
+        layers = list(all_layers(layers) if isinstance(layers, keras.layers.Layer) else layers)
     except Exception:  # of whatever was passed
         layers = [layers]
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
         raise TypeError(f"layers={shown(layers)} must be a Keras 3 model or a list of its layers.")
-    return _change_class([layer for layer in layers if type(layer) in _KERAS], _KERAS)
+    return _change_class(layers, _KERAS)
 
 
-def _change_class(layers: list[keras.layers.Layer], to: dict[type, type]) -> list[keras.layers.Layer]:
-    layers = list({id(layer): layer for layer in layers}.values())
+def _change_class(layers: Iterable[keras.layers.Layer], to: dict[type, type]) -> list[keras.layers.Layer]:
+    layers = list({id(layer): layer for layer in layers if type(layer) in to}.values())
     for layer in layers:
         # Past Keras's own __setattr__, which tracks what is assigned.
         object.__setattr__(layer, "__class__", to[type(layer)])
@@ -100,9 +98,7 @@ def _in_scope(layer: keras.layers.Layer) -> bool:
 
 
 def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
-    """Returns whether a switched layer may leave Keras's own call: not with LoRA, with sparse inputs, or where autocast
-    is off, so that the layer reads its float32 `weight` without a cast.
-    """
+    """Returns whether a layer may leave Keras's call: not with LoRA, sparse inputs, or a `weight` without autocast."""
     halves = isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype == weight.dtype
     return halves and _in_scope(layer)
 
@@ -133,20 +129,22 @@ def _convolution(layer: keras.layers.Layer, convolution: Call, inputs: tf.Tensor
 
 
 def _switched_from_base(layer: Any) -> Any:
-    _SWITCHED[layer.__base__], _KERAS[layer] = layer, layer.__base__
+    """Registers a subclass of Keras's; one with a `call_fp32` makes Keras's `call` its second argument."""
+    base = layer.__base__
+    _SWITCHED[base], _KERAS[layer] = layer, base
+    if hasattr(layer, "call_fp32"):
+
+        @functools.wraps(base.call)  # whose signature Keras reads
+        def call(self, *args, **kwargs):
+            return self.call_fp32(functools.partial(base.call, self), *args, **kwargs)
+
+        layer.call = call
     return keras.saving.register_keras_serializable("fastaccum")(layer)
-
-
-# `call_fp32` takes the layer, which may be one of Keras's, the `call` that computes what is left to Keras, and the
-# arguments of `call`.
 
 
 @_switched_from_base
 class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
-
-    def call(self, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
-        return self.call_fp32(super().call, inputs, training)
 
     def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         if not _switches(self, inputs, self._kernel):
@@ -158,9 +156,6 @@ class Fp32Dense(keras.layers.Dense):
 class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
-    def call(self, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
-        return self.call_fp32(super().call, inputs, training)
-
     def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         if not (_switches(self, inputs, self._kernel) and matmul_axes(self.equation, inputs, self._kernel)):
             return call(inputs, training=training)
@@ -171,28 +166,20 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
 class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
-    def call(self, inputs: Inputs) -> tf.Tensor:
-        return self.call_fp32(super().call, inputs)
-
     def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
         if not _switches(self, inputs, self._kernel):
             return call(inputs)
-        if self.padding != "causal":
-            return _convolution(self, self.convolution_op, inputs)
 
-        def convolution(x, kernel):
+        def causal(x, kernel):
             x = keras.ops.pad(x, self._compute_causal_padding())
             return keras.ops.conv(x, kernel, self.strides, "valid", self.data_format, self.dilation_rate)
 
-        return _convolution(self, convolution, inputs)
+        return _convolution(self, causal if self.padding == "causal" else self.convolution_op, inputs)
 
 
 @_switched_from_base
 class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
-
-    def call(self, inputs: Inputs) -> tf.Tensor:
-        return self.call_fp32(super().call, inputs)
 
     def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
         if not _switches(self, inputs, self._kernel):
@@ -203,9 +190,6 @@ class Fp32Conv2D(keras.layers.Conv2D):
 @_switched_from_base
 class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
-
-    def call(self, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
-        return self.call_fp32(super().call, inputs, reverse)
 
     def call_fp32(self, call: Call, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
         if not (reverse and self.reverse_dtype is None and _switches(self, inputs, self._embeddings)):

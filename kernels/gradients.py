@@ -1,16 +1,15 @@
-"""The gradient of many micro-batches: summed in a loop or as one product after it; then its norm, unscale and clip."""
+"""The gradient of many micro-batches: summed in a loop, by a kernel or as one product; then norm, unscale and clip."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from fastaccum.kernels.accumulators import summands
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice
 
@@ -19,11 +18,58 @@ SMALLEST_MATRIX = 2**16
 FEWEST_STEPS = 4
 
 
+class Accumulator(NamedTuple):
+    """The sum of a variable's gradients so far, as a micro-batch finds it."""
+
+    total: tf.Tensor  # of the variable's shape, in float32 (float64 for float64 variables)
+    noted: dict[Hashable, tf.Tensor]  # by the gradient's `ref`
+
+    def note(self, gradient: tf.Tensor, total: tf.Tensor) -> None:
+        """Notes that `total` is the accumulator with `gradient` added; the kernel must return `gradient`."""
+        self.noted[gradient.ref()] = total
+
+
+class Accumulators:
+    """Accumulators of some variables, in the graph in which a micro-batch's forward and backward pass are traced.
+
+    A kernel that finds a variable's accumulator computes, beside the gradient, the accumulator with the gradient added
+    in place. XLA drops the sum unless the gradient that the kernel returned reaches the variable as it is.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], totals: Sequence[tf.Tensor]):
+        self._noted: dict[Hashable, tf.Tensor] = {}
+        self._of = {v.ref(): Accumulator(t, self._noted) for v, t in zip(variables, totals, strict=False)}
+        self._graph: tf.Graph | None = tf.compat.v1.get_default_graph()
+
+    def close(self) -> None:
+        """Stops offering accumulators: a layer that the backward pass computes again would add twice."""
+        self._graph = None
+
+    def find(self, variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
+        """Returns the accumulator of a variable, in the graph of the forward pass alone."""
+        # What is traced in another graph, a branch or a loop's body, may run any number of times.
+        found = self._of.get(variable.ref()) if isinstance(variable, tf.Variable) else None
+        return found if tf.compat.v1.get_default_graph() is self._graph else None
+
+    def with_added(self, gradient: tf.Tensor | tf.IndexedSlices | None) -> tuple[tf.Tensor, list[tf.Tensor]] | None:
+        """Returns the accumulator to which a kernel added a term of the gradient, and the other terms; else None."""
+        terms = _summands(gradient) if isinstance(gradient, tf.Tensor) else []
+        for k, term in enumerate(terms):
+            if term.ref() in self._noted:
+                return self._noted[term.ref()], terms[:k] + terms[k + 1 :]
+        return None
+
+
+def _summands(gradient: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the terms of a gradient: for a variable that is used twice, the gradients of both uses."""
+    return list(gradient.op.inputs) if gradient.op.type == "AddN" else [gradient]
+
+
 class SumAccumulator:
     """Accumulator that starts from `total` and adds the gradient of each micro-batch."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices):
-        terms = [gradient] if isinstance(gradient, tf.IndexedSlices) else summands(gradient)
+        terms = [gradient] if isinstance(gradient, tf.IndexedSlices) else _summands(gradient)
         self.terms = [*map(_by_rows, terms)] if len(terms) > 1 else terms  # what a micro-batch hands to the loop
         self._total = total
 
@@ -41,7 +87,7 @@ class SumAccumulator:
 
 
 class AddedAccumulator(SumAccumulator):
-    """`SumAccumulator` to which a kernel adds (`kernels.accumulators`) all but some terms of the gradient."""
+    """`SumAccumulator` to which a kernel adds all but some terms of the gradient."""
 
     def __init__(self, total: tf.Tensor, added: tf.Tensor, terms: Sequence[tf.Tensor]):
         super().__init__(total, added)
@@ -60,23 +106,19 @@ def suppress_densify_warning() -> Iterator[None]:
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    """Returns a term of a sum as `IndexedSlices` where TensorFlow made a whole table of them to add it to a dense
-    gradient, as of a tied embedding.
-    """
+    """Returns a term as `IndexedSlices` where TensorFlow made a table of them to add it, as of a tied embedding."""
     if term.op.type == "UnsortedSegmentSum" and term.op.inputs[1].shape.rank == 1:
         return tf.IndexedSlices(*term.op.inputs[:2])
     return term
 
 
 def _added(total: tf.Tensor, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    by_rows = [term for term in terms if isinstance(term, tf.IndexedSlices)]
-    for term in terms:
-        if not isinstance(term, tf.IndexedSlices):
+    for term in sorted(terms, key=lambda term: isinstance(term, tf.IndexedSlices)):
+        if isinstance(term, tf.IndexedSlices):  # costs O(rows it holds); repeated indices add up
+            values = tf.cast(term.values, total.dtype)
+            total = tf.tensor_scatter_nd_add(total, term.indices[:, tf.newaxis], values)
+        else:
             total += tf.cast(term, total.dtype)
-    for term in by_rows:
-        # Costs O(rows it holds), not O(rows of the table). Repeated indices add up.
-        values = tf.cast(term.values, total.dtype)
-        total = tf.tensor_scatter_nd_add(total, term.indices[:, tf.newaxis], values)
     return total
 
 
@@ -104,9 +146,7 @@ class LookupAccumulator(SumAccumulator):
 class FactoredAccumulator:
     """Sum of `a_i^T @ b_i` over micro-batches i, computed as one product `a^T @ b` over the rows of all of them.
 
-    The loop only writes the factors down. Where they are smaller than the accumulator they replace, this saves one
-    pass over it for each micro-batch, and the one product has more rows to run fast on.
-    `wholes` are those of all micro-batches, [steps, rows, ...], or None for one that the loop is to write down.
+    `wholes` are the factors of all micro-batches, [steps, rows, ...]; None for one that the loop is to write down.
     """
 
     def __init__(self, total: tf.Tensor, factors: tuple, wholes: tuple, steps: int):
@@ -131,23 +171,15 @@ class FactoredAccumulator:
 def accumulator(
     total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices, steps: int, whole: Callable[[tf.Tensor], tf.Tensor | None]
 ) -> SumAccumulator | FactoredAccumulator:
-    """Chooses a `FactoredAccumulator` where the gradient is a matrix product whose factors, over all micro-batches,
-    take no more memory than the accumulator; else a `SumAccumulator`.
-
-    Args:
-        total: what to start from: zeros of the variable's shape, in the accumulator's dtype.
-        gradient: one micro-batch's, in the graph of its forward and backward pass.
-        steps: the number of micro-batches.
-        whole: of a tensor of that graph, the tensor of all micro-batches [steps, ...] that it is a slice of, or None.
+    """Chooses a `FactoredAccumulator` where the gradient is a product whose factors over all `steps` are no larger than
+    the accumulator; `whole(t)` returns the tensor of all micro-batches that a factor is a slice of, or None.
     """
     factors = _factors(gradient)
     if factors is None or steps < FEWEST_STEPS or total.shape.num_elements() < SMALLEST_MATRIX:
         return SumAccumulator(total, gradient)
     wholes = tuple(whole(_source(factor)) for factor in factors)
-    written = sum(_bytes(factor) for factor, known in zip(factors, wholes, strict=True) if known is None)
-    if steps * written > _bytes(total):
-        return SumAccumulator(total, gradient)
-    return FactoredAccumulator(total, factors, wholes, steps)
+    factored = FactoredAccumulator(total, factors, wholes, steps)
+    return factored if steps * sum(map(_bytes, factored.terms)) <= _bytes(total) else SumAccumulator(total, gradient)
 
 
 def _factors(gradient: tf.Tensor | tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor] | None:
@@ -195,8 +227,7 @@ def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
 
 
 def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm: float | None = None) -> Reduced:
-    """Computes the norm, the finite check and the one factor that unscales and clips, in a single read of the
-    accumulators.
+    """Computes the norm, the finite check and the one factor that unscales and clips, in one read of the accumulators.
 
     With `g = accumulator / denominator` for every accumulator, and `norm = sqrt(sum(sum(g ** 2)))`:
 
@@ -204,9 +235,8 @@ def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm:
         factor = 1 / denominator                     # clip_norm is None
         factor = clip_norm / max(norm, clip_norm) / denominator
 
-    so that `accumulator * factor` equals `tf.clip_by_global_norm(g, clip_norm)`. Nothing is written: the
-    caller multiplies inside the optimizer's own pass, which XLA fuses. The denominator is the loss scale times the
-    weight sum, a float32 scalar; 0 gives factor 0.
+    so that `accumulator * factor`, by which the optimizer's own pass begins, equals `tf.clip_by_global_norm(g,
+    clip_norm)`. The denominator is the loss scale times the weight sum, a float32 scalar; 0 gives factor 0.
 
     >>> reduced = reduce([tf.constant([6.0, 8.0])], denominator=tf.constant(2.0), clip_norm=1.0)
     >>> float(reduced.norm), bool(reduced.finite), round(float(reduced.factor), 6)

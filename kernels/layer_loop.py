@@ -26,18 +26,7 @@ from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfi
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
 
 
-class Form(NamedTuple):
-    """Pair of the `policy` and `unroll` of a `LayerStack`."""
-
-    policy: Policy
-    unroll: bool | Literal["auto"]
-
-
-_DRAWS = (
-    "A layer of a LayerStack draws random numbers, in {drawn}, that would be others when it is computed again: draw "
-    "them by keras.random with a SeedGenerator of the layer, or outside of the stack."
-)
-
+Form: TypeAlias = "tuple[Policy, bool | Literal['auto']]"  # the `policy` and `unroll` of a LayerStack
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
 
 
@@ -88,15 +77,7 @@ class Body(NamedTuple):
 
 
 class LayerGraph(RecomputedFunction):
-    """A `Body` traced once, to be copied into loops over many layers.
-
-    Args:
-        body: the layer.
-        specs: of its arguments: the layer's number, x, shared tensors, weights and state.
-
-    Attributes:
-        after: the new states, as tensors of the graph.
-    """
+    """A `Body` traced once for specs of its arguments, to be copied into loops; `after` are the new states."""
 
     def __init__(self, body: Body, specs: list[Nest]):
         with collected_names() as names:
@@ -123,15 +104,9 @@ class LayerGraph(RecomputedFunction):
         return self.copy("forward", fetches, self.feed(self._inputs, arguments), self._graph.control_outputs)
 
     def backward(self, dy: tf.Tensor, residuals: list[tf.Tensor], *arguments: Any) -> list[tf.Tensor]:
-        """Copies the gradients of x, of the floating shared tensors, and of the weights.
-
-        Args:
-            dy: the gradient of y.
-            residuals: from `forward`.
-            *arguments: those of `forward` without x.
-        """
+        """Copies the gradients of x, the floating shared tensors and the weights; takes `forward`'s arguments but x."""
         number, _, *others = self._inputs
-        found = self.gradients([dy], self.feed([number, *others, self.residuals], [*arguments, residuals]), _DRAWS)
+        found = self.gradients([dy], self.feed([number, *others, self.residuals], [*arguments, residuals]))
         _, shared, weights, _ = arguments
         like = [dy, *_floating(shared), *weights]
         return [tf.zeros_like(t) if g is None else tf.convert_to_tensor(g) for t, g in zip(like, found, strict=True)]
@@ -142,8 +117,7 @@ def run_plainly(
 ) -> Result:
     """Computes `run_loops` as plain calls with plain autodiff, which keeps everything."""
     states = []
-    layers = zip(_layers(depth, weights), _layers(depth, state), strict=True)
-    for i, (own_weights, own_state) in enumerate(layers):
+    for i, (own_weights, own_state) in enumerate(zip(_layers(depth, weights), _layers(depth, state), strict=True)):
         x, after = body(i, x, body.shared, own_weights, own_state)
         states.append(after)
     return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
@@ -223,12 +197,13 @@ def _choose(layer: LayerGraph, form: Form, depth: int, weights: list[tf.Tensor])
     """Chooses what is kept, and whether the loops are unrolled."""
     # In training each weight has its gradient and, under Adam, two slots.
     budget = (device_memory() - 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)) / 2
-    if form.unroll:
+    policy, unroll = form
+    if unroll:
         layer.keep("everything_saveable")
-        if form.unroll is True or (has_gpu() and depth * layer.residual_bytes <= budget):
+        if unroll is True or (has_gpu() and depth * layer.residual_bytes <= budget):
             return True
-    layer.keep(form.policy)
-    if form.policy == "auto" and depth * layer.residual_bytes > budget:
+    layer.keep(policy)
+    if policy == "auto" and depth * layer.residual_bytes > budget:
         layer.keep("nothing_saveable")
     return False
 

@@ -14,7 +14,7 @@ from keras.src.backend.common.variables import AutocastScope
 
 from fastaccum.kernels import stackable
 from fastaccum.kernels.checks import as_tensor, naming, object_name, one_of, shown, true_or_false, whole_number
-from fastaccum.kernels.layer_loop import OF_LAYERS, Body, Form, run_loops, run_plainly
+from fastaccum.kernels.layer_loop import OF_LAYERS, Body, run_loops, run_plainly
 from fastaccum.kernels.recomputed_function import require_policy
 
 # Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
@@ -210,7 +210,7 @@ class LayerStack(keras.layers.Layer):
         body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
         run = run_plainly if self.implementation == "reference" or tf.executing_eagerly() else run_loops
         # Read before the state is assigned: the recomputation starts from the same seeds.
-        y, after = run(body, self.depth, Form(self.policy, self.unroll), x, _read(weights), _read(state))
+        y, after = run(body, self.depth, (self.policy, self.unroll), x, _read(weights), _read(state))
         for k, value in after.items():
             state[k].assign(value)
         return y

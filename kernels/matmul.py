@@ -58,9 +58,6 @@ def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor, copy: tf.T
 
     Both operands are turned and flattened to one matmul, batched over the axes that all three terms share; "..." may
     stand for axes of x and the output.
-
-    >>> einsum_fp32_wgrad("abc,cde->abde", tf.ones([2, 3, 4], tf.float16), tf.ones([4, 5, 6])).shape
-    TensorShape([2, 3, 5, 6])
     """
     x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
     _require_dtypes(x, kernel)
@@ -98,13 +95,6 @@ def convolution_fp32_wgrad(
 
     `dx` is that of autodiff; `dkernel` is that of `convolution`, which is linear in each argument, on float32 copies
     of x and dy.
-
-    >>> x, kernel = tf.fill([1, 300, 1], tf.constant(300.0, tf.float16)), tf.ones([1, 1, 1])
-    >>> with tf.GradientTape() as tape:
-    ...     tape.watch(kernel)
-    ...     y = convolution_fp32_wgrad(lambda x, kernel: tf.nn.conv1d(x, kernel, 1, "SAME"), x, kernel)
-    >>> y.dtype.name, tape.gradient(y, kernel).numpy().item()  # float16 ends at 65504
-    ('float16', 90000.0)
     """
     x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
     _require_dtypes(x, kernel)
@@ -159,9 +149,7 @@ def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:
 
 
 def matmul_axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str] | None:
-    """Returns the letters of x's axes, of the kernel's and of the output's, with other signs for those under "...";
-    None for an einsum that is no matmul of these two.
-    """
+    """Returns the letters of x's axes, the kernel's and the output's, digits for "..."; None where it is no matmul."""
     operands, _, of_y = equation.replace(" ", "").partition("->")
     of_x, _, of_kernel = operands.partition(",")
     elided = "".join(chr(ord("0") + i) for i in range(x.shape.rank - len(of_x.replace("...", ""))))

@@ -1,9 +1,11 @@
-"""Layer norm and RMS norm over the last axis, with gradients in closed form, computed from the input alone.
+"""Layer norm, RMS norm and GELU, with gradients in closed form, computed from the input alone.
 
 Shape suffixes: M rows, of which there may be several axes, and D width.
 """
 
 from __future__ import annotations
+
+import math
 
 import tensorflow as tf
 
@@ -16,8 +18,7 @@ from fastaccum.kernels.xla_ops import HALF
 def layer_norm(
     x: tf.Tensor, scale: tf.Tensor | None = None, offset: tf.Tensor | None = None, *, epsilon: float
 ) -> tf.Tensor:
-    """Subtracts each row's mean and divides by its standard deviation (Ba et al., 2016,
-    https://arxiv.org/abs/1607.06450).
+    """Subtracts each row's mean and divides by its standard deviation (https://arxiv.org/abs/1607.06450).
 
     Computed in float32 (float64 for float64) and rounded to x's dtype:
 
@@ -86,3 +87,35 @@ def _norm(x, scale, offset, epsilon, centred):
 
 def _mean(t_MD):
     return tf.reduce_mean(t_MD, -1, keepdims=True)
+
+
+def gelu(x: tf.Tensor) -> tf.Tensor:
+    """Computes `0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))` (Hendrycks and Gimpel, 2016,
+    https://arxiv.org/abs/1606.08415), on a GPU in float32 and rounded once.
+
+    x is of any floating dtype, and the result of the same. On a GPU its gradient is computed from x alone.
+
+    >>> gelu(tf.constant([-1.0, 0.0, 1.0])).numpy().round(4).tolist()
+    [-0.1588, 0.0, 0.8412]
+    """
+    if not has_gpu():  # for a CPU, an exponential costs more than the memory that it saves
+        return tf.nn.gelu(x, approximate=True)
+    wide = accumulator_dtype(x.dtype)
+
+    @custom_gradient
+    def activate(x):
+        def gradient(dy):
+            t = tf.cast(x, wide)
+            # As a sigmoid: XLA would merge a second tanh with the first, and keep it in float32.
+            part = tf.sigmoid(2 * _inner(t))
+            slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * tf.square(t))
+            return tf.cast(tf.cast(dy, wide) * part * (1 + t * (1 - part) * slope), x.dtype)
+
+        t = tf.cast(x, wide)
+        return tf.cast(0.5 * t * (1 + tf.tanh(_inner(t))), x.dtype), gradient
+
+    return activate(x)
+
+
+def _inner(t):
+    return math.sqrt(2 / math.pi) * t * (1 + 0.044715 * tf.square(t))

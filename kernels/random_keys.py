@@ -15,16 +15,12 @@ from fastaccum.kernels.xla_ops import in_xla
 
 _get_key_counter_alg = random_ops_util.get_key_counter_alg
 _lock = threading.Lock()
-_scopes = 0
+_scopes = 0  # blocks may overlap, also those of several threads
 
 
 @contextlib.contextmanager
 def hoist_prng_key() -> Iterator[None]:
-    """Hoists the derivation of a random draw's key out of the loop that draws, where XLA compiles for a CPU.
-
-    This concerns `tf.random.stateless_*`, which Keras 3's layers draw with, and changes no number. Blocks may overlap,
-    also those of several threads.
-    """
+    """Hoists the derivation of a `stateless` draw's key out of the loop that draws, where XLA compiles for a CPU."""
     global _scopes
     with _lock:
         _scopes += 1

@@ -12,10 +12,10 @@ from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.eager import record
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
-from fastaccum.kernels.accumulators import Accumulator
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.gradients import Accumulator
 from fastaccum.kernels.recomputed_function import DRAWS, Gradient, Policy, RecomputedFunction, Values, require_policy
 from fastaccum.kernels.rounded import allow_outer_casts, stateless_scope
 from fastaccum.kernels.trace_context import accumulator_of
@@ -23,19 +23,14 @@ from fastaccum.kernels.xla_ops import in_xla
 
 R = TypeVar("R")
 _ASSIGNS = {"AssignVariableOp": None, "AssignAddVariableOp": tf.add, "AssignSubVariableOp": tf.subtract}
-_DRAWS = (
-    "What is to be computed again draws random numbers in {drawn}, a loop, a branch or a function of its own, that "
-    "would be others then: draw them by keras.random with a SeedGenerator of the layer, or leave that layer out of "
-    "what is recomputed."
-)
 
 
 @tf.autograph.experimental.do_not_convert
 def recomputed(
     function: Callable[..., R],
-    *inputs: object,
-    policy: str | Sequence[str] = "nothing_saveable",
-    layers: Sequence[keras.layers.Layer] = (),
+    *inputs: object,  # nests of tensors, of any dtypes, and of other values; Keras masks on them go in and come out
+    policy: str | Sequence[str] = "nothing_saveable",  # by the words of `LayerStack`
+    layers: Sequence[keras.layers.Layer] = (),  # called by the function: losses that they add are handed on
 ) -> R:
     """Calls `function(*inputs)` and keeps none of its values for the gradient but those that `policy` names.
 
@@ -48,19 +43,9 @@ def recomputed(
     That is so in a graph that XLA compiles and a tape looks on, as a train step's does. Elsewhere this is
     `function(*inputs)`. Memory is saved on a GPU; on a CPU XLA drops the barrier, and neither memory nor time changes.
 
-    Args:
-        function: is traced once; it may read variables and tensors from outside.
-        *inputs: nests of tensors, of any dtypes, and of other values. Keras masks on them go in and come out.
-        policy: "nothing_saveable", "everything_saveable", "auto" for all that has a name, or a list of names: by the
-            words of `LayerStack`.
-        layers: Keras or tf_keras layers that the function calls and that may add losses: those are handed on.
-
-    Returns:
-        What the function returns, a nest of tensors and other values.
-
-    Raises:
-        ValueError: raised if the policy is none or names no value; or if a loop, a branch or a function within assigns
-            a variable, or draws random numbers that no variable's value determines.
+    The function is traced once, and may read variables and tensors from outside. ValueError is raised if the policy is
+    none or names no value; or if a loop, a branch or a function within assigns a variable, or draws random numbers that
+    no variable's value determines.
 
     >>> w = tf.Variable(3.0)
     >>> @tf.function(jit_compile=True)
@@ -98,11 +83,7 @@ def recomputed(
 
 
 class _Block(RecomputedFunction, Generic[R]):
-    """A function traced for its inputs, in the graph of the caller's.
-
-    Attributes:
-        given: the tensors that the function is given, then those that it takes from outside.
-    """
+    """A function traced for `given`, the tensors that it is passed, and those that it takes from outside."""
 
     def __init__(self, function: Callable[..., R], inputs: Sequence, layers: list[keras.layers.Layer]):
         self._layers = layers
@@ -277,16 +258,15 @@ class _Block(RecomputedFunction, Generic[R]):
             return {name: after[id(given[name])] for name in names}
 
         fed = {**self._fed(values), **self.feed(self._kept, kept)}
-        found = self.gradients(dy, fed, _DRAWS, tied)
+        found = self.gradients(dy, fed, tied)
         return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in found]
 
 
 def _in_turn(gradients: list[Gradient], count: int, accumulators: list[Accumulator | None]) -> list[Gradient]:
     """Makes the first `count` gradients wait until the others have been added to their accumulators.
 
-    XLA would put off the weights' gradients, since it does not see that they are added in place, and hold for each what
-    it is computed from. No barrier is left when it orders a program's operations, so that it takes an operand: 0 times
-    an element of each sum, which is 0 in every step that is not skipped.
+    XLA would put off the weights' gradients, and hold what each is computed from. No barrier is left when it orders
+    operations, but an operand is: 0 times an element of each sum, which is 0 in every step that is not skipped.
     """
     ends = []
     for gradient, accumulator in zip(gradients[count:], accumulators, strict=True):

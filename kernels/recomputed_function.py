@@ -22,6 +22,10 @@ DRAWS |= {"RandomGamma", "RandomPoissonV2", "Multinomial", "ParameterizedTruncat
 _CALLS = {"While", "If", "Case", "StatefulPartitionedCall"}  # may do more than compute
 _UNKEPT = (tf.variant, tf.resource, tf.string)
 
+_REFUSED = (
+    "What is to be computed again draws random numbers in {drawn}, which would be others then: draw them by "
+    "keras.random with a SeedGenerator of the layer, or leave that layer out of what is recomputed or stacked."
+)
 POLICIES = "auto", "nothing_saveable", "everything_saveable"
 
 # A gradient: None where no target depends on the source.
@@ -34,31 +38,19 @@ PassIn = Callable[[Values], Values]  # maps values that copies need to what the 
 
 
 class RecomputedFunction:
-    """A function traced once as a graph, of which copies compute the forward pass and the gradients.
+    """A function traced once as a graph, of which copies compute the forward pass, and the gradients from `residuals`.
 
-    The gradients read residuals of the forward pass. Some residuals are kept; the copy that computes the gradients
-    recomputes the others from what is kept and from the values that it is fed.
-
-    Args:
-        function: the concrete function.
-        names: the names that `checkpoint_name` gave to values of the function.
-        roots: tensors of the graph from which every residual that may be kept is computed.
-        targets: floating tensors of the graph to differentiate.
-        sources: tensors of the graph with respect to which to differentiate; None stands for one without a gradient.
-        same: tensors of the graph that stand in for others, by the names of the others.
-
-    Attributes:
-        residuals: the tensors of the graph that are kept: at first the roots alone, from which all else follows.
+    At first these are the roots alone, from which the copies recompute whatever else the gradients read.
     """
 
     def __init__(
         self,
         function: tf.types.experimental.ConcreteFunction,
-        names: Names,
+        names: Names,  # that `checkpoint_name` gave to values of the function
         roots: list[tf.Tensor],
-        targets: Sequence[tf.Tensor],
-        sources: Sequence[tf.Tensor | None],
-        same: Mapping[str, tf.Tensor] | None = None,
+        targets: Sequence[tf.Tensor],  # floating, to differentiate
+        sources: Sequence[tf.Tensor | None],  # with respect to which; None stands for one without a gradient
+        same: Mapping[str, tf.Tensor] | None = None,  # tensors that stand in for others, by the names of the others
     ):
         self.residuals = roots
         self._graph, self._targets, self._sources, self._same = function.graph, targets, sources, same or {}
@@ -67,10 +59,7 @@ class RecomputedFunction:
         self._names = {self._source(t).name: name for t, name in named}
 
     def keep(self, policy: Policy) -> None:
-        """Chooses the `residuals` by a policy of `LayerStack`; "auto" keeps every value that has a name.
-
-        Raises ValueError for a name that no value has.
-        """
+        """Chooses the `residuals` by a policy of `LayerStack`; raises ValueError for a name that no value has."""
         known = {"attention", "projection", *self._names.values()}
         if not isinstance(policy, str) and (unknown := sorted({*policy} - known)):
             raise ValueError(
@@ -108,15 +97,11 @@ class RecomputedFunction:
     def copy(
         self, scope: str, fetches: Fetches, fed: Values, effects: Sequence[tf.Operation] = (), pass_in: PassIn = dict
     ) -> Fetches:
-        """Computes a nest of tensors of the graph in the graph that is being traced.
-
-        Copied are only the operations that the tensors need, and `effects` with what these need.
+        """Computes a nest of tensors of the graph in the graph that is being traced, by copies in a name scope.
 
         Args:
-            scope: the name scope of the copies.
-            fetches: the nest.
             fed: values of tensors of the graph, by their names.
-            effects: operations of the graph.
+            effects: operations of the graph that are copied too, with what they need.
             pass_in: is given those values that the copies need.
         """
         fed = {**{inner.name: outer for outer, inner in self._graph.captures}, **fed}
@@ -143,21 +128,17 @@ class RecomputedFunction:
             found[t.name].set_shape(t.shape)
         return tf.nest.pack_sequence_as(fetches, [found[t.name] for t in wanted])
 
-    def gradients(self, dy: Sequence[tf.Tensor], fed: Values, refusal: str, pass_in: PassIn = dict) -> list[Gradient]:
-        """Computes the gradients of the sources in the graph that is being traced.
+    def gradients(self, dy: Sequence[tf.Tensor], fed: Values, pass_in: PassIn = dict) -> list[Gradient]:
+        """Computes the gradients of the sources from those of the targets, `dy`, and from residuals that are `fed`.
 
-        Args:
-            dy: the gradients of the targets.
-            fed: the values of the residuals and of whatever the recomputation reads beside them, by their names.
-            refusal: the ValueError's message if the recomputation would draw other random numbers, "{drawn}" in it.
-            pass_in: as in `copy`.
+        Raises ValueError if the recomputation would draw other random numbers. `pass_in` is as in `copy`.
         """
         d_targets, gradients = self._gradients
         fed = {**fed, **self.feed(d_targets, dy)}
         connected = [g for g in gradients if g is not None]
         parts = tf.nest.flatten(connected, expand_composites=True)
         if drawn := self._draws(self._needed(parts, dict(fed)).values()):
-            raise ValueError(refusal.format(drawn=drawn))
+            raise ValueError(_REFUSED.format(drawn=drawn))
         parts = self.copy("backward", parts, fed, pass_in=pass_in)
         found = iter(tf.nest.pack_sequence_as(connected, parts, expand_composites=True))
         return [None if g is None else next(found) for g in gradients]
@@ -175,9 +156,8 @@ class RecomputedFunction:
         """Returns the tensors of the forward pass that the gradients read."""
         d_targets, gradients = self._gradients
         parts = tf.nest.flatten([g for g in gradients if g is not None], expand_composites=True)
-        needed = self._needed(parts, self.feed(d_targets, d_targets)).values()
-        inputs = [t for op in needed if op.name not in self._forward_operations for t in op.inputs]
-        return [t for t in inputs if t.op.name in self._forward_operations]
+        needed, forward = self._needed(parts, self.feed(d_targets, d_targets)).values(), self._forward_operations
+        return [t for op in needed if op.name not in forward for t in op.inputs if t.op.name in forward]
 
     def _needed(self, fetches: Sequence[tf.Tensor | tf.Operation], fed: Values) -> dict[str, tf.Operation]:
         """Returns the operations, by name, that compute tensors, or are these, from what is fed; feeds known sizes."""
@@ -259,7 +239,7 @@ def require_policy(policy: object) -> Policy:
     """Returns `policy`, one of POLICIES or a list of names."""
     if isinstance(policy, (list, tuple)) and all(isinstance(name, str) for name in policy):
         return list(policy)
-    if not isinstance(policy, str) or policy not in POLICIES:
-        choices = " or ".join(map(repr, POLICIES))
-        raise ValueError(f'policy={shown(policy)} must be {choices} or a list of names, as ["attention"].')
-    return policy
+    if isinstance(policy, str) and policy in POLICIES:
+        return policy
+    choices = " or ".join(map(repr, POLICIES))
+    raise ValueError(f'policy={shown(policy)} must be {choices} or a list of names, as ["attention"].')

@@ -14,11 +14,7 @@ from fastaccum.kernels.trace_context import NO_CASTS, Casts, Find
 
 
 def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor]]) -> Casts:
-    """Returns casts that are made where each variable's value was read: outside of the loop that is traced here.
-
-    Args:
-        values: variables that the loop does not assign, as they are asked for, and the value read of each before it.
-    """
+    """Returns casts that are made where each variable's value was read, outside of the loop that is traced here."""
     known = {id(variable): value for variable, value in values}
     if not known:
         return NO_CASTS
@@ -42,11 +38,7 @@ def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor
 def rounded_layer(
     stacks: Iterable[tuple[keras.Variable, keras.Variable]], i: tf.Tensor, scope: keras.StatelessScope
 ) -> Iterator[None]:
-    """Enters `scope`, and takes the cast of a layer's variable as slice `i` of the cast of the stacked variable.
-
-    Args:
-        stacks: layer i's variables, slices too in `scope`, each with the variable of all layers, `[depth, ...]`.
-    """
+    """Enters `scope`, and takes the cast of layer i's variable as a slice of that of the variable of all layers."""
     of_stacks, stacked = trace_context.current().casts, {id(variable): whole for variable, whole in stacks}
     same = stateless_scope() is of_stacks.scope
 
@@ -83,10 +75,8 @@ def stateless_scope() -> keras.StatelessScope | None:
 
 
 def _may_capture_from(graph: tf.Graph) -> bool:
-    """Tells if nothing but loops and branches lies between `graph` and what is traced.
-
-    A `tf.function` of a layer's own is kept for later calls, when a captured tensor would no longer be there.
-    """
+    """Tells if nothing but loops and branches lies between `graph` and what is traced."""
+    # A `tf.function` of a layer's own is kept for later calls, when a captured tensor would no longer be there.
     current = tf.compat.v1.get_default_graph()
     while current is not graph:
         if type(current) in (tf.Graph, tf.__internal__.FuncGraph):
@@ -109,12 +99,7 @@ def table(make: Callable[..., tf.Tensor], *arguments: tf.Tensor | float, dtype: 
 
 
 def rounded(weight: tf.Tensor, dtype: tf.DType, copy: tf.Tensor | None) -> tf.Tensor:
-    """Casts a weight, with the gradient of a cast; a `copy` is taken for the value, and the weight is not read.
-
-    >>> weight = tf.constant([1 / 3])
-    >>> rounded(weight, tf.float16, copy=tf.cast(weight, tf.float16)).numpy().tolist()
-    [0.333251953125]
-    """
+    """Casts a weight, with the gradient of a cast; a `copy` is taken for the value, and the weight is not read."""
     if copy is None:
         return tf.cast(weight, dtype)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels.accumulators import Accumulator, Accumulators
+from fastaccum.kernels.gradients import Accumulator, Accumulators
 
 # Finds the cast of a variable, or of a function with its arguments, to a dtype.
 Find = Callable[[object, tf.DType], "tf.Tensor | None"]
@@ -30,19 +30,12 @@ NO_CASTS = Casts()
 
 @dataclasses.dataclass(frozen=True)
 class TraceContext:
-    """Holds what kernels find while a micro-batch's forward and backward pass are traced.
+    """Holds what kernels find while a micro-batch's forward and backward pass are traced."""
 
-    Attributes:
-        accumulators: those that a kernel may add to in its backward pass.
-        casts: half-precision casts of weights, made before the loop over micro-batches.
-        names: collects the values that `checkpoint_name` names; None where nobody asks for them.
-        attention: computes `keras.ops.dot_product_attention`; None for Keras's own formula.
-    """
-
-    accumulators: Accumulators | None = None
-    casts: Casts = NO_CASTS
-    names: Names | None = None
-    attention: Callable[..., tf.Tensor] | None = None
+    accumulators: Accumulators | None = None  # that a kernel may add to in its backward pass
+    casts: Casts = NO_CASTS  # half-precision casts of weights, made before the loop over micro-batches
+    names: Names | None = None  # collects what `checkpoint_name` names, where somebody asks for it
+    attention: Callable[..., tf.Tensor] | None = None  # for `keras.ops.dot_product_attention`; None for Keras's formula
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -26,9 +26,6 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) 
     """Runs `for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip count XLA knows.
 
     Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes and dtypes.
-
-    >>> loop(3, lambda i, total: [total + i], [tf.constant(0)])[0].numpy().item()
-    3
     """
     # A Python int as trip count: with a tensor, a GPU would ask the host before every turn. No `maximum_iterations`:
     # its second counter hides the trip count from XLA in larger programs.
@@ -42,11 +39,7 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) 
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:
-    """Computes `a @ b` of one dtype, without a gradient, in float32: half x half -> float32, rounded nowhere.
-
-    >>> dot(tf.fill([1, 300], tf.constant(300.0, tf.float16)), tf.ones([300, 1], tf.float16)).numpy().item()
-    90000.0
-    """
+    """Computes `a @ b` of one dtype, without a gradient, in float32: half x half -> float32, rounded nowhere."""
     if a.dtype in HALF and in_xla():
         # Only XLA has a kernel for a float32 product of halves.
         return tf.raw_ops.BatchMatMulV3(x=a, y=b, Tout=tf.float32, adj_x=transpose_a, adj_y=transpose_b)
@@ -54,10 +47,7 @@ def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool
 
 
 def product(a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], tf.Tensor | float] = lambda dy: 1.0) -> tf.Tensor:
-    """Computes `dot(a, cast(b, a.dtype))`, with gradients summed in float32, of dtypes of the inputs.
-
-    `factor(dy)` multiplies dy before it is rounded to a's dtype, and divides the gradients.
-    """
+    """Computes `dot(a, cast(b, a.dtype))`, with gradients summed in float32; `factor(dy)` scales dy to be rounded."""
 
     @custom_gradient
     def multiply(a, b):
@@ -108,12 +98,7 @@ def unfolded(t: tf.Tensor) -> tf.Tensor:
 
 
 def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
-    """Computes `m = max(x)` and `sum(exp(x - m))` over the last axis of a float32 matrix; m is finite where all are
-    -inf. If asked to, computes the place of m too, int32, the first of several.
-
-    >>> [t.numpy().tolist() for t in max_and_exp_sum(tf.constant([[3.0, 3.0]]), argmax=True)]
-    [[3.0], [2.0], [0]]
-    """
+    """Computes `m = max(x)`, finite, `sum(exp(x - m))` and, if asked to, the first place of m over a matrix's rows."""
     places = tf.range(x.shape[1])
     if not (has_gpu() and in_xla()):
         row_max = tf.maximum(tf.reduce_max(x, -1), tf.float32.min)
@@ -127,10 +112,8 @@ def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
         (max_a, sum_a, *at_a), (max_b, sum_b, *at_b) = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
         smaller = tf.exp(-tf.abs(max_a - max_b))
         larger_a = max_a > max_b
-        firsts = [
-            tf.where(max_a == max_b, tf.minimum(a, b), tf.where(larger_a, a, b))
-            for a, b in zip(at_a, at_b, strict=True)
-        ]
+        both = zip(at_a, at_b, strict=True)
+        firsts = [tf.where(max_a == max_b, tf.minimum(a, b), tf.where(larger_a, a, b)) for a, b in both]
         return tf.maximum(max_a, max_b), tf.where(larger_a, sum_a + smaller * sum_b, smaller * sum_a + sum_b), *firsts
 
     inputs = [x, tf.ones_like(x), *[tf.broadcast_to(places, x.shape)] * argmax]
@@ -155,9 +138,7 @@ def dynamic_add_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) 
 
 
 def first_order(gradients: Sequence[tf.Tensor | None], what: str) -> list[tf.Tensor | None]:
-    """Returns the gradients of a custom gradient, with an error where one asks for theirs: a loop's results are
-    constant to autodiff, so that second derivatives would be wrong.
-    """
+    """Returns a custom gradient's results, with an error where a tape asks for second derivatives of a loop."""
     message = f'{what} has no second derivatives: pass implementation="reference", to a Trainer flash_attention=False.'
     return [None if g is None else tf.raw_ops.PreventGradient(input=g, message=message) for g in gradients]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import keras
@@ -14,8 +14,7 @@ from fastaccum.adapters.models import Model
 
 def require(model: Model, instead: str = "pass jit_compile=False") -> None:
     """Raises ValueError for layers that declare that XLA cannot compile them, with what to do `instead`."""
-    layers = model.uncompilable_layers()
-    if layers:
+    if layers := model.uncompilable_layers():
         raise ValueError(
             f"XLA cannot compile these layers: {', '.join(layers)}. Move them into the input pipeline "
             f"(dataset.map), or {instead}."
@@ -24,45 +23,39 @@ def require(model: Model, instead: str = "pass jit_compile=False") -> None:
 
 def require_recomputable(model: Model) -> None:
     """Raises ValueError for layers under a `keras.RematScope`: Keras would recompute them otherwise, or not at all."""
-    layers = [_called(layer) for layer in model.recomputed_layers]
-    if layers:
+    if layers := [_called(layer) for layer in model.recomputed_layers]:
         raise ValueError(
             f"{', '.join(layers)} were made under keras.RematScope, which fails on TensorFlow, or draws other random "
             "numbers in the backward pass. Make them outside of it, and call fa.remat(model), which recomputes exactly."
         )
 
 
+_SIGNS = {
+    "unsupported operations": "it has no such operation",
+    "tf2xla conversion failed": "it cannot compile an operation",
+}
+
+
 @contextmanager
-def translate_errors(model: Model) -> Iterator[None]:
+def translate_errors(model: Model | None, what: str = "this model") -> Iterator[None]:
     """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        refused = refusal("this model", error, _layers_in(str(error), model))
-        if refused is None:
+        why = next((why for sign, why in _SIGNS.items() if sign in str(error)), None)
+        if why is None:
             raise
-        raise refused from error
+        # After its first sentence XLA's message is a stack trace.
+        reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
+        layers = _layers_in(str(error), model.layers if model else [])
+        where = f" in {', '.join(layers)}" if layers else ""
+        raise ValueError(
+            f"XLA cannot compile {what}: {why}{where}. Move that into the input pipeline "
+            f"(dataset.map), or pass jit_compile=False. XLA says: {reason}"
+        ) from error
 
 
-def refusal(what: str, error: tf.errors.InvalidArgumentError, layers: list[str]) -> ValueError | None:
-    """Returns XLA's refusal of an operation as a ValueError; None for another error."""
-    signs = {
-        "unsupported operations": "it has no such operation",
-        "tf2xla conversion failed": "it cannot compile an operation",
-    }
-    why = next((why for sign, why in signs.items() if sign in str(error)), None)
-    if why is None:
-        return None
-    # After its first sentence XLA's message is a stack trace.
-    reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
-    where = f" in {', '.join(layers)}" if layers else ""
-    return ValueError(
-        f"XLA cannot compile {what}: {why}{where}. Move that into the input pipeline "
-        f"(dataset.map), or pass jit_compile=False. XLA says: {reason}"
-    )
-
-
-def _layers_in(message: str, model: Model) -> list[str]:
+def _layers_in(message: str, layers: Sequence[keras.layers.Layer]) -> list[str]:
     """Lists the innermost layers on the path of the graph node that an error names, as "name (Type)"."""
     path = re.search(r"(?:{{node |node `)([^}`]*)", message)
     parts = path.group(1).split("/") if path else []
@@ -72,7 +65,7 @@ def _layers_in(message: str, model: Model) -> list[str]:
         scope = re.compile(rf"{re.escape(layer.name)}(_\d+)?")
         return max((i for i, part in enumerate(parts) if scope.fullmatch(part)), default=-1)
 
-    depths = [(depth(layer), layer) for layer in model.layers]
+    depths = [(depth(layer), layer) for layer in layers]
     innermost = max((d for d, _ in depths), default=-1)
     return [_called(layer) for d, layer in depths if d == innermost >= 0]
 

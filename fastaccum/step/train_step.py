@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -13,14 +13,6 @@ from fastaccum import checks
 from fastaccum.adapters import arguments, optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients, trace_context
-from fastaccum.kernels.accumulators import Accumulators
-from fastaccum.kernels.gradients import (
-    AddedAccumulator,
-    FactoredAccumulator,
-    LookupAccumulator,
-    SumAccumulator,
-    accumulator,
-)
 from fastaccum.kernels.rounded import hoisted_casts
 from fastaccum.kernels.xla_ops import in_xla, loop
 from fastaccum.lines import warn
@@ -54,8 +46,7 @@ class StepResult(NamedTuple):
 class Accumulated(NamedTuple):
     """Sums over micro-batches; those of several devices add up to those of the whole stack."""
 
-    # Of `loss_sum * scale`, for each variable, in float32 (float64 for float64 variables); None where the loss does not
-    # reach it.
+    # Of `loss_sum * scale`, in float32 (float64 for float64 variables); None for those that the loss does not reach.
     gradients: list[tf.Tensor | None]
     loss_sum: tf.Tensor  # float32 scalar
     weight_sum: tf.Tensor  # float32 scalar
@@ -126,10 +117,7 @@ class TrainStep:
         self.objective = loss_fn if isinstance(loss_fn, Objective) else LossFunction(loss_fn, state)
         self.trained = listed("variables", variables)
         if not self.trained:
-            raise ValueError(
-                "variables is empty: there is nothing to train. A model that was not built has none: call it once, or "
-                "build it, before."
-            )
+            raise ValueError("variables is empty. Was the model not built? Then call it once, or build it, before.")
         self.variables = tf_variables("variables", self.trained)
         _require_trainable(self.variables)
         self.optimizer = optimizers.get(optimizer)
@@ -144,20 +132,12 @@ class TrainStep:
         with checks.naming("stack"):
             stack = tf.nest.map_structure(lambda t: None if t is None else checks.as_tensor("a leaf", t), stack)
         trip_count(stack)
-        try:
+        with compilable.translate_errors(None, "loss_fn with this stack"):
             return self._compiled(stack)
-        except tf.errors.InvalidArgumentError as error:
-            refused = compilable.refusal("loss_fn with this stack", error, [])
-            if refused is None:
-                raise
-            raise refused from error
 
     @tf.autograph.experimental.do_not_convert
     def run(self, *stacks: arguments.Arrays) -> StepResult:
-        """Computes the step by graph ops, for use inside a tf.function; several stacks run one after the other.
-
-        More than one stack is for micro-batches that cannot share a shape: their sums add up.
-        """
+        """Computes the step by graph ops, for use inside a tf.function; the sums of stacks of other shapes add up."""
         return self.finish(self.accumulate(*stacks))
 
     def accumulate(self, *stacks: arguments.Arrays, counts: list[tf.Tensor] | None = None) -> Accumulated:
@@ -200,21 +180,25 @@ class TrainStep:
 
         def micro_step(i, totals):
             micro_batch = tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, i), stack)
-            offered = Accumulators(self.variables, totals)
+            offered = gradients.Accumulators(self.variables, totals)
             with trace_context.current().extended(accumulators=offered, casts=hoisted_casts(weights)):
                 loss_i, weight_i, grads = self._gradients(micro_batch, prepared, sums.scale, offered)
             slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
             wholes = {part.ref(): whole for part, whole in slices if part is not None}
-            added = {
-                j: self._choose_accumulator(gradient, start[j], met[j], micro_batches, wholes, offered)
-                for j, gradient in enumerate(grads)
-                if gradient is not None
-            }
+
+            def choose(j, gradient):
+                if (added := offered.with_added(gradient)) is not None:
+                    return gradients.AddedAccumulator(start[j], *added)
+                if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
+                    return gradients.LookupAccumulator(start[j], gradient, met[j])
+                return gradients.accumulator(start[j], gradient, micro_batches, lambda t: wholes.get(t.ref()))
+
+            added = {j: choose(j, gradient) for j, gradient in enumerate(grads) if gradient is not None}
             return (loss_i, weight_i, {j: each.terms for j, each in added.items()}), added
 
         # A function of its own: what the loop carries follows from the gradients that come out of it.
         traced_step, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), specs)
-        by_kernels = {j for j, each in accumulators.items() if isinstance(each, AddedAccumulator)}
+        by_kernels = {j for j, each in accumulators.items() if isinstance(each, gradients.AddedAccumulator)}
 
         def body(i, loss_sum, weight_sum, carried):
             # Those that no kernel adds to are not read: zeros from outside would be copied into the loop in an order
@@ -222,8 +206,7 @@ class TrainStep:
             totals = [carried[j][0] if j in by_kernels else tf.zeros(s.shape, s.dtype) for j, s in enumerate(specs)]
             loss_i, weight_i, terms = traced_step(i, totals)
             with tf.name_scope("accumulate"):
-                # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
-                # weight gradient's matmul.
+                # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the matmul.
                 carried = {j: each.add(i, carried[j], terms[j]) for j, each in accumulators.items()}
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
@@ -233,16 +216,15 @@ class TrainStep:
         with tf.name_scope("accumulate"):
             for j, each in accumulators.items():
                 totals[j] = each.total(carried[j])
-                if isinstance(each, LookupAccumulator):
+                if isinstance(each, gradients.LookupAccumulator):
                     looked_up[j] = each.met(carried[j])
         return sums._replace(gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up)
 
     def _gradients(
-        self, micro_batch: object, prepared: object, scale: tf.Tensor, offered: Accumulators
+        self, micro_batch: object, prepared: object, scale: tf.Tensor, offered: gradients.Accumulators
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor | tf.IndexedSlices | None]]:
         """Computes the loss sum and the weight sum of a micro-batch, and the gradients of the scaled loss sum."""
-        # The gradient is taken inside the loop: a tape around it would keep every micro-batch's activations in
-        # TensorLists.
+        # The gradient is taken inside the loop: a tape around it would keep every micro-batch's activations.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self.variables)
             with tf.name_scope("forward"):
@@ -252,34 +234,8 @@ class TrainStep:
         with tf.name_scope("backward"), gradients.suppress_densify_warning():
             return loss, weight, tape.gradient(scaled, self.variables)
 
-    def _choose_accumulator(
-        self,
-        gradient: tf.Tensor | tf.IndexedSlices,
-        start: tf.Tensor,
-        met: tf.Tensor,
-        micro_batches: int,
-        wholes: Mapping[Hashable, tf.Tensor],
-        offered: Accumulators,
-    ) -> SumAccumulator | FactoredAccumulator:
-        """Chooses how a variable's gradients are summed.
-
-        Args:
-            start: the sum before the first of these micro-batches.
-            met: the rows of a table that were looked up before.
-            micro_batches: how many there are.
-            wholes: the tensor of all micro-batches, by the reference of one micro-batch's part of it.
-        """
-        if (added := offered.with_added(gradient)) is not None:
-            return AddedAccumulator(start, *added)
-        if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
-            return LookupAccumulator(start, gradient, met)
-        return accumulator(start, gradient, micro_batches, lambda t: wholes.get(t.ref()))
-
     def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
-        """Unscales, clips, checks, updates the variables or keeps them, and moves the loss scale.
-
-        `sums` are those of all devices. Where `accepted`, a bool scalar, is False the step changes nothing.
-        """
+        """Unscales, clips and checks the sums of all devices; updates variables and loss scale if `accepted`."""
         objective = self.objective
         weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum

@@ -8,7 +8,7 @@ from keras import layers
 
 import fastaccum as fa
 from fastaccum.kernels import gradients
-from fastaccum.kernels.accumulators import Accumulators
+from fastaccum.kernels.gradients import Accumulators
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.trace_context import TraceContext, accumulator_of
 

@@ -60,7 +60,7 @@ def kinds(monkeypatch):
         return chosen[-1]
 
     choose = gradients.accumulator
-    monkeypatch.setattr("fastaccum.step.train_step.accumulator", spy)
+    monkeypatch.setattr("fastaccum.kernels.gradients.accumulator", spy)
     return lambda: [type(each).__name__ for each in chosen]
 
 

@@ -867,7 +867,7 @@ def test_draws_that_would_be_others_when_computed_again_are_refused(policy):
             return x * noise if self.factor else x + noise
 
     x = values(B, T, D)
-    with pytest.raises(ValueError, match=r"draws random numbers, in .*RandomUniform"):
+    with pytest.raises(ValueError, match=r"draws random numbers in .*RandomUniform"):
         gradients(LayerStack(lambda: Noise(True), 2, policy=policy), [], x, jit_compile=False)
     gradients(LayerStack(lambda: Noise(False), 2, policy=policy), [], x, jit_compile=False)  # needs no draw again
 

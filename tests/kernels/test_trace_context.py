@@ -5,8 +5,8 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.kernels import trace_context
-from fastaccum.kernels.accumulators import Accumulators
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
+from fastaccum.kernels.gradients import Accumulators
 from fastaccum.kernels.trace_context import TraceContext, accumulator_of
 
 
