@@ -116,8 +116,7 @@ class ArrayStacks:
         done = sum(end <= part * wanted + at.step for end in ends)
         stream, skipped = _ahead(self._stream(at.first + passes, chunks, done)), at.step
         for length in itertools.islice(itertools.cycle(lengths), part, None):
-            dispatches = self._epoch(stream, length, length - skipped)
-            skipped = 0
+            dispatches, skipped = self._epoch(stream, length, length - skipped), 0
             yield dispatches if passes_are_epochs else group_steps(dispatches, self.layout)
 
     def _epoch(self, stream: Iterator[Dispatch], length: int, left: int) -> Iterator[Dispatch]:
@@ -130,11 +129,10 @@ class ArrayStacks:
 
     def _chunks(self, per_dispatch: int) -> list[tuple[int, int]]:
         """Lists (rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""
-        left, chunks = self._rows, []
+        left, chunks, step = self._rows, [], self._rows_per_step
         while left > 0:
-            whole = left >= per_dispatch * self._rows_per_step or not self.layout.exact_rows
-            size = per_dispatch * self._rows_per_step if whole else min(left, self._rows_per_step)
-            chunks.append((size, math.ceil(min(size, left) / self._rows_per_step)))
+            size = per_dispatch * step if left >= per_dispatch * step or not self.layout.exact_rows else min(left, step)
+            chunks.append((size, math.ceil(min(size, left) / step)))
             left -= size
         return chunks
 
@@ -174,10 +172,7 @@ class ArrayStacks:
 
 
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
-    """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator.
-
-    At the latest it ends with the interpreter, which would otherwise take TensorFlow down under it.
-    """
+    """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator or the interpreter."""
     # Written in C, where Queue is written in Python.
     ready, wanted = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
 
@@ -208,7 +203,7 @@ _ahead_of_use = weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]()
 
 
 @atexit.register
-def _end_threads() -> None:
+def _end_threads() -> None:  # which would call a TensorFlow that is gone
     for thread, wanted in list(_ahead_of_use.items()):
         wanted.put(False)
         thread.join()
@@ -225,6 +220,5 @@ def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tu
     at = math.floor(count * (1 - fraction))
     if at in (0, count):
         raise ValueError(f"validation_split={fraction} of {count} rows leaves one side empty.")
-    parts = (tf.nest.map_structure(lambda t, s=s: t[s], batch) for s in (slice(at), slice(at, None)))
-    first, last = ((part.x, part.y, part.weights) for part in parts)
-    return first, last
+    first, last = (tf.nest.map_structure(lambda t, s=s: t[s], batch) for s in (slice(at), slice(at, None)))
+    return (first.x, first.y, first.weights), (last.x, last.y, last.weights)

@@ -22,13 +22,7 @@ from fastaccum.lines import warn
 class DatasetSource:
     """A tf.data.Dataset, or what becomes one, whose batches are micro-batches of whatever size.
 
-    Args:
-        x: yields (x, y) or (x, y, sample_weight).
-        what, steps: the names of the argument, and of that which says how much of it is read at a time, for errors.
-        shuffle: whether a PyDataset yields its batches in another order in each pass.
-        weigh: maps (y, sample_weight) to the sample weight to use.
-        needs_targets: False for a model whose loss is its own.
-        text: whether x may hold strings.
+    The arguments are those of `make_data_source`; `weigh` maps (y, sample_weight) to the sample weight to use.
     """
 
     def __init__(
@@ -86,20 +80,14 @@ class DatasetSource:
         self.batches = int(self.dataset.cardinality())
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
-        """Makes stacks of the batches. An epoch is a pass, or part of a pass that goes on where the last epoch ended (a
-        Sequence's begins anew). Raises ValueError if the data does not last for `epochs`, or never ends.
-        """
+        """Makes stacks of the batches; raises ValueError if the data does not last for `epochs`, or never ends."""
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.origin)
         return DatasetStacks(self, layout, steps_per_epoch)
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turns TensorFlow's tuning of parallelism off, unless the user's options have it.
-
-    It runs in a thread that an iterator waits for when it is deleted, now and then for a minute. Untuned, AUTOTUNE
-    stands for one call a core, 16 at most.
-    """
+    """Turns TensorFlow's tuning off, for whose thread a deleted iterator may wait a minute, unless options have it."""
     if dataset.options().autotune.enabled is not None:
         return dataset
     options = tf.data.Options()
@@ -108,11 +96,8 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 class DatasetStacks:
-    """The stacks of a `DatasetSource`.
-
-    The rows of a step's batches are pooled and dealt out again as equal micro-batches, which changes nothing in
-    their sum and lets batches of varying size share one program. Where rows must be exact, batches stay as
-    they are.
+    """The stacks of a `DatasetSource`: a step's rows are pooled and dealt out again as equal micro-batches, so that
+    batches of varying size share one program. Where rows must be exact, batches stay as they are.
     """
 
     def __init__(self, source: DatasetSource, layout: Layout, steps_per_epoch: int | None):
@@ -170,15 +155,11 @@ class DatasetStacks:
         self._passes.restore(saved, tensors)
 
     def find(self, saved: Place, pieces: str, recut: bool) -> None:
-        """Goes to that place in other pieces, by reading again what was consumed of the pass; raises ValueError if the
-        same rows do not make the same steps.
-        """
+        """Goes to that place in other pieces; raises ValueError if the same rows do not make the same steps."""
         given, first = saved.get("given", saved), saved["first_step"]
-        obstacle = self._passes.in_other_pieces(recut)
-        if first is None or self._sharded_by_workers:
-            obstacle = "each worker has sharded it itself"
-        obstacle = obstacle or self._read_again(given, first)
-        if obstacle is not None:
+        sharded = first is None or self._sharded_by_workers
+        obstacle = "each worker has sharded it itself" if sharded else self._passes.in_other_pieces(recut)
+        if (obstacle := obstacle or self._read_again(given, first)) is not None:
             raise ValueError(
                 f"{self.what} cannot go on in other pieces ({pieces}), since {obstacle}. Nothing was changed: go on in "
                 "the pieces that were saved, or name another checkpoint_dir."
@@ -186,25 +167,19 @@ class DatasetStacks:
 
     def _read_again(self, given: Place, first: dict[str, int]) -> str | None:
         """Drops the steps that were consumed; returns how they differ from those that were saved, or None."""
-        ended = self._passes.read_again(given)
-        dropped, steps = self._passes.begin(), self._pooled()
-        sizes, check, full = [], None, first["rows"]
-        if ended is not None and not dropped and self._equal_rows:
+        ended, full = self._passes.read_again(given), first["rows"]
+        dropped, steps, sizes, check, longest = self._skipped()
+        if dropped:
+            self._batch_size = longest
+        elif ended is not None and self._equal_rows:
             check = checksum(ended[0])
-        for pooled, lengths in itertools.islice(steps, dropped):
-            sizes.append(sum(lengths))
-            if check is None:
-                check, self._batch_size = checksum(pooled), max(lengths)
         ahead = list(itertools.islice(steps, 1))
         size = [*sizes, *(sum(lengths) for _, lengths in ahead), full][0]
         if size != full:
-            return (
-                f"a train step would be of {size} rows: batches of {full} / gradient_accumulation_steps rows would do"
-            )
+            batches = f"batches of {full} / gradient_accumulation_steps rows"
+            return f"a train step would be of {size} rows: {batches} would do"
         if sum(sizes) != given["rows"] or any(each != full for each in sizes[:-1]):
-            return (
-                f"its {dropped} train steps so far, of {given['rows']} rows, would be of {sizes[-3:]} rows at the end"
-            )
+            return f"its {dropped} train steps so far, of {given['rows']} rows, would end with {sizes[-3:]} rows"
         if check not in (None, first["checksum"]):
             return "it yields other rows than it did, or in another order"
         self._first_step, self._full_rows = first, full
@@ -229,12 +204,11 @@ class DatasetStacks:
         """Tells if data that is read once has no step left for an epoch."""
         if not (self._read_once and self._given_steps):
             return False
-        first = next(self._rest, None)
-        if first is None:
-            warn(f"{self.what} is used up, which ends the training.", UserWarning)
-            return True
-        self._rest = itertools.chain([first], self._rest)
-        return False
+        if first := next(self._rest, None):
+            self._rest = itertools.chain([first], self._rest)
+            return False
+        warn(f"{self.what} is used up, which ends the training.", UserWarning)
+        return True
 
     def _epoch(self, done: int) -> Iterator[Dispatch]:
         """Yields the steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
@@ -257,12 +231,18 @@ class DatasetStacks:
             )
         warn_short(self.what, done + taken, self._given_steps)
 
-    def _pass(self) -> Iterator[Dispatch]:
-        dropped, steps = self._passes.begin(), self._pooled()
-        sizes, check = [], None
+    def _skipped(self) -> tuple[int, Iterator[tuple[Batch, list[int]]], list[int], int | None, int]:
+        """Begins a pass without the steps done: how many, the others, their rows, the first's checksum and batch."""
+        dropped, steps, check, longest = self._passes.begin(), self._pooled(), None, 0
+        sizes: list[int] = []
         for pooled, lengths in itertools.islice(steps, dropped):
-            check = checksum(pooled) if check is None else check
+            if not sizes:
+                check, longest = checksum(pooled), max(lengths)
             sizes.append(sum(lengths))
+        return dropped, steps, sizes, check, longest
+
+    def _pass(self) -> Iterator[Dispatch]:
+        dropped, steps, sizes, check, _ = self._skipped()
         rows = sum(sizes)
         # What ended before has an error of its own.
         if len(sizes) == dropped > 0 and rows != self._passes.rows and not self._sharded_by_workers:
@@ -273,8 +253,7 @@ class DatasetStacks:
         if check is not None and self._first_step is not None and check != self._first_step["checksum"]:
             warn(
                 f"{self.what} yields other values in this pass than before the checkpoint, or in another order: its "
-                "place is found by the number of steps alone. If this is another training, name another "
-                "checkpoint_dir."
+                "place is found by the number of steps alone. For another training name another checkpoint_dir."
             )
         yield from self._steps(steps)
 
@@ -287,14 +266,18 @@ class DatasetStacks:
                 raise ValueError(f"{self.what} yielded only batches without rows in a whole train step.")
             shared = not self._sharded_by_workers and (self._passes.tracked or not self.layout.all_here)
             if shared and not self._passes.steps:
-                self._warn_of_other_batches(rows)
+                expected, self._rows_before = self._rows_before, None
+                if expected and expected != rows and not self._full_rows:
+                    warn(
+                        f"{self.what}: the first train step of a pass is of {rows} rows, of {expected} before the "
+                        "checkpoint. If its batches are others, train on with those that it was saved with."
+                    )
                 self._checksum = checksum(pooled)
                 self._first_step = {"rows": rows, "checksum": self._checksum}
             if before != self._full_rows:
                 warn(
-                    f"{self.what}: a train step within a pass is of {before} rows instead of {self._full_rows}. "
-                    "Training that goes on in other pieces is then not the one that was saved: batch rows in one "
-                    "place, after all else."
+                    f"{self.what}: a train step within a pass is of {before} rows instead of {self._full_rows}, so "
+                    "that training in other pieces is not what was saved: batch rows in one place, after all else."
                 )
             before = rows if self._full_rows else 0
             if self.layout.exact_rows:
@@ -305,14 +288,6 @@ class DatasetStacks:
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
-
-    def _warn_of_other_batches(self, rows: int) -> None:
-        before, self._rows_before = self._rows_before, None
-        if before and before != rows and not self._full_rows:
-            warn(
-                f"{self.what}: the first train step of a pass is of {rows} rows, of {before} before the checkpoint. If "
-                "its batches are others, train on with those that it was saved with."
-            )
 
     def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
         """Yields the rows of each step's batches, joined, and the number of rows of each batch."""
@@ -334,8 +309,7 @@ class DatasetStacks:
 
     def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
         micro_batches, rows = self.layout.accumulation, sum(lengths)
-        if not self._batch_size:
-            self._batch_size = max(lengths)
+        self._batch_size = self._batch_size or max(lengths)
         if rows > micro_batches * self._batch_size:
             larger = max(math.ceil(rows / micro_batches), max(lengths))
             warn(
@@ -367,9 +341,8 @@ def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
         return layout
     if policy != policies.OFF:
         raise ValueError(
-            f"{what} has auto_shard_policy={policy.name}, which divides what is read before it is batched. Use DATA, "
-            "where each worker reads all and takes its share of every batch, or OFF with a dataset that each worker "
-            "has sharded itself."
+            f"{what} has auto_shard_policy={policy.name}, which divides what is read before it is batched. Use DATA: "
+            "each worker takes its share of every batch; or OFF with a dataset that each worker has sharded itself."
         )
     local = layout.shards.stop - layout.shards.start
     return layout._replace(replicas=local, shards=slice(0, local))

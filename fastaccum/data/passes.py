@@ -17,7 +17,6 @@ from fastaccum.lines import warn
 _ITERATOR, _START = "iterator", "start of the pass"
 _SEEDS_DRAWN = b"epoch_num_random_samples"  # in a shuffle's state
 _HOLDERS = {"CacheDataset": "a cache", "ConcatenateDataset": "a concatenation", "RepeatDataset": "a finite repetition"}
-
 _OF_BATCHES = {
     "ShuffleDataset": "shuffles",
     "RepeatDataset": "repeats",
@@ -48,25 +47,16 @@ def used_up(origin: Origin) -> ValueError:
 
 
 class Passes:
-    """The iterators over a dataset, one after the other, and the steps that were read from them.
+    """The iterators over a dataset of `structure`, one after the other, and the steps that were read from them.
 
-    The place is what was consumed, not what was prefetched. The place is saved as TensorFlow's own iterator state,
-    shuffle buffers and random numbers included. Where TensorFlow cannot save that state (Python code in the pipeline,
-    several shuffles, a cache of shuffled elements), and with several workers, the place is the number of steps, which
-    are read again and dropped.
-
-    Args:
-        structure: specs of a batch.
-        alike: whether other processes read the same data, and are to find the place too: by the number of steps.
-
-    Attributes:
-        tracked: whether the place will be asked for.
-        steps, rows: read in this pass.
+    The place is what was consumed, not what was prefetched: TensorFlow's iterator state. Where there is none (Python
+    code, several shuffles, a cache of shuffled elements), and where other processes read the same (`alike`), it is the
+    number of steps, which are read again and dropped. `steps` and `rows` count this pass.
     """
 
     def __init__(self, pipeline: tf.data.Dataset, structure: Batch, origin: Origin, alike: bool):
         self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
-        self.tracked = False
+        self.tracked = False  # True if the place will be asked for
         self.steps = self.rows = 0
         self._ended = self._skip = 0
         self._random: tuple | None = None
@@ -142,26 +132,18 @@ class Passes:
         given = self._read[0][0] if self._read else self._mark()
         if not self._savable:
             return given, {}
-        held = {
-            f"held/{i}/{j}/{k}": leaf
-            for i, (_, step) in enumerate(self._read)
-            for j, stack in enumerate(step.stacks)
-            for k, leaf in enumerate(tf.nest.flatten(stack))
-        }
-        states = {} if self._start is None else {_START: self._start}
+        tensors = {} if self._start is None else {_START: self._start}
         if self.steps:
-            states[_ITERATOR] = self._serialized()
-            if self._forgets_seeds(states[_ITERATOR]):
+            tensors[_ITERATOR] = self._serialized()
+            if self._forgets_seeds(tensors[_ITERATOR]):
                 return given, {}
-        return {**self._mark(), "given": given, "held": [len(step.stacks) for _, step in self._read]}, {
-            **states,
-            **held,
-        }
+        for i, (_, step) in enumerate(self._read):
+            for j, stack in enumerate(step.stacks):
+                tensors |= {f"held/{i}/{j}/{k}": leaf for k, leaf in enumerate(tf.nest.flatten(stack))}
+        return {**self._mark(), "given": given, "held": [len(step.stacks) for _, step in self._read]}, tensors
 
     def _forgets_seeds(self, state: tf.Tensor) -> bool:
-        """Tells if a state lacks how many seeds a shuffle has drawn. Once the last batch of an endless repetition is
-        prefetched, TensorFlow has dropped what comes before `batch`, and would begin with the first order again.
-        """
+        """Tells if a state lacks how many seeds a shuffle has drawn, as at the end of a batched endless repetition."""
         shuffles = _parts(self._pipeline, "ShuffleDataset")
         if not shuffles or not any(_parts(d, "BatchDataset") for d in _parts(self._pipeline, "RepeatDataset")):
             return False
@@ -219,15 +201,13 @@ class Passes:
         if self._start is not None:
             self._deserialized(self._start)
         with_valid = self._structure._replace(valid=0)
-        leaves = len(tf.nest.flatten(with_valid))
+        leaves = range(len(tf.nest.flatten(with_valid)))
         for i, stacks in enumerate(saved["held"]):
-            flat = [[tensors[f"held/{i}/{j}/{k}"] for k in range(leaves)] for j in range(stacks)]
+            flat = [[tensors[f"held/{i}/{j}/{k}"] for k in leaves] for j in range(stacks)]
             self._held.append(Dispatch(tuple(tf.nest.pack_sequence_as(with_valid, each) for each in flat)))
 
     def read_again(self, given: Place) -> Any:
-        """Goes to a place by its number of steps, with hooks and shuffles as the passes that ended had left them;
-        returns the first element of the last of these, where that was read.
-        """
+        """Goes to a place by its number of steps; returns the first element of the last pass that ended, if read."""
         first = None
         self._ended, self._skip, self.rows = given["passes"], given["steps"], given["rows"]
         self._saved_random = given.get("random")
@@ -247,10 +227,10 @@ class Passes:
             return "it shuffles without a seed, so that its order cannot be found again"
         if recut and self._origin.shuffled:
             return "its batches are shuffled (shuffle=True), whatever rows they hold"
-        of_batches = [
-            v for k, v in _OF_BATCHES.items() if any(_parts(d, "BatchDataset") for d in _parts(self._pipeline, k))
-        ]
-        return f"it {of_batches[0]} batches: do so before .batch(...)" if recut and of_batches else None
+        for kind, does in _OF_BATCHES.items() if recut else ():
+            if any(_parts(each, "BatchDataset") for each in _parts(self._pipeline, kind)):
+                return f"it {does} batches: do so before .batch(...)"
+        return None
 
     def _deserialized(self, state: tf.Tensor) -> tf.data.Iterator:
         iterator = iter(self._pipeline)
@@ -258,9 +238,8 @@ class Passes:
             tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
         except tf.errors.OpError as error:
             raise ValueError(
-                f"{self._origin.what} is another dataset than the one that the checkpoint was made with: its "
-                f"iterator's state does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another "
-                "checkpoint_dir."
+                f"{self._origin.what} is another dataset than the one that the checkpoint was made with: its state "
+                f"does not fit ({str(error).splitlines()[0]}). Pass the same dataset, or name another checkpoint_dir."
             ) from error
         return iterator
 

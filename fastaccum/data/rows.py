@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.data.sparse import SparseRows, is_sparse
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.devices import has_gpu
 
@@ -25,6 +24,40 @@ DENSE = (
     "the rows of a stack have one shape. Pad them (.to_tensor(), or .padded_batch), and mask what is padding "
     "(mask_zero, Masking, or a sample_weight of 0)."
 )
+
+
+def is_sparse(leaf: object) -> bool:
+    """Tells if `leaf` is a sparse array of any kind."""
+    return isinstance(leaf, tf.SparseTensor) or hasattr(leaf, "tocoo") or hasattr(leaf, "todense")
+
+
+class SparseRows:
+    """A sparse array (a tf.SparseTensor, SciPy's or JAX's), whose rows become dense as they are taken."""
+
+    def __init__(self, array: Any):
+        if isinstance(array, tf.SparseTensor):
+            indices, values = array.indices.numpy(), array.values.numpy()
+        elif hasattr(array, "tocoo"):
+            array = array.tocoo()
+            indices, values = np.stack([array.row, array.col], -1), array.data
+        else:
+            indices, values = np.asarray(array.indices), np.asarray(array.data)
+        order = np.argsort(indices[:, 0], kind="stable")
+        self._indices, self._values = indices[order], values[order]
+        self.shape, self.dtype = tuple(int(size) for size in array.shape), values.dtype
+        self._starts = np.searchsorted(self._indices[:, 0], np.arange(self.shape[0] + 1))
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """Returns these rows, dense."""
+        rows = np.arange(self.shape[0])[rows]
+        taken = rows.ravel()
+        counts = self._starts[taken + 1] - self._starts[taken]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        entries = np.repeat(self._starts[taken], counts) + within
+        dense = np.zeros((len(taken), *self.shape[1:]), self.dtype)
+        places = (np.repeat(np.arange(len(taken)), counts), *self._indices[entries, 1:].T)
+        np.add.at(dense, places, self._values[entries])  # an element given twice is their sum
+        return dense.reshape(*rows.shape, *self.shape[1:])
 
 
 def is_array_nest(x: object) -> bool:
@@ -42,12 +75,11 @@ def is_array_nest(x: object) -> bool:
 
 def as_arrays(batch: tuple, text: bool = False) -> Batch:
     """Checks nests of arrays, and copies none of NumPy's. With `text` x may hold strings."""
-    return Batch(
-        *(
-            tf.nest.map_structure(lambda leaf, name=name: _checked(name, leaf, text and name == "x"), nest)
-            for name, nest in zip(Batch._fields, without_none(batch), strict=False)
-        )
-    )
+
+    def checked(name, nest):
+        return tf.nest.map_structure(lambda leaf: _checked(name, leaf, text and name == "x"), nest)
+
+    return Batch(*map(checked, Batch._fields, without_none(batch)))
 
 
 def without_none(batch: Sequence[Any]) -> list[Any]:
@@ -62,9 +94,7 @@ def as_tensors(name: str, nest: object, text: bool = False) -> Any:
 
 
 def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> Batch:
-    """Converts `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...] arrays to tensors; a `Batch` stays.
-    Without `needs_targets` also `(x,)`; with `text` x may hold strings.
-    """
+    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors; a `Batch` stays."""
     if isinstance(stack, Batch):
         return stack
     if not isinstance(stack, (tuple, list)) or not 1 + needs_targets <= len(stack) <= 3:
@@ -74,8 +104,7 @@ def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> B
         raise ValueError("y=None: a train step needs targets, as in (x, y).")
     for name, nest in zip(Batch._fields, stack, strict=False):
         checks.require_nest(name, nest)
-    given = zip(Batch._fields, without_none((*stack, None)[: max(2, len(stack))]), strict=False)
-    batch = Batch(*(as_tensors(name, each, text and name == "x") for name, each in given))
+    batch = tf.nest.map_structure(lambda leaf: take(leaf, ...), as_arrays((*stack, None)[: max(2, len(stack))], text))
     if not tf.nest.flatten(batch.x):
         raise ValueError(f"x={stack[0]!r} holds no array: a train step takes (x, y) or (x, y, sample_weight).")
     trip_count(batch)
@@ -100,8 +129,8 @@ def count(what: str, batch: Batch) -> int:
 def _checked(name: str, leaf: object, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
     if isinstance(leaf, tf.RaggedTensor):
         raise TypeError(f"{name} holds a RaggedTensor: {DENSE}")
-    if is_sparse(leaf) or isinstance(leaf, SparseRows):
-        return leaf if isinstance(leaf, SparseRows) else SparseRows.of(leaf)
+    if isinstance(leaf, SparseRows) or is_sparse(leaf):
+        return leaf if isinstance(leaf, SparseRows) else SparseRows(leaf)
     if not hasattr(leaf, "__array__"):
         raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
     require_unmasked(name, leaf)

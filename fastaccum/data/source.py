@@ -16,37 +16,23 @@ from fastaccum.data.stacks import Batch
 
 
 def make_data_source(
-    x: Any,
+    x: Any,  # nests of arrays; or, without y, a Dataset, PyDataset, Sequence, generator or DataLoader of batches
     y: object = None,
     sample_weight: object = None,
     *,
     batch_size: int | None,
-    shuffle: bool = False,
+    shuffle: bool = False,  # arrays anew in every epoch, a PyDataset by batches; others keep their own order
     seed: int | None = None,
-    class_weight: dict[int, float] | None = None,
-    sparse_labels: bool | None = False,
-    needs_targets: bool = True,
-    text: bool = False,
-    preprocess: Callable[..., object] | None = None,
-    what: str = "x",
-    steps: str = "steps_per_epoch",
+    class_weight: dict[int, float] | None = None,  # multiplied into the sample weights
+    sparse_labels: bool | None = False,  # whether a `y` of several axes holds class indices; None for not known
+    needs_targets: bool = True,  # False for a model whose loss is its own
+    text: bool = False,  # whether x may hold strings
+    preprocess: Callable[..., object] | None = None,  # of a batch, for the model: arrays then keep their order
+    what: str = "x",  # the name of x in errors
+    steps: str = "steps_per_epoch",  # and of the argument that says how much of x is read at a time
 ) -> ArraySource | DatasetSource:
-    """Makes the source of the data in `x`; its method `stacks` makes the stacks of a layout.
-
-    Args:
-        x, y, sample_weight: nests of arrays; or `x` alone: a tf.data.Dataset, `keras.utils.PyDataset`,
-            `tf_keras.utils.Sequence`, generator or torch DataLoader of batches.
-        shuffle: arrays anew in every epoch, a PyDataset by batches; a dataset or generator keeps its own order.
-        class_weight: a factor for each class, multiplied into the sample weights.
-        sparse_labels: whether `y` holds class indices even where it has more than one axis; None for not known.
-        text: whether x may hold strings.
-        preprocess: makes a batch of (x, y, sample_weight) what the model takes: arrays then keep their order.
-        needs_targets: False for a model whose loss is its own.
-        what, steps: the names of `x`, and of the argument that says how much of it is read at a time, for errors.
-    """
-    weigh = None
-    if class_weight is not None:
-        weigh = functools.partial(_weigh, class_weight, sparse_labels)
+    """Makes the source of the data in `x`; its method `stacks` makes the stacks of a layout."""
+    weigh = None if class_weight is None else functools.partial(_weigh, class_weight, sparse_labels)
     require_some(what, x)
     checks.require_nest("y", y)
     checks.require_nest("sample_weight", sample_weight)

@@ -18,8 +18,7 @@ Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists 
 class Batch(NamedTuple):
     """Inputs, targets, weights and validity: of one micro-batch [rows, ...], or of a stack of them.
 
-    `valid` is False for rows that only pad the stack. A padded row repeats a real one, so that it cannot bring in a
-    NaN of its own. An empty tuple, a nest without leaves, stands for "no weights" and "every row is valid".
+    A row that is not `valid` repeats a real one, to pad. An empty tuple stands for "no weights", "every row is valid".
     """
 
     x: Nest
@@ -39,12 +38,10 @@ class Batch(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """The argument of one call of the compiled program: stacks that together make one step; or if `is_multi_step`,
-    one stack with a leading axis for steps. Steps beyond `steps` hold no valid row.
-    """
+    """Argument of one call of a program: stacks that make one step, or one stack [steps, ...] if `is_multi_step`."""
 
     stacks: tuple[Batch, ...]
-    steps: int = 1
+    steps: int = 1  # those beyond hold no valid row
     is_multi_step: bool = False
 
     @property
@@ -109,19 +106,16 @@ def warn_short(what: str, steps: int, wanted: int) -> None:
 
 def trip_count(stack: object) -> int:
     """Counts the micro-batches of a stack: the leading axis that all its tensors share, else ValueError."""
-    tensors = [t for t in tf.nest.flatten(stack) if t is not None]
-    if not tensors:
+    shapes = [tuple(t.shape) for t in tf.nest.flatten(stack) if t is not None]
+    if not shapes:
         raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
-    shapes = [tuple(t.shape) for t in tensors]
-    if any(not shape for shape in shapes):
+    if not all(shapes):
         raise ValueError(f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar.")
-    counts = {shape[0] for shape in shapes}
-    if len(counts) > 1:
+    count, *others = {shape[0] for shape in shapes}
+    if others:
         raise ValueError(
-            f"Tensors of one stack have different leading axes: shapes={shapes}. "
-            "Stack the same number of micro-batches of each."
+            f"Tensors of one stack have different leading axes: shapes={shapes}. Stack as many micro-batches of each."
         )
-    (count,) = counts
     if not count:
         raise ValueError(f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}.")
     return count
@@ -169,7 +163,6 @@ def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
     stacks, start = [], 0
     for length, run in itertools.groupby(filter(None, lengths)):
         count = len(list(run))
-        span = slice(start, start + count * length)
+        span = slice(start, start := start + count * length)
         stacks.append(reshape(tf.nest.map_structure(lambda t, span=span: t[span], batch), [count, length]))
-        start = span.stop
     return tuple(stacks)
