@@ -56,17 +56,16 @@ MAY_NAME_PRIVATE = (
     "kernels/",
     "fastaccum/adapters/",
     "fastaccum/distribute/",
-    "fastaccum/step/xla_cache.py",
+    "fastaccum/step/compile_cache.py",
     "fastaccum/step/program.py",
     "fastaccum/step/compiler_ir.py",
-    "fastaccum/step/preserved_variables.py",
     "fastaccum/step/tracing.py",
     "fastaccum/data/passes.py",
     "fastaccum/addons.py",
 )
 
 # One context decides what a program computes; the other only says who hears of compilation.
-MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/compile_messages.py")
+MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/program.py")
 
 # What a tuple's class offers under such names is public.
 OF_NAMED_TUPLES = ("_asdict", "_fields", "_replace")

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.step.compile_messages import Retraces
+from fastaccum.step.program import Retraces
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

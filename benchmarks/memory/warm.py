@@ -79,14 +79,14 @@ def _first_step(sizes: dict[str, Any], folder: str) -> dict[str, Any]:
     import numpy as np
 
     import fastaccum as fa
-    from fastaccum.step import compile_messages
+    from fastaccum.step import program
 
     keras.utils.set_random_seed(0)
     model, ids, said = fa.gpt(**sizes), np.arange(512, dtype=np.int32).reshape(2, 4, 64) % 256, []
     start, used = time.perf_counter(), time.process_time()
     loss = fa.LinearCrossEntropy()
     trainer = fa.Trainer(model, "adamw", loss, gradient_accumulation_steps=2, compile_cache=folder or None)
-    with compile_messages.announce(said.append):
+    with program.announce(said.append):
         float(trainer.train_step((ids, ids)).loss)
     first, used = time.perf_counter() - start, time.process_time() - used
     for _ in range(3):

@@ -17,7 +17,7 @@ from fastaccum.memory.errors import OutOfMemoryError, explain
 from fastaccum.memory.search import divisors, largest_that_fits
 from fastaccum.memory.tables import in_units
 from fastaccum.step.compiler_ir import MemoryAnalysis
-from fastaccum.step.preserved_variables import preserve_variables
+from fastaccum.step.program import preserve_variables
 from fastaccum.step.step import FirstRun, Step
 
 _TO_COMPILE = 2**30  # bytes without which compiling could end the process

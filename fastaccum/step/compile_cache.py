@@ -8,9 +8,11 @@ name, the seconds of its compilation and the checksum, and is written last.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
+import ctypes
 import hashlib
-import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -20,16 +22,19 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.framework import ops
 
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.lines import warn
-from fastaccum.step import xla_cache
 
 T = TypeVar("T")
 LIMIT = 2 * 2**30  # bytes, over all versions and devices; the entries used longest ago are removed
@@ -44,6 +49,13 @@ _OF_NO_ENTRY = (
 _SEAL, _DAMAGED = ".seal", ".damaged"
 # Environment variables that change the code that XLA generates.
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
+# Makes TensorFlow parse its flags again, which it parses before the first variable is made.
+_FORGET = "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
+_LOG_LEVEL = "_ZN4absl12lts_2025081411MinLogLevelEv", "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
+_FATAL = 3  # of absl's severities
+_numbers = threading.local()
+_armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once the cache is enabled
+_traces: collections.Counter[str] = collections.Counter()
 
 
 class Seal(NamedTuple):
@@ -55,12 +67,7 @@ class Seal(NamedTuple):
 
 
 class CompileCache:
-    """The entries of one folder for these versions, this device and these flags.
-
-    Raises:
-        ValueError: raised if the folder belongs to another user, or if others may write to it.
-        OSError: raised if the folder cannot be written to.
-    """
+    """The entries of one folder for these versions, this device and these flags; refused if others may write to it."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = _make_private(Path(folder).expanduser().absolute())
@@ -150,7 +157,7 @@ class _Process:
                 mine = f"staging-{socket.gethostname()}-{os.getpid()}-"
                 staging = Path(tempfile.mkdtemp(prefix=mine, dir=cache.store))
                 atexit.register(self._leave, os.getpid(), staging)
-                if not xla_cache.enable_persistent_cache(staging):
+                if not _enable(staging):
                     return
                 self.staging = staging
             self.cache = cache
@@ -158,10 +165,7 @@ class _Process:
             self._give_up(error)
 
     def call(self, function: str, call: Callable[[], T], again: Callable[[], T]) -> tuple[T, bool]:
-        """Makes a program's first call, which compiles or loads it; returns its result and whether it was loaded.
-
-        `again` retraces and calls the program: TensorFlow does not retry a program whose entry could not be loaded.
-        """
+        """Makes a program's first call, by `again` if its entry cannot be loaded; returns if it was loaded, too."""
         if (staging := self.staging) is None:
             return call(), False
         with self._lock:
@@ -169,7 +173,7 @@ class _Process:
             start = time.perf_counter()
             offered = self.cache.offer(function, staging) if self.cache is not None else []
             try:
-                with xla_cache.silence_tensorflow() if offered else contextlib.nullcontext():
+                with silence_tensorflow() if offered else contextlib.nullcontext():
                     outputs = call()
             except tf.errors.OpError as error:
                 if not self._can_do_without(error, offered):
@@ -255,12 +259,7 @@ def _origin() -> dict[str, object]:
         cpu = {name.strip(): value.strip() for name, _, value in lines if name.strip() in wanted}
     gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.get_visible_devices("GPU")]
     return {
-        "versions": [
-            importlib.metadata.version("fastaccum"),
-            tf.__version__,
-            tf.version.GIT_VERSION,
-            keras.__version__,
-        ],
+        "versions": [metadata.version("fastaccum"), tf.__version__, tf.version.GIT_VERSION, keras.__version__],
         "build": str(sorted(tf.sysconfig.get_build_info().items())),
         "cpu": [platform.machine(), cpu, os.cpu_count(), tf.config.threading.get_intra_op_parallelism_threads()],
         "gpus": [str(sorted(gpu.items())) for gpu in gpus],
@@ -301,3 +300,91 @@ def _remove_left(store: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         except (ValueError, OSError):
             continue
+
+
+@contextlib.contextmanager
+def number_by_function(function: Callable[..., object]) -> Iterator[None]:
+    """Numbers the names in a trace of `function` by the function, not by all that was traced before.
+
+    XLA finds a compiled program by these names, and a resumed run traces more before it than the first run did.
+    """
+    name = getattr(function, "__qualname__", "")
+    if not _armed or _traces[name] == 2**12:
+        yield
+        return
+    first = ((zlib.crc32(name.encode()) >> 2) + 1 << 32) + (_traces[name] << 20)  # far above TensorFlow's own
+    _traces[name] += 1
+    before, _numbers.of_trace = getattr(_numbers, "of_trace", None), itertools.count(first)
+    try:
+        yield
+    finally:
+        _numbers.of_trace = before
+
+
+class _StringView(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("text", ctypes.c_char_p))
+
+
+def _enable(folder: Path) -> bool:
+    """Makes XLA keep compiled programs in `folder`; returns False, with a warning, if XLA ignores the setting."""
+    quoted = '"' + str(folder).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    given = os.environ.get("TF_XLA_FLAGS", "").strip()
+    if not f"{given}-".startswith("-") or "tf_xla_persistent_cache_directory" in given:
+        warn(f"compile_cache is not used, since TF_XLA_FLAGS={given!r} is.")
+        return False
+    flags = {"TF_XLA_FLAGS": f"--tf_xla_persistent_cache_directory={quoted}"}
+    if has_gpu():
+        flags["XLA_FLAGS"] = f"--xla_gpu_per_fusion_autotune_cache_dir={quoted}"
+    try:
+        forget = _library()[_FORGET]
+    except (OSError, AttributeError):
+        warn("compile_cache is not used: it needs another build of TensorFlow.")
+        return False
+    forget.argtypes, forget.restype = [_StringView, ctypes.c_void_p, ctypes.c_void_p], None
+    with _environment(flags):
+        forget(_StringView(12, b"TF_XLA_FLAGS"), *(ctypes.byref(ctypes.c_void_p()) for _ in range(2)))
+        pywrap_tfe.TF_ResetJitCompilerFlags()
+        # Reads the other flags, and shows whether XLA writes where it was told to.
+        with tf.init_scope():
+            tf.function(lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False)()
+    if not any(folder.iterdir()):
+        warn(
+            "compile_cache is not used: XLA had compiled a program in this process before, and reads once where to "
+            "keep them. Make the Trainer with compile_cache before anything is compiled."
+        )
+        return False
+    _armed.append(uid := ops.uid)
+    ops.uid = lambda: next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
+    return True
+
+
+@contextlib.contextmanager
+def silence_tensorflow() -> Iterator[None]:
+    """Silences TensorFlow's log, of which loading an entry makes two harmless lines of error, inside the block."""
+    try:
+        level, set_level = (_library()[name] for name in _LOG_LEVEL)
+    except (OSError, AttributeError):  # another build, whose lines appear
+        yield
+        return
+    before = level()
+    set_level(_FATAL)
+    try:
+        yield
+    finally:
+        set_level(before)
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(tf.sysconfig.get_lib()) / "libtensorflow_framework.so.2"))
+
+
+@contextlib.contextmanager
+def _environment(flags: dict[str, str]) -> Iterator[None]:
+    """Adds flags to environment variables inside the block; a process that is started later does not inherit them."""
+    before = {name: os.environ.get(name) for name in flags}
+    os.environ.update({name: f"{before[name] or ''} {flag}".strip() for name, flag in flags.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

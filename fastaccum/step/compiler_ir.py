@@ -49,11 +49,7 @@ class MemoryAnalysis(NamedTuple):
 
 
 def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo") -> str | bytes:
-    """Returns what `function(*args)`, a `tf.function` or a `Program`, compiles to at a stage of XLA; runs nothing.
-
-    Raises:
-        ValueError: raised if the function is not compiled with XLA.
-    """
+    """Returns what a `tf.function` or a `Program` compiles to at a stage of XLA; raises ValueError without XLA."""
     one_of("stage", stage, get_args(Stage))
     compiled: PolymorphicFunction = getattr(function, "function", function)
     if not compiled._jit_compile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -36,14 +36,8 @@ class Seen(NamedTuple):
     outputs: tf.Tensor  # bool [layer calls], in the order of the forward pass
     state: tf.Tensor  # bool [state variables], after it
 
-    @property
-    def is_bad(self) -> bool:
-        return any(np.any(flags) for flags in (self.gradients, self.state, ~np.isfinite(self.loss_sum)))
-
 
 class _Failed(NamedTuple):
-    """The step that is looked at: the arguments of `error`."""
-
     cycle: TrainStep
     objective: ModelObjective
     stacks: Sequence[Batch]
@@ -55,13 +49,7 @@ def error(
 ) -> NonFiniteError:
     """Returns the error of a train step that was not finite, and that no lower loss scale can help.
 
-    Weights, slots, statistics and seeds are those that the step began with, since a skipped step changes nothing: run
-    again, each micro-batch gives what it gave then. The second program changes nothing either.
-
-    Args:
-        stacks: those of the step.
-        patience: how many such steps in a row end training.
-        place: the beginning of a line that names a micro-batch.
+    Run again, micro-batches give what they gave then, since a skipped step changes nothing; `place` begins their line.
     """
     updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
     lines = [
@@ -79,8 +67,7 @@ def error(
 
 def require_statistics(cycle: TrainStep, objective: ModelObjective) -> None:
     """Raises ValueError for statistics of Keras's layers that hold NaN before a step: no step would mend them."""
-    spoilt = [v for v in objective.model.statistics if np.isnan(v.numpy().astype("float64")).any()]
-    if spoilt:
+    if spoilt := [v for v in objective.model.statistics if np.isnan(v.numpy().astype("float64")).any()]:
         step = _Failed(cycle, objective, (), "")
         raise ValueError(
             f"The model's statistics {_some(_name(step, v) for v in spoilt)} hold NaN before training begins, and "
@@ -100,8 +87,7 @@ def warn_of_zero_lora(layers: Sequence[keras.layers.Layer]) -> None:
 
 def _findings(step: _Failed) -> list[str]:
     """Describes what is not finite, where it begins, and what to do about it, in a line for each."""
-    spoilt = [v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if _is_bad(v).numpy()]
-    if spoilt:
+    if spoilt := [v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if _is_bad(v).numpy()]:
         return [
             f"The variables {_some(_name(step, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
             "overflowed, from a gradient that was finite, or they were set so.",
@@ -113,7 +99,7 @@ def _findings(step: _Failed) -> list[str]:
         for at, (s, i) in enumerate(micro_batches):
             batch = tf.nest.map_structure(lambda t, i=i: t[i], step.stacks[s])
             seen = Seen(*(t.numpy() for t in look(batch)))
-            if seen.is_bad:
+            if np.any(seen.gradients) or np.any(seen.state) or not np.isfinite(seen.loss_sum):
                 where = f"{step.place}In micro-batch {at} of the step's {len(micro_batches)} (counted from 0):"
                 return [where, *_of_micro_batch(step, batch, seen, layers)]
         return _of_step(step, seen)
@@ -122,21 +108,19 @@ def _findings(step: _Failed) -> list[str]:
 def _of_micro_batch(step: _Failed, batch: Batch, seen: Seen, layers: list[keras.layers.Layer]) -> list[str]:
     inputs = list(_bad_inputs(batch))
     lines = [f"{each}." for each in inputs]
-    bad = [layer for layer, flag in zip(layers, seen.outputs, strict=True) if flag]
-    layer = f"{bad[0].name!r} ({type(bad[0]).__name__})" if bad else None
+    bad = next(itertools.compress(layers, seen.outputs), None)
+    layer = f"{bad.name!r} ({type(bad).__name__})" if bad is not None else None
     if layer:
         lines.append(f"The first layer whose output is not finite: {layer}.")
     loss = float(seen.loss_sum) / float(seen.weight_sum) if seen.weight_sum else float(seen.loss_sum)
     lines.append(f"The loss: {loss:g}.")
-    variables = list(itertools.compress(step.cycle.variables, seen.gradients))
-    if variables:
+    if variables := list(itertools.compress(step.cycle.variables, seen.gradients)):
         owners = dict.fromkeys(name for v in variables if (name := step.objective.model.owner(v)))
         lines.append(
             f"Gradients that are not finite: {len(variables)} of {len(step.cycle.variables)}: "
             f"{_some(_name(step, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
         )
-    statistics = list(itertools.compress(_floats(step.objective.state), seen.state))
-    if statistics:
+    if statistics := list(itertools.compress(_floats(step.objective.state), seen.state)):
         lines.append(f"Statistics that became NaN or inf: {_some(_name(step, v) for v in statistics)}.")
     return [*lines, f"What to do: {_remedy(step, inputs, layer, bool(variables), bool(statistics))}"]
 
@@ -211,15 +195,11 @@ def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
             tf.cast(weight_sum, tf.float32),
             tf.stack([_is_bad(g) for g in gradients]),
             tf.stack([tf.reduce_max(tf.abs(tf.cast(g, tf.float32)), keepdims=False) / scale for g in gradients]),
-            _stacked([tf.reduce_any([_is_bad(t) for t in tensors]) for tensors in outputs]),
-            _stacked([_is_bad(v) for v in _floats(objective.state)]),
+            tf.convert_to_tensor([tf.reduce_any([_is_bad(t) for t in tensors]) for tensors in outputs], tf.bool),
+            tf.convert_to_tensor([_is_bad(v) for v in _floats(objective.state)], tf.bool),
         )
 
     return Program(look, jit_compile), layers
-
-
-def _stacked(flags: list[tf.Tensor]) -> tf.Tensor:
-    return tf.stack(flags) if flags else tf.zeros([0], tf.bool)
 
 
 def _note_outputs(model: Model, layers: list[keras.layers.Layer], outputs: list[list[tf.Tensor]]) -> list[Interceptor]:
@@ -240,17 +220,16 @@ def _note_outputs(model: Model, layers: list[keras.layers.Layer], outputs: list[
 
 def _bad_inputs(batch: Batch) -> Iterator[str]:
     """Describes the rows of a micro-batch's tensors that hold NaN or inf."""
-    for name, nest in batch._replace(valid=())._asdict().items():
-        for path, tensor in zip(optree.tree_paths(nest), optree.tree_leaves(nest), strict=True):
-            if not tensor.dtype.is_floating:
-                continue
-            values = tf.cast(tensor, tf.float64).numpy()
-            values = values.reshape(len(values), -1)
-            rows = np.flatnonzero(~np.isfinite(values).all(1))
-            if len(rows):
-                kinds = [k for k, test in (("NaN", np.isnan), ("inf", np.isinf)) if test(values).any()]
-                whole = name + "".join(f"[{key!r}]" for key in path)
-                yield f"{whole} holds {' and '.join(kinds)} in its rows {_some(map(str, rows))}"
+    given: Any = batch._replace(valid=())
+    for (field, *path), tensor in zip(optree.tree_paths(given), optree.tree_leaves(given), strict=True):
+        if not tensor.dtype.is_floating:
+            continue
+        values = tf.cast(tensor, tf.float64).numpy()
+        values = values.reshape(len(values), -1)
+        if len(rows := np.flatnonzero(~np.isfinite(values).all(1))):
+            kinds = [k for k, test in (("NaN", np.isnan), ("inf", np.isinf)) if test(values).any()]
+            whole = Batch._fields[field] + "".join(f"[{key!r}]" for key in path)
+            yield f"{whole} holds {' and '.join(kinds)} in its rows {_some(map(str, rows))}"
 
 
 def _is_bad(tensor: tf.Tensor | tf.Variable) -> tf.Tensor:
@@ -269,7 +248,6 @@ def _some(names: Iterable[str]) -> str:
 
 def _name(step: _Failed, variable: tf.Variable) -> str:
     """Returns the variable's path in the model, as Keras has it."""
-    for each in (*step.objective.model.model.variables, *getattr(step.cycle.optimizer.optimizer, "variables", ())):
-        if isinstance(each, keras.Variable) and each.value is variable:
-            return each.path
-    return variable.name
+    known = *step.objective.model.model.variables, *getattr(step.cycle.optimizer.optimizer, "variables", ())
+    paths = (each.path for each in known if isinstance(each, keras.Variable) and each.value is variable)
+    return next(paths, variable.name)

@@ -25,9 +25,7 @@ class NonFiniteError(FloatingPointError):
 class StuckSteps(tf.Module):
     """Counts the train steps that were not finite and left the loss scale where it was.
 
-    Without loss scaling, under a static scale, and under a dynamic scale at its floor, every such step counts; a
-    dynamic scale that backs off is at work. Once `patience` steps in a row were stuck, no step is applied until the
-    count is reset: so reading late loses nothing, and the step that ended training can be run again as it was.
+    After `patience` of them in a row no step is applied until the count is reset, so that the last can be run again.
     """
 
     def __init__(self, patience: int):
@@ -53,10 +51,7 @@ class StuckSteps(tf.Module):
         return tf.stack([self._in_a_row.read_value(), self._in_epoch.read_value()])
 
     def since_end(self, seen: tf.Tensor) -> int | None:
-        """Returns how many steps ago training ended, by a value that `self.seen()` had; None if it has not ended.
-
-        Waits for the step that made `seen`.
-        """
+        """Waits for `seen`, which `self.seen()` returned; returns how many steps ago training ended, if it has."""
         since = int(seen.numpy()[0]) - self.patience
         return since if since >= 0 else None
 
@@ -66,8 +61,7 @@ class StuckSteps(tf.Module):
             steps = "train step of this epoch was" if count == 1 else "train steps of this epoch were"
             warn(
                 f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and the loss scale could "
-                "not go lower. on_nonfinite='raise' ends training at the first such step, and says where the bad "
-                "numbers come from.",
+                "not go lower. on_nonfinite='raise' ends training at the first such step, and says where it came from.",
                 UserWarning,
             )
 
@@ -78,18 +72,16 @@ class StuckSteps(tf.Module):
     def reset(self) -> None:
         """Counts all anew."""
         self._in_a_row.assign(0)
-        self._in_epoch.assign(0)
+        self.start_epoch()
 
 
-# The range of indices that nothing has widened yet.
-_NOTHING_SEEN = (tf.int64.max, -1)
+_NOTHING_SEEN = (tf.int64.max, -1)  # the range of indices that nothing has widened yet
 
 
 class IndexChecks(tf.Module):
-    """Tracks the smallest and the largest index of several lookups.
+    """Tracks the smallest and the largest index of several lookups, (description, size) pairs.
 
-    A step that meets an index out of range is not applied, nor is any later step until `require` has raised: so reading
-    late loses nothing. `lookups` are (description, size) pairs: indices in [0, size) are in range.
+    A step that meets an index outside [0, size) is not applied, nor is any later one until `require` has raised.
     """
 
     def __init__(self, lookups: Sequence[tuple[str, int]]):
@@ -123,24 +115,21 @@ class IndexChecks(tf.Module):
 
     def require(self, seen: tf.Tensor) -> None:
         """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range."""
-        if not self.lookups:
-            return  # and no wait for the step
-        seen = seen.numpy()
-        if (seen[:, 0] >= 0).all() and (seen[:, 1] < self._sizes).all():
-            return
-        for (what, size), (low, high) in zip(self.lookups, seen.tolist(), strict=True):
-            if low < 0 or high >= size:
-                self.reset()
-                if low == NOT_WHOLE:
-                    raise ValueError(
-                        f"{what}: a value that is no whole number (a fraction, or NaN) was seen. Nothing was "
-                        "updated with it. Correct the data."
-                    )
-                room = f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
+        # Without lookups there is nothing to wait for.
+        for (what, size), (low, high) in zip(self.lookups, seen.numpy().tolist() if self.lookups else (), strict=True):
+            if low >= 0 and high < size:
+                continue
+            self.reset()
+            if low == NOT_WHOLE:
                 raise ValueError(
-                    f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing "
-                    f"was updated with them. Correct the data{room}."
+                    f"{what}: a value that is no whole number (a fraction, or NaN) was seen. Nothing was updated with "
+                    "it. Correct the data."
                 )
+            room = f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
+            raise ValueError(
+                f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing was updated "
+                f"with them. Correct the data{room}."
+            )
 
     def reset(self) -> None:
         """Forgets what was seen."""

@@ -152,10 +152,7 @@ def _scale(name: str, value: float) -> float:
 
 
 def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:
-    """Returns the rule that `loss_scale` names: an instance, "auto", None for no scaling, or a number for a static one.
-
-    "auto" is `DynamicLossScale()` under float16 compute and `NoLossScale()` otherwise.
-    """
+    """Returns the rule that `loss_scale` names; "auto" is a dynamic one under float16 compute, else none."""
     if isinstance(loss_scale, LossScale):
         return loss_scale
     if isinstance(loss_scale, str) and loss_scale == "auto":

@@ -57,9 +57,8 @@ class ModelObjective(Objective):
             output.loss.ranks = metrics.needed_ranks(output.position, output.name, output.loss.ignore_class)
             if self.own is not None or self.has_own_metrics:
                 raise ValueError(
-                    f"{type(model.model).__name__} has a compute_loss or compute_metrics of its own, which is given "
-                    "the logits that LinearCrossEntropy never computes: use "
-                    "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                    f"{type(model.model).__name__} has a compute_loss or compute_metrics of its own, for logits that "
+                    "LinearCrossEntropy never has: use keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
                 )
         # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
         self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
@@ -83,16 +82,7 @@ class ModelObjective(Objective):
     def terms(
         self, batch: Batch, training: bool, observe: bool = True, prepared: list[tf.Tensor] | None = None
     ) -> tuple[list[Term], Nest]:
-        """Calls the model with a micro-batch, and computes every output's loss sum and weight sum, then other losses'.
-
-        Args:
-            observe: True to check the ids that embeddings look up.
-            prepared: the denominators of the step, of which a `compute_loss` of the model's own then takes a part; None
-                for those of the micro-batch by itself.
-
-        Returns:
-            The terms, and what the model returned.
-        """
+        """Returns the terms of outputs, then of other losses, and what the model returned; `observe` checks its ids."""
         with contextlib.ExitStack() as scopes:
             if observe:
                 first, checks = self._first_embedding, self.running.index_checks
@@ -208,11 +198,7 @@ class ModelObjective(Objective):
             yield
 
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
-        """Counts the terms' denominators and the valid rows where there are several terms, else returns None.
-
-        The terms share one accumulator only if their denominators are known before the first gradient. XLA drops what
-        the count does not depend on.
-        """
+        """Counts the terms' denominators, so that they share one accumulator, and the valid rows; None for one term."""
         parts = sum(map(trip_count, stacks)) * self.losses.replicas
         while parts > 1 and self._mixing_metrics:  # once, and not for each trace
             name, operation = self._mixing_metrics.popitem()
@@ -302,9 +288,8 @@ class ModelObjective(Objective):
         half = len(sums) // 2
         loss, logs = 0.0, {}
         names = [*self.running.losses] + [None] * (half - len(self.running.losses))
-        for name, weight, reduction, loss_sum, weight_sum in zip(
-            names, self.term_weights, self.reductions, sums[:half], sums[half:], strict=True
-        ):
+        terms = zip(names, self.term_weights, self.reductions, sums[:half], sums[half:], strict=True)
+        for name, weight, reduction, loss_sum, weight_sum in terms:
             value = loss_sum if reduction == "sum" else loss_sum / weight_sum if weight_sum else 0.0
             loss += weight * value
             if name is not None:

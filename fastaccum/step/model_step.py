@@ -77,8 +77,8 @@ class ModelStep(Step):
 
     @property
     def programs(self) -> dict[str, Program]:
-        of_steps = {"train step": self.compiled_execute, "train steps of a dispatch": self.compiled_execute_many}
-        return {**of_steps, "evaluation": self.compiled_evaluate}
+        step, steps, evaluation = self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate
+        return {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
 
     def _admit_program(
         self, is_multi_step: bool, training: bool, concrete: ConcreteFunction

@@ -16,24 +16,16 @@ from fastaccum.step.tracing import converted
 
 
 class Objective:
-    """Defines what a train step minimises, and may keep the step from moving a weight.
+    """Defines what a train step minimises, and may keep the step from moving a weight."""
 
-    Attributes:
-        state: variables that the forward pass assigns, and that a skipped step restores.
-    """
-
-    state: Sequence[tf.Variable] = ()
+    state: Sequence[tf.Variable] = ()  # that the forward pass assigns, and a skipped step restores
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Returns the scope of the forward and backward passes of a step."""
         return contextlib.nullcontext()
 
     def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
-        """Computes what every micro-batch must know of the step's stacks, before the first gradient.
-
-        Args:
-            counts: what the objective counted in the stacks of all devices, if there are several.
-        """
+        """Computes what every micro-batch must know of the stacks, of which several devices have counted `counts`."""
         return None
 
     def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -62,8 +54,11 @@ class LossFunction(Objective):
     """Minimises `loss_fn(micro_batch) -> (loss_sum, weight_sum)` and nothing else."""
 
     def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[tf.Variable] = ()):
-        if not callable(loss_fn) or not _takes_one(loss_fn):
-            raise TypeError(f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch.")
+        try:
+            with contextlib.suppress(ValueError):  # of one of C's, which does not say
+                inspect.signature(loss_fn).bind(None)
+        except TypeError:
+            raise TypeError(f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch.") from None
         self.state = tf_variables("state", state)
         # AutoGraph for the one function that is not ours: it makes a trace many times as long.
         self._loss_fn = converted(loss_fn)
@@ -71,16 +66,6 @@ class LossFunction(Objective):
     def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
         with checks.naming("loss_fn"):
             return self._loss_fn(micro_batch)
-
-
-def _takes_one(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # one of C's, which does not say
-        return True
-    return True
 
 
 def listed(name: str, values: Iterable[Variable]) -> list[Variable]:

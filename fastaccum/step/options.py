@@ -18,8 +18,6 @@ from fastaccum.step.loss_scale import LossScale
 
 OnNonfinite = Literal["skip", "raise"]
 JitCompile = bool | Literal["auto"]
-
-
 Check = Callable[[str, Any], object]
 
 
@@ -33,14 +31,13 @@ def _auto_or_bool(name: str, value: Any) -> JitCompile:
     return checks.true_or_false(name, value)
 
 
-def _rules(check: Check, *, may_change: bool = False, must_agree: bool = True) -> dict[str, object]:
-    """Declares the rules of an option.
-
-    Args:
-        check: takes the option's name and a value; returns the value to use, or raises TypeError or ValueError.
-        may_change: True if an attribute of a Trainer may be set after the train step was built.
-        must_agree: False if a training may be resumed with another value, as the option moves no weight.
-    """
+def _rules(
+    check: Check,  # takes the option's name and a value; returns the value to use, or raises TypeError or ValueError
+    *,
+    may_change: bool = False,  # True if an attribute of a Trainer may be set after the train step was built
+    must_agree: bool = True,  # False if a training may be resumed with another value, as the option moves no weight
+) -> dict[str, object]:
+    """Declares the rules of an option."""
     return {"check": check, "may_change": may_change, "must_agree": must_agree}
 
 
@@ -75,11 +72,7 @@ class Options:
 
     @classmethod
     def names(cls, **wanted: bool) -> list[str]:
-        """Returns the options' names, of those alone whose rules have the `wanted` values.
-
-        >>> Options.names(may_change=True)
-        ['gradient_accumulation_steps', 'steps_per_execution']
-        """
+        """Returns the options' names, of those alone whose rules have the `wanted` values."""
         return [option.name for option in dataclasses.fields(cls) if wanted.items() <= option.metadata.items()]
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:
@@ -95,14 +88,10 @@ class Options:
         return self
 
 
-def capped(name: str, steps: int | None) -> int | None:
-    """Returns a number of steps, checked; at most `keras.config.max_steps_per_epoch()`, with a warning, as in Keras."""
-    if steps is not None:
-        steps = checks.whole_number(name, steps)
-    return _at_most(name, steps, keras.config.max_steps_per_epoch())
-
-
-def _at_most(name: str, value: int | None, limit: int | None) -> int | None:
+def capped(name: str, value: int | None) -> int | None:
+    """Returns a number of epochs or steps, checked; at most what `keras.config` says, with a warning, as in Keras."""
+    value = None if value is None else checks.whole_number(name, value)
+    limit = keras.config.max_epochs() if name == "epochs" else keras.config.max_steps_per_epoch()
     if not limit or (value is not None and value <= limit):
         return value
     warn(f"Limiting {name} to {limit}, as keras.config says.", UserWarning)
@@ -126,8 +115,8 @@ class Schedule:
             value, minimum = getattr(self, name), 0 if name == "initial_epoch" else 1
             if value is not None or name in ("epochs", "initial_epoch"):
                 object.__setattr__(self, name, checks.whole_number(name, value, minimum))
-        object.__setattr__(self, "epochs", _at_most("epochs", self.epochs, keras.config.max_epochs()))
-        object.__setattr__(self, "steps_per_epoch", capped("steps_per_epoch", self.steps_per_epoch))
+        for name in ("epochs", "steps_per_epoch"):
+            object.__setattr__(self, name, capped(name, getattr(self, name)))
         several = isinstance(self.validation_freq, (list, tuple, set))
         if several and not self.validation_freq:
             raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")

@@ -16,14 +16,8 @@ from fastaccum.step.model_objective import ModelObjective, warn_of_mixing
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """Traces one micro-batch like `sample`, a nest of specs, if the model computes losses or metrics itself.
 
-    Tells the metrics what `compute_metrics` returns, and warns of losses that are no sum or mean over rows.
-
-    Returns:
-        These losses, by name.
-
-    Raises:
-        ValueError: raised for a `compute_loss` whose weights normalise a sum over the batch, or that assigns what no
-            step could restore.
+    Returns the names of losses that are no sum or mean over rows, with a warning; raises ValueError for a
+    `compute_loss` whose weights normalise a sum over the batch, or that assigns what no step could restore.
     """
     for output, operation in objective.losses.mixing.items():
         warn_of_mixing(f"The loss of output {output!r}", operation)
@@ -42,24 +36,18 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     try:
         training = traced(True)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
-        rows = {"rows": None}
-        training = traced(True, **rows)
+        training = traced(True, **(rows := {"rows": None}))
     if objective.has_own_metrics:
         for mode, trace in ((True, training), (False, traced(False, **rows))):
             objective.metrics.expect(trace.structured_outputs[1], mode)
-    _require_restorable(objective, training.graph)
-    return mixing if rows else [*mixing, *_require_sums(objective, training)]
-
-
-def _require_restorable(objective: ModelObjective, graph: tf.Graph) -> None:
-    known = {id(v) for v in (*objective.state, *objective.model.metric_variables, *objective.running.variables)}
-    left = [v.name for v in traces.list_assigned(graph, []) if id(v) not in known]
-    if left:
+    known = (*objective.state, *objective.model.metric_variables, *objective.running.variables)
+    if left := [v.name for v in traces.list_assigned(training.graph, []) if not any(v is each for each in known)]:
         raise ValueError(
             f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or metrics: no layer has "
             "them, so that a skipped step could not restore them, nor a checkpoint save them. Make them by "
             "add_weight(..., trainable=False), or hold a keras.metrics.Metric."
         )
+    return mixing if rows else [*mixing, *_require_sums(objective, training)]
 
 
 def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[str]:

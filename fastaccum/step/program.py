@@ -1,9 +1,9 @@
-"""Compiled programs, called with little overhead."""
+"""Compiled programs, called with little overhead, and what is said while they compile."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import contextvars
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,36 +13,83 @@ import optree
 import tensorflow as tf
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
+from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.step import compile_cache, compile_messages, xla_cache
-from fastaccum.step.compile_messages import Retraces
+from fastaccum.lines import warn
+from fastaccum.step import compile_cache
 from fastaccum.step.tracing import TracedFunction
 
 
+class Retraces:
+    """Warns, once for all programs that share the object, of a program that is compiled for many shapes."""
+
+    MANY = 32  # more than the lengths that anyone buckets by, and short last stacks beside them
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def note(self, signatures: Iterable[tuple], seconds: float) -> None:
+        """Counts the signatures of a program's calls after a new one; `seconds` is what their first calls took."""
+        shapes = [[shape for _, shape, _ in leaves] for _, *leaves in signatures]
+        if self._warned or len(shapes) <= self.MANY:
+            return
+        self._warned = True
+        most = max(({str(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
+        first, last = list(most)[:3], list(most)[-1]
+        warn(
+            f"{len(shapes)} programs were made so far, one for each kind of stack, which took {seconds:.0f} s; all "
+            f"stay in memory. One tensor came in {len(most)} shapes, [micro-batches, rows, ...]: {', '.join(first)}, "
+            f"..., {last}. Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
+            "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each."
+        )
+
+
+def _say_nothing(part: str) -> None: ...
+
+
+_announcer = contextvars.ContextVar[Callable[[str], object]]("announcer", default=_say_nothing)
+
+
+@contextlib.contextmanager
+def announce(say: Callable[[str], object] | None) -> Iterator[None]:
+    """Passes parts of a line to `say` while programs are traced and compiled inside the block; None changes nothing."""
+    if say is None:
+        yield
+        return
+    begun = False
+
+    def note(part: str) -> None:
+        nonlocal begun
+        begun = not part.endswith("\n")
+        say(part)
+
+    token = _announcer.set(note)
+    try:
+        yield
+    finally:
+        _announcer.reset(token)
+        if begun:  # an error ended the line
+            say("\n")
+
+
 class Program(TracedFunction):
-    """A function of nests of tensors, traced and compiled once per structure, shapes and dtypes.
+    """A function of nests of tensors and None, traced and compiled once per structure, shapes and dtypes.
 
-    A `tf.function` whose traces are found by structure, shapes and dtypes alone, and called with variables' handles
-    that were looked up once, without TensorFlow's layers of Python.
-
-    Takes nests of tensors and None only; TypeError if something in them is neither. Programs of one training share
-    `retraces`.
+    Called with variables' handles that were looked up once, without TensorFlow's layers of Python. Programs of one
+    training share `retraces`.
 
     >>> double = Program(lambda x: 2.0 * x)
     >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
     (2.0, 4.0, 1)
-
-    Attributes:
-        admit: returns the scope of a concrete function's first run; an error of the scope keeps it from running.
-        anew: retraces the program and the compiled functions that it calls.
     """
 
+    # Returns the scope of a concrete function's first run; an error of the scope keeps it from running.
     admit: Callable[[ConcreteFunction], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __init__(self, function: Callable[..., object], jit_compile: bool = True, retraces: Retraces | None = None):
         super().__init__(function, jit_compile)
-        self.anew = self.retrace
+        self.anew = self.retrace  # and whatever else retraces the compiled functions that this one calls
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
         self._retraces = retraces or Retraces()
         self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
@@ -60,7 +107,7 @@ class Program(TracedFunction):
                     f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
                 )
         start = time.perf_counter()
-        say = compile_messages.announcer() if self.jit_compile else compile_messages.say_nothing
+        say = _announcer.get() if self.jit_compile else _say_nothing
         say("Tracing the train step: ")
         concrete = self.trace(*args)
         call = self._calls[signature] = _call_of(concrete, args)
@@ -71,27 +118,19 @@ class Program(TracedFunction):
             return self._calls[signature](leaves)
 
         traced, name = time.perf_counter(), tf.compat.as_str(concrete.name)
-        # TensorFlow's log lines would come in the middle of ours; level 0 asks for them (Keras sets 1).
-        asked = say is compile_messages.say_nothing or os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
-        with self._first(concrete, signature), contextlib.nullcontext() if asked else xla_cache.silence_tensorflow():
-            last = compile_cache.seconds_last_time(name)
-            say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
-            outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
+        try:
+            with self.admit(concrete):
+                last = compile_cache.seconds_last_time(name)
+                say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
+                outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
+        except BaseException:  # the next run is the first again
+            self._calls.pop(signature, None)
+            raise
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
         self.seconds[signature] = end - start
         self._retraces.note(self._calls, sum(self.seconds.values()))
         return outputs
-
-    @contextlib.contextmanager
-    def _first(self, concrete: ConcreteFunction, signature: tuple) -> Iterator[None]:
-        """Admits a first run; after an error the next run is the first again."""
-        try:
-            with self.admit(concrete):
-                yield
-        except BaseException:
-            self._calls.pop(signature, None)
-            raise
 
     def retrace(self) -> None:
         super().retrace()
@@ -101,21 +140,6 @@ class Program(TracedFunction):
     def traces(self) -> int:
         """The number of traces, since `retrace` if that was called."""
         return self.function.experimental_get_tracing_count()
-
-
-@contextlib.contextmanager
-def temporary_retrace(owners: Iterable[TracedFunction]) -> Iterator[None]:
-    """Retraces programs for XLA inside the block and restores their earlier traces on exit."""
-    owners = list(owners)
-    before = [dict(vars(each)) for each in owners]
-    for each in owners:
-        each.jit_compile = True
-        each.retrace()
-    try:
-        yield
-    finally:
-        for each, had in zip(owners, before, strict=True):
-            vars(each).update(had)
 
 
 def make_programs(functions: Iterable[Callable[..., object]], jit_compile: bool) -> list[Program]:
@@ -154,3 +178,19 @@ def _order(structure: optree.PyTreeSpec) -> list[int]:
     """Numbers a structure's leaves in the order of TensorFlow's nests, which sort the keys of an OrderedDict too."""
     numbers = optree.tree_unflatten(structure, range(structure.num_leaves))
     return [number for number in tf.nest.flatten(numbers) if number is not None]
+
+
+@contextlib.contextmanager
+def preserve_variables(handles: Iterable[tf.Tensor]) -> Iterator[None]:
+    """Keeps the values of the variables that a program captured through a failure of its run inside the block."""
+    # XLA writes results over variables, and may run out of memory once these are freed; held elsewhere, it leaves them.
+    resources = [handle for handle in handles if handle.dtype == tf.resource]
+    dtypes = [get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources]
+    values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=d) for h, d in zip(resources, dtypes, strict=True)]
+    yield
+    values.clear()
+    # What XLA has allocated it does not write over, then or later: back to memory of TensorFlow's.
+    for handle, dtype in zip(resources, dtypes, strict=True):
+        with tf.device(handle.device):
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.raw_ops.DeepCopy(x=value))

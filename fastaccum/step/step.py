@@ -6,7 +6,6 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn, Protocol
@@ -20,7 +19,7 @@ from fastaccum.data.datasets import DatasetStacks
 from fastaccum.data.stacks import Dispatch
 from fastaccum.step import compilable
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.program import Program, temporary_retrace
+from fastaccum.step.program import Program
 from fastaccum.step.running_state import Executed, RunningState
 from fastaccum.step.tracing import TracedFunction
 from fastaccum.step.train_step import TrainStep
@@ -46,21 +45,13 @@ class MemoryGuard(Protocol):
 
 
 class Step(abc.ABC):
-    """Trains and evaluates a model by compiled programs, on one device or on the replicas of a strategy.
+    """Trains and evaluates a model by compiled programs, on one device or on the replicas of a strategy."""
 
-    Attributes:
-        objective: the model's losses, metrics and state.
-        cycle: the gradient-accumulation cycle.
-        running: logs and counts that go on from step to step.
-        sharing: how many of this process's replicas share the memory of one device.
-        guard: checks the memory of each program before its first run; None for no checks.
-    """
-
-    objective: ModelObjective
+    objective: ModelObjective  # the model's losses, metrics and state
     cycle: TrainStep
-    running: RunningState
-    sharing: int = 1
-    guard: MemoryGuard | None = None
+    running: RunningState  # logs and counts that go on from step to step
+    sharing: int = 1  # how many of this process's replicas share the memory of one device
+    guard: MemoryGuard | None = None  # checks the memory of each program before its first run
 
     @property
     @abc.abstractmethod
@@ -79,7 +70,12 @@ class Step(abc.ABC):
     def temporary_retrace(self) -> Iterator[None]:
         """Retraces the training programs inside the block, for XLA, and restores their earlier traces on exit."""
         compiled = dataclasses.replace(self.objective.options, jit_compile=True)
-        with replaced([(self.objective, "options", compiled)]), temporary_retrace(self._training_programs):
+        programs = self._training_programs
+        traced = [(each, name, value) for each in programs for name, value in vars(each).items()]
+        with replaced([(self.objective, "options", compiled), *traced]):
+            for each in programs:
+                each.jit_compile = True
+                each.retrace()
             yield
 
     @abc.abstractmethod
@@ -87,36 +83,21 @@ class Step(abc.ABC):
         """Returns the concrete functions that one device runs, in order, for a dispatch of tensors or specs."""
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
-        """Runs the train steps of a dispatch, without waiting for the results on a GPU.
-
-        Raises:
-            ValueError: raised if XLA cannot compile the model, or an id is out of range and no XLA is used.
-            OutOfMemoryError: raised if the program does not fit, or memory ran out.
-        """
+        """Runs a dispatch, on a GPU without a wait; raises ValueError if XLA cannot compile it, OutOfMemoryError."""
         try:
             return self._dispatch(dispatch)
         except Exception as error:
             self._reraise(error)
 
     def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        """Sums up `ModelObjective.evaluate` over a dispatch; raises as `dispatch` does.
-
-        Returns:
-            The sums, and a function that raises ValueError if labels or ids were out of range.
-        """
+        """Returns the sums of `ModelObjective.evaluate`, and a function that raises for indices out of range."""
         try:
             return self._evaluate_dispatch(dispatch)
         except Exception as error:
             self._reraise(error)
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
-        """Waits for a dispatch and checks its outcome.
-
-        Raises:
-            ValueError: raised if labels or ids are out of range.
-            NonFiniteError: raised if training can only skip its steps.
-            OutOfMemoryError: raised if memory ran out while the cause was looked for.
-        """
+        """Waits for a dispatch; raises ValueError for indices out of range, NonFiniteError, OutOfMemoryError."""
         try:
             self._require(executed, dispatch)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:  # no scope is entered in each step
@@ -126,12 +107,7 @@ class Step(abc.ABC):
     def lockstep(
         self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool = True
     ) -> Iterator[Dispatch]:
-        """Yields the dispatches of a pass; all workers must have equally many.
-
-        Raises:
-            WorkersDifferError: raised on every worker if the workers' data differ in length.
-            OutOfMemoryError: raised if memory ran out for the data.
-        """
+        """Yields the dispatches of a pass; raises WorkersDifferError on every worker if their data differ in length."""
         with self._translate_oom_errors():
             yield from self._lockstep(stacks, dispatches, training)
 
@@ -163,21 +139,12 @@ class Step(abc.ABC):
         """Raises a program's error in the caller's terms."""
         if isinstance(error, tf.errors.InvalidArgumentError):
             self.running.index_checks.reset()
-            # Without XLA TensorFlow checks ids by itself.
-            if found := re.search(r"indices\[.*\] = \S+ is not in \[0, \d+\)", str(error)):
-                raise ValueError(
-                    f"x holds ids out of range: {found.group()} in an embedding. Nothing was updated with them. "
-                    "Correct the data."
-                ) from error
         with self._translate_oom_errors(), self.translate_errors():
             raise error
 
 
 class PendingStep:
-    """A dispatch whose outcome has not been read yet.
-
-    `require` lets go of the dispatch's data, which whoever keeps the logs would hold otherwise.
-    """
+    """A dispatch whose outcome has not been read yet; `require` lets go of its data, which logs would hold."""
 
     def __init__(self, step: Step, executed: Executed, dispatch: Dispatch):
         self._require: Callable[[], None] | None = functools.partial(step.require, executed, dispatch)

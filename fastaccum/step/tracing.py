@@ -17,25 +17,19 @@ from tensorflow.types.experimental import ConcreteFunction, PolymorphicFunction
 
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.random_keys import hoist_prng_key
-from fastaccum.step import xla_cache
+from fastaccum.step.compile_cache import number_by_function
 
 
 class TracedFunction:
-    """A `tf.function` that can be retraced; the base of programs.
+    """A `tf.function`, the attribute `function`, that can be retraced, with or without XLA; the base of programs."""
 
-    Attributes:
-        function: the `tf.function`; another one after `retrace`.
-        jit_compile: whether XLA compiles what `retrace` makes.
-    """
+    function: PolymorphicFunction
 
     def __init__(self, function: Callable[..., object], jit_compile: bool):
-        self._numbered = functools.partial(xla_cache.number_by_function, function)
+        self._numbered = functools.partial(number_by_function, function)
         self._drawing = hoist_prng_key()(function)
         self.jit_compile = jit_compile
-        self.function = self._make()
-
-    def _make(self) -> PolymorphicFunction:
-        return tf.function(self._drawing, jit_compile=self.jit_compile, autograph=False)
+        TracedFunction.retrace(self)
 
     def trace(self, *args: object) -> ConcreteFunction:
         """Returns the concrete function for nests of tensors or specs; traces it if need be."""
@@ -44,15 +38,12 @@ class TracedFunction:
 
     def retrace(self) -> None:
         """Lets go of what was traced: each kind of call traces and compiles the function anew."""
-        self.function = self._make()
+        self.function = tf.function(self._drawing, jit_compile=self.jit_compile, autograph=False)
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Turns the garbage collector off inside the block.
-
-    A trace makes many objects that stay; to find that they do took a fifth of its time.
-    """
+    """Turns the garbage collector off inside the block: a trace makes many objects that stay."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,10 +55,7 @@ def without_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end a trace inside the block as it ends other Python.
-
-    TensorFlow's C++ drops a KeyboardInterrupt, or makes an error of another kind of it.
-    """
+    """Lets Ctrl-C end a trace, whose C++ drops a KeyboardInterrupt or makes an error of another kind of it."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -98,14 +86,12 @@ def _interruptible() -> Iterator[None]:
 @contextlib.contextmanager
 def _as_graphs() -> Iterator[None]:
     """Overrides `tf.config.run_functions_eagerly` inside the block: a trace calls nothing eagerly."""
-    if not tf.config.functions_run_eagerly():
-        yield
-        return
+    before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(False)
     try:
         yield
     finally:
-        tf.config.run_functions_eagerly(True)
+        tf.config.run_functions_eagerly(before)
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.distribute import replicas
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.plan import Plan
-from fastaccum.step import compile_messages, diagnosis
+from fastaccum.step import diagnosis, program
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
@@ -189,7 +189,7 @@ def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, f
     for dispatch in dispatches:
         begin(first)
         try:
-            with compile_messages.announce(hooks.say) if pending is None else nullcontext():
+            with program.announce(hooks.say) if pending is None else nullcontext():
                 executed = step.dispatch(dispatch)
         except (tf.errors.OpError, MemoryError):
             if pending is not None:

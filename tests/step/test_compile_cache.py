@@ -18,7 +18,7 @@ import pytest
 import small_disk
 
 from fastaccum import Trainer
-from fastaccum.step import compile_cache, xla_cache
+from fastaccum.step import compile_cache
 from fastaccum.step.compile_cache import CompileCache
 
 pytestmark = pytest.mark.long
@@ -187,23 +187,12 @@ def test_the_loop_of_a_step_takes_no_constants_from_outside():
 
 
 def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
-    level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
+    level = compile_cache._library()[compile_cache._LOG_LEVEL[0]]
     before = level()
-    with xla_cache.silence_tensorflow():
+    with compile_cache.silence_tensorflow():
         assert level() == 3  # FATAL, which absl never leaves out
         os.write(2, b"CHECK failed")
         assert capfd.readouterr().err == "CHECK failed"  # by no thread, which would end first
-    assert level() == before
-
-
-def test_the_last_of_several_threads_has_tensorflow_log_again():
-    level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
-    before, first, second = level(), xla_cache.silence_tensorflow(), xla_cache.silence_tensorflow()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert level() == 3  # the second still compiles
-    second.__exit__(None, None, None)
     assert level() == before
 
 

@@ -9,9 +9,7 @@ import optree
 import pytest
 import tensorflow as tf
 
-from fastaccum.step import compile_cache, xla_cache
-from fastaccum.step.compile_messages import Retraces, announce
-from fastaccum.step.program import Program, make_programs
+from fastaccum.step.program import Program, Retraces, make_programs
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -140,22 +138,6 @@ def test_functions_called_in_a_program_are_graphs_where_functions_run_eagerly():
         assert tf.config.functions_run_eagerly()
     finally:
         tf.config.run_functions_eagerly(False)
-
-
-@pytest.mark.parametrize(("level", "say", "quiet"), [("1", print, True), ("0", print, False), ("1", None, False)])
-def test_no_log_lines_of_tensorflow_in_a_line_that_says_what_is_compiled(monkeypatch, level, say, quiet):
-    log_level = xla_cache._library()[xla_cache._LOG_LEVEL[0]]
-    before, within, called = log_level(), [], compile_cache.called
-
-    def seen(*args):
-        within.append(log_level())
-        return called(*args)
-
-    monkeypatch.setattr(compile_cache, "called", seen)
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    with announce(say):
-        Program(half_and_sum)({"z": tf.constant(1.0)})
-    assert within == [3 if quiet else before] and log_level() == before
 
 
 def lengths(*numbers):
