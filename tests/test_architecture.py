@@ -18,11 +18,11 @@ BUDGETS = {
     "adapters": 4_762,
     "app": 671,
     "checkpoint": 1_161,
-    "data": 1_525,
+    "data": 1_433,
     "distribute": 942,
-    "kernels": 4_170,
+    "kernels": 3_947,
     "memory": 1_364,
-    "step": 3_083,
+    "step": 2_795,
     "training": 746,
     "": 1_180,  # the modules directly in fastaccum
 }
