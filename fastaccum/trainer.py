@@ -22,7 +22,7 @@ from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import compiler_ir as ir
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step.options import JitCompile, OnNonfinite, Options, Schedule
+from fastaccum.step.options import JitCompile, OnNonfinite, Options, Schedule, ShardOptimizer
 from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.evaluation import Evaluation, predict
@@ -85,6 +85,9 @@ class Trainer:
         on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale
             is left to try. Such a step never changes anything. "skip" goes on, and raises `NonFiniteError` after 10 of
             them in a row. "raise" raises it at the first.
+        shard_optimizer: under MirroredStrategy, share the optimizer's slots out over the replicas, each of which then
+            updates the weights whose slots it has. The result is the same; see docs/distributed.md. "auto" does so
+            where all slots would not fit each device.
         own_loss_reduction: whether a scalar that the model computes itself (in `compute_loss`, or for `add_loss`) is
             the "mean" or the "sum" over the rows of a micro-batch, which fastaccum can't see. With "sum", a penalty on
             weights counts once for each micro-batch: make it a regularizer. A loss that is neither (a masked mean, a
@@ -117,6 +120,7 @@ class Trainer:
     flash_attention: FlashAttention
     jit_compile: JitCompile
     on_nonfinite: OnNonfinite
+    shard_optimizer: ShardOptimizer
     own_loss_reduction: Reduction
 
     def __init__(
@@ -136,6 +140,7 @@ class Trainer:
         jit_compile: JitCompile = "auto",
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
+        shard_optimizer: ShardOptimizer = "auto",
         own_loss_reduction: Reduction = "mean",
         compile_cache: str | os.PathLike[str] | None = None,
     ):
@@ -155,8 +160,10 @@ class Trainer:
             flash_attention=flash_attention,
             jit_compile=jit_compile,
             on_nonfinite=on_nonfinite,
+            shard_optimizer=shard_optimizer,
             own_loss_reduction=own_loss_reduction,
         )
+        recipe.require_replicas(self._options)
         vars(self).update(vars(self._options))
         self._builder = StepBuilder(self._recipe)
         self._step_inputs = TrainStepInputs(self._builder, lambda: self._present_options)

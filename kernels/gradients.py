@@ -226,7 +226,19 @@ def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(squares), tf.float32)
 
 
-def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm: float | None = None) -> Reduced:
+def squares(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor) -> list[tf.Tensor]:
+    """Computes the sum of squares of `accumulator / denominator` for each accumulator: float32 scalars."""
+    unscale = tf.math.reciprocal_no_nan(denominator)
+    # Unscaled before it is squared: at a loss scale of 2**24 the squares would overflow float32.
+    return [_sum_of_squares(a * tf.cast(unscale, a.dtype)) for a in accumulators]
+
+
+def reduce(
+    accumulators: Sequence[tf.Tensor],
+    denominator: tf.Tensor,
+    clip_norm: float | None = None,
+    squared: Sequence[tf.Tensor] | None = None,
+) -> Reduced:
     """Computes the norm, the finite check and the one factor that unscales and clips, in one read of the accumulators.
 
     With `g = accumulator / denominator` for every accumulator, and `norm = sqrt(sum(sum(g ** 2)))`:
@@ -236,16 +248,15 @@ def reduce(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor, clip_norm:
         factor = clip_norm / max(norm, clip_norm) / denominator
 
     so that `accumulator * factor`, by which the optimizer's own pass begins, equals `tf.clip_by_global_norm(g,
-    clip_norm)`. The denominator is the loss scale times the weight sum, a float32 scalar; 0 gives factor 0.
+    clip_norm)`. The denominator is the loss scale times the weight sum, a float32 scalar; 0 gives factor 0. `squared`
+    has the `squares` of all accumulators where some are on other devices.
 
     >>> reduced = reduce([tf.constant([6.0, 8.0])], denominator=tf.constant(2.0), clip_norm=1.0)
     >>> float(reduced.norm), bool(reduced.finite), round(float(reduced.factor), 6)
     (5.0, True, 0.1)
     """
-    unscale = tf.math.reciprocal_no_nan(denominator)
-    # Unscaled before it is squared: at a loss scale of 2**24 the squares would overflow float32.
-    norm = tf.sqrt(tf.add_n([_sum_of_squares(a * tf.cast(unscale, a.dtype)) for a in accumulators]))
-    factor = unscale
+    norm = tf.sqrt(tf.add_n(squares(accumulators, denominator) if squared is None else squared))
+    factor = tf.math.reciprocal_no_nan(denominator)
     if clip_norm is not None:
         factor *= clip_norm / tf.maximum(norm, clip_norm)
     return Reduced(norm=norm, finite=tf.math.is_finite(norm), factor=factor)

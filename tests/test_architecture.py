@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_762,
+    "adapters": 4_869,
     "app": 671,
     "checkpoint": 1_161,
     "data": 1_433,
-    "distribute": 942,
-    "kernels": 3_947,
-    "memory": 1_364,
-    "step": 2_795,
-    "training": 746,
-    "": 1_180,  # the modules directly in fastaccum
+    "distribute": 1_307,
+    "kernels": 3_958,
+    "memory": 1_384,
+    "step": 2_833,
+    "training": 783,
+    "": 1_187,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

@@ -107,6 +107,11 @@ class Callbacks:
         self._last_draw = 0.0
         self._previous: Logs = dict
 
+    def require_none(self, name: str, reason: str) -> None:
+        """Raises ValueError if one of the callbacks is of this class."""
+        if any(_is(each, name) for each in self.list.callbacks):
+            raise ValueError(f"callbacks holds a {name}, {reason}.")
+
     def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
         """Returns the batch-begin and batch-end hooks; logs are made only if a callback asks for them."""
         name = f"on_{kind}_batch_end"

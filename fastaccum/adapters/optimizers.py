@@ -59,14 +59,18 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
     )
 
 
+def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+    """Tells if a class of the user's own, not of a known package, defines the method."""
+    defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
+    return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
+
+
 def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
     own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
     rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     scale = getattr(optimizer, "loss_scale_factor", None)
-    defined = {n: next((c for c in type(optimizer).__mro__ if n in vars(c)), keras.Optimizer) for n in _UNCALLED}
-    packages = "keras", "tf_keras", "tensorflow_addons", "transformers"
     step_does = "which is the train step's work: make it without, and pass Trainer"
     if isinstance(rate, (keras.Variable, tf.Variable)):
         rate = float(raw(rate).numpy())
@@ -78,7 +82,7 @@ def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
         problem = f"has loss_scale_factor={scale}, {step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
     elif "tensorflow_addons.MultiOptimizer" in own:
         problem = "has an optimizer for each of some layers: use keras.optimizers.MultiOptimizer, or one optimizer"
-    elif uncalled := [name for name, kind in defined.items() if package(kind) not in packages]:
+    elif uncalled := [name for name in _UNCALLED if is_users(optimizer, name)]:
         problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
     elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
         problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
@@ -90,17 +94,23 @@ def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 class Optimizer:
-    """An optimizer as the train step uses it: `get` makes one, and `.optimizer` is the user's object."""
+    """An optimizer as the train step uses it: `get` makes one, and `.optimizer` is the user's object.
+
+    Attributes:
+        trained: the weights that it was built with; while shared out over devices, those of one device.
+        elsewhere: ids of the weights and slots of other devices.
+    """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
-        self._trained: list[Variable] = []
+        self.trained: list[Variable] = []
+        self.elsewhere: set[int] = set()
         for part in self.parts:
             _require_supported(part)
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Creates every slot for the trainable variables; a second call with the same ones does nothing."""
-        if self._trained and [id(raw(v)) for v in variables] == [id(v) for v in self._model_variables]:
+        if self.trained and [id(raw(v)) for v in variables] == [id(v) for v in self._model_variables]:
             return
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
@@ -108,7 +118,7 @@ class Optimizer:
                     f"variable {variable.path!r} takes its gradient as value, which cannot be accumulated: train "
                     "without float8 quantization"
                 )
-            if self._trained or not self._knows(self._to_native(variable)):
+            if self.trained or not self._knows(self._to_native(variable)):
                 raise ValueError(
                     f"optimizer={type(self.optimizer).__name__} was built on other variables, without "
                     f"{raw(variable).name!r}: make a new one; or, if the `trainable` of a layer was switched since, "
@@ -118,12 +128,12 @@ class Optimizer:
             self._create([self._to_native(v) for v in variables])
         for part in self.parts:  # MultiOptimizer may have found its optimizers only now
             _require_supported(part)
-        self._trained = list(variables)
+        self.trained = list(variables)
 
     @property
     def _model_variables(self) -> list[tf.Variable]:
         # Looked up each time: under a strategy they are other objects where a replica's program is traced.
-        return [raw(v) for v in self._trained]
+        return [raw(v) for v in self.trained]
 
     @property
     def parts(self) -> list[keras.optimizers.Optimizer]:
@@ -136,7 +146,7 @@ class Optimizer:
         states = [vars(part) for part in self.parts]
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
         stand_ins = [v for v in _find_variables([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
-        left_out = {id(v) for v in (*self._model_variables, *stand_ins)}
+        left_out = {id(v) for v in (*self._model_variables, *stand_ins)} | self.elsewhere
         return list({id(v): v for v in _find_variables(states) if id(v) not in left_out}.values())
 
     @property

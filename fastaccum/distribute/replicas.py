@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -99,25 +99,29 @@ def outside_scope() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
-class _FirstComponent:
-    """Stands in for `keras.Variable._value`: reads the first local component of a distributed variable."""
+class _Component:
+    """Stands in for `keras.Variable._value`: reads one local component of a distributed variable, mostly the first."""
+
+    def __init__(self, replicas: Mapping[int, int]):
+        self._replicas = replicas  # by the id of a Keras variable
 
     def __get__(self, variable: keras.Variable, owner: type | None = None) -> tf.Variable:
-        value = vars(variable)["_value"]
-        return value.values[0] if isinstance(value, values.DistributedVariable) else value
+        value, replica = vars(variable)["_value"], self._replicas.get(id(variable), 0)
+        return value.values[replica] if isinstance(value, values.DistributedVariable) else value
 
     def __set__(self, variable: keras.Variable, value: tf.Variable) -> None:
         vars(variable)["_value"] = value
 
 
 @contextlib.contextmanager
-def first_components() -> Iterator[None]:
+def first_components(others: Mapping[int, int] = {}) -> Iterator[None]:
     """Lets every Keras variable inside the block be that of the first local replica, and hides the strategy.
 
-    A program is so traced for one device; `Replicas.on` then finds the variables of another.
+    A program is so traced for one device; `Replicas.on` then finds the variables of another. `others` has the replica
+    of a variable that shall be another's, by the variable's id.
     """
     with outside_scope():
-        keras.Variable._value = _FirstComponent()
+        keras.Variable._value = _Component(others)
         try:
             yield
         finally:
@@ -134,7 +138,7 @@ class Replicas(Workers):
         super().__init__(getattr(strategy.extended, "_id_in_cluster", 0), self.count // len(self.devices))
         self.first = self.worker * len(self.devices)
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]  # among all replicas
-        self._reductions: dict[tf.TensorSpec, tuple[ConcreteFunction, list[tf.Tensor]]] = {}
+        self._collectives: dict[tuple, tuple[ConcreteFunction, list[tf.Tensor]]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
 
     def require_optimizer(self, optimizer: Optimizer) -> None:
@@ -176,13 +180,21 @@ class Replicas(Workers):
                         value, own_name = own.values[0].numpy(), own.name.split(":")[0]  # by which checkpoints know it
                         attributes[name] = tf.Variable(value, trainable=False, name=own_name, dtype=own.dtype)
 
+    def place(self, variable: keras.Variable, replica: int) -> None:
+        """Moves a Keras variable to the device of one local replica, which alone has it then."""
+        own, device = variable.value, self.devices[replica]
+        if isinstance(own, values.DistributedVariable) or own.device != device:
+            value, name = own.numpy(), own.name.split(":")[0]
+            with outside_scope(), tf.device(device):
+                variable._value = tf.Variable(value, dtype=own.dtype, trainable=own.trainable, name=name)
+
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
         """Returns the handle of a replica's variable, from the handle of the first local replica's.
 
         `synchronize` copies a variable that no strategy knows (a running mean, a loss scale) from the first replica
-        before each step, since the host may have assigned it.
+        before each step, since the host may have assigned it. A variable that the replica alone has is its own.
         """
-        if replica == 0 or handle.dtype != tf.resource:
+        if replica == 0 or handle.dtype != tf.resource or handle.device == self.devices[replica]:
             return handle
         if hasattr(handle, "_distributed_container"):
             return handle._distributed_container().values[replica].handle
@@ -205,40 +217,70 @@ class Replicas(Workers):
                 with tf.device(copy.device):
                     copy.assign(value)
 
-    # Reduction.
+    # Collectives.
 
-    def all_reduce(self, nests: Sequence[Any]) -> list[Any]:
+    def all_reduce(self, nests: Sequence[Any], place: int = 0) -> list[Any]:
         """Sums nests of tensors, one of each local replica, over all replicas; returns the sum on each local one.
 
         One collective reduces them, of float32 numbers (float64, if a tensor has them) where the tensors differ in
-        dtype. The collective's key is settled once for each shape: workers whose programs differ agree on the key, and
-        TensorFlow, which keeps what it knows of every key, does not grow with each step.
+        dtype. Those of a graph whose tensors are alike need places of their own.
         """
-        tensors = [self._flat(nest) for nest in nests]
+        sums = self._collective(_summed, [flat(nest) for nest in nests], place)
+        return [like(nest, each) for nest, each in zip(nests, sums, strict=True)]
+
+    def all_gather(self, tensors: Sequence[tf.Tensor], place: int = 0) -> Sequence[tf.Tensor]:
+        """Joins flat tensors of equal length, one of each local replica, in the order of all replicas, on each."""
+        joined = self._collective(_gathered, tensors, place)
+        return [tf.ensure_shape(each, [self.count * tensors[0].shape[0]]) for each in joined]
+
+    def _collective(
+        self, function: Callable[[tf.Tensor], tf.Tensor], tensors: Sequence[tf.Tensor], place: int = 0
+    ) -> Sequence[tf.Tensor]:
+        """Calls a collective function of one replica's tensor on all replicas.
+
+        Its key is settled once for each shape: workers whose programs differ agree on the key, and TensorFlow, which
+        keeps what it knows of every key, does not grow with each step.
+        """
         spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
-        if spec not in self._reductions:
+        key = function, spec, place
+        if key not in self._collectives:
+
+            def collective_on_all(tensors: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+                results = self.strategy.run(function, args=(values.PerReplica(tensors),))
+                return self.strategy.experimental_local_results(results)
+
             with tf.init_scope(), outside_scope(), graph_scoped_gradients():
-                reduced = tf.function(self._reduced, autograph=False).get_concrete_function([spec] * len(tensors))
-                self._reductions[spec] = reduced, reduced.captured_inputs
-        reduced, captured = self._reductions[spec]
-        sums = reduced._call_flat(tensors, captured)
-        return [_like(nest, flat) for nest, flat in zip(nests, sums, strict=True)]
-
-    def _flat(self, nest: object) -> tf.Tensor:
-        tensors = [t for t in tf.nest.flatten(nest) if t is not None]
-        dtypes = {t.dtype for t in tensors}
-        dtype = dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
-        return tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], 0)
-
-    def _reduced(self, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        def reduce(own):
-            own = tf.identity(own)  # on the replica's device, which the collective asks for
-            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
-
-        return self.strategy.experimental_local_results(self.strategy.run(reduce, args=(values.PerReplica(tensors),)))
+                traced = tf.function(collective_on_all, autograph=False).get_concrete_function([spec] * len(tensors))
+                self._collectives[key] = traced, traced.captured_inputs
+        traced, captured = self._collectives[key]
+        return traced._call_flat(list(tensors), captured)
 
 
-def _like(nest: Any, flat: tf.Tensor) -> Any:
+# Of one replica, in its context. The identity is on the replica's device, which the collective asks for.
+
+
+def _summed(own: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(own))
+
+
+def _gathered(own: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_gather(tf.identity(own), axis=0)
+
+
+def flat(nest: object) -> tf.Tensor:
+    """Joins the numbers of a nest of tensors in one flat tensor."""
+    tensors = [t for t in tf.nest.flatten(nest) if t is not None]
+    dtype = common_dtype(tensors)
+    return tf.concat([tf.reshape(tf.cast(t, dtype), [-1]) for t in tensors], 0)
+
+
+def common_dtype(tensors: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> tf.DType:
+    """Returns the dtype of all tensors, or where these differ float32 (float64, if one has it)."""
+    dtypes = {t.dtype for t in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
+
+
+def like(nest: Any, flat: tf.Tensor) -> Any:
     """Returns a flat tensor's numbers in the structure, shapes and dtypes of a nest."""
     sizes = [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None]
     parts = iter(tf.split(flat, sizes))
@@ -251,7 +293,7 @@ class ReplicaProgram(TracedFunction):
     """A compiled function of one replica, traced with the first replica's variables and called with any's.
 
     `program(*args)` traces the function, if need be; `program(*args)(i, *args)` calls it on local replica i, in a
-    graph.
+    graph; `only` that replica calls it, if given.
 
     Attributes:
         last: the latest trace.
@@ -259,27 +301,33 @@ class ReplicaProgram(TracedFunction):
 
     last: TracedProgram
 
-    def __init__(self, function: Callable[..., object], replicas: Replicas, jit_compile: bool, scope: Scope):
+    def __init__(
+        self,
+        function: Callable[..., object],
+        replicas: Replicas,
+        jit_compile: bool,
+        scope: Scope,
+        only: int | None = None,
+    ):
         super().__init__(function, jit_compile)
         self._replicas, self._scope = replicas, scope
+        self._called_on = range(len(replicas.devices)) if only is None else [only]
 
     def __call__(self, *args: object) -> TracedProgram:
         with first_components(), self._scope():
             concrete = self.trace(*_specs(args))
-        self.last = TracedProgram(concrete, self._replicas)
+        self.last = TracedProgram(concrete, self._replicas, self._called_on)
         return self.last
 
 
 class TracedProgram:
     """A `ReplicaProgram` for arguments of known shapes; `outputs` are specs of the results."""
 
-    def __init__(self, concrete: ConcreteFunction, replicas: Replicas):
+    def __init__(self, concrete: ConcreteFunction, replicas: Replicas, called_on: Iterable[int]):
         self.concrete, self._replicas = concrete, replicas
         self.outputs = _specs(concrete.structured_outputs)
         # Copies of variables must exist before the graph that synchronizes them.
-        self.captured = [
-            [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in range(len(replicas.devices))
-        ]
+        self.captured = {i: [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in called_on}
 
     def __call__(self, replica: int, *args: object) -> Any:
         tensors = [t for t in tf.nest.flatten(args) if t is not None]

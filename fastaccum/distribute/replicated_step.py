@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -20,14 +22,15 @@ from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.arrays import ArrayStacks
 from fastaccum.data.datasets import DatasetStacks
 from fastaccum.data.stacks import Batch, Dispatch
-from fastaccum.distribute.replicas import ReplicaProgram, Replicas, first_components
+from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
 from fastaccum.distribute.workers import WorkersDifferError
+from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.program import Program, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
-from fastaccum.step.train_step import Accumulated
+from fastaccum.step.train_step import Accumulated, Share
 
 SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet
 Shared = dict[str, tf.Tensor | list[tf.Tensor | None]]  # what replicas add up, by name
@@ -78,10 +81,7 @@ class ReplicatedStep(Step):
         self._optimizers = [part for part in optimizer.parts if hasattr(part, "_distribution_strategy")]
         for part in self._optimizers:  # that of the scope in which it was made, if any
             part._distribution_strategy = replicas.strategy
-        if not optimizer.optimizer.built:
-            with replicas.strategy.scope():
-                optimizer.optimizer.build(model.trainable_variables)
-        replicas.mirror(optimizer.optimizer.variables)
+        self._build_optimizer(model, optimizer)
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         losses.replicas = replicas.count
         with first_components():
@@ -95,15 +95,31 @@ class ReplicatedStep(Step):
             ReplicaProgram(function, replicas, jit_compile, scope=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
         )
+        self._make_ends()
         self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
         for program in (self._counter, self._executor, self._evaluator):
             program.anew = self.retrace
-        self._executor.admit = functools.partial(self._admit_graph, [self._accumulate, self._finish], True)
+        self._executor.admit = functools.partial(self._admit_graph, [self._accumulate, *self._ends], True)
         self._evaluator.admit = functools.partial(self._admit_graph, [self._sum, self._total], False)
         # The logical devices of a host share its memory.
         self.sharing = len(replicas.devices) if "CPU" in replicas.devices[0] else 1
+
+    def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
+        """Makes the slots, and gives all of the optimizer's variables a component on every replica."""
+        if not optimizer.optimizer.built:
+            with self._replicas.strategy.scope():
+                optimizer.optimizer.build(model.trainable_variables)
+        self._replicas.mirror(optimizer.optimizer.variables)
+
+    def _make_ends(self) -> None:
+        """Makes the programs of `_ends`."""
+
+    @property
+    def _ends(self) -> list[ReplicaProgram]:
+        """The programs that follow the reduction of gradients."""
+        return [self._finish]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -132,14 +148,21 @@ class ReplicatedStep(Step):
         }
         return shared, {"state": state, "seen": self.running.index_checks.seen()}
 
-    def _finished(self, shared: Shared, state: list[tf.Tensor], seen: tf.Tensor) -> tuple[Executed, tf.Tensor]:
+    def accumulated(self, shared: Shared, state: list[tf.Tensor]) -> Accumulated:
+        """Returns the sums over all replicas as the cycle takes them."""
+        scale = self.cycle.loss_scale.scale()
+        return Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {})
+
+    def _finished(
+        self, shared: Shared, state: list[tf.Tensor], seen: tf.Tensor, share: Share | None = None
+    ) -> tuple[Executed, tf.Tensor]:
         in_range = self._take_over(shared, seen)
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
-        scale = self.cycle.loss_scale.scale()
-        sums = Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {})
+        sums = self.accumulated(shared, state)
         all_work = tf.equal(shared["working"], float(self._replicas.count))
-        result = self.running.add_step(scale, self.cycle.finish(sums, accepted=all_work & in_range), shared["rows"])
+        result = self.cycle.finish(sums, all_work & in_range, share)
+        result = self.running.add_step(sums.scale, result, shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 
     def _summed(self, *stacks: Batch) -> tuple[Shared, tf.Tensor]:
@@ -196,16 +219,26 @@ class ReplicatedStep(Step):
     def _execute_on_all(self, counts: list, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
         replicas, shards = self._replicas, self._shards(stacks)
         accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
-        shared, own = accumulate.outputs
-        finish = self._finish(shared, own["state"], own["seen"])
+        ends = self._trace_ends(*accumulate.outputs)
         replicas.synchronize()
         given = zip(replicas.ids, counts, shards, strict=True)
         sums = [accumulate(i, replica, count, *shard) for i, (replica, count, shard) in enumerate(given)]
-        totals = replicas.all_reduce([shared for shared, _ in sums])
-        seen = _widest([own["seen"] for _, own in sums])
-        ends = enumerate(zip(totals, sums, strict=True))
-        executed, *_ = [finish(i, total, own["state"], seen) for i, (total, (_, own)) in ends]
+        executed, *_ = self._run_ends(ends, sums)
         return executed
+
+    def _trace_ends(self, shared: Shared, own: dict[str, Any]) -> list[TracedProgram]:
+        """Traces the programs of `_ends` for the specs of what `_accumulated` returns."""
+        return [self._finish(shared, own["state"], own["seen"])]
+
+    def _run_ends(
+        self, ends: list[TracedProgram], sums: list[tuple[Shared, dict[str, Any]]]
+    ) -> list[tuple[Executed, tf.Tensor]]:
+        """Reduces what each local replica has accumulated, and ends the step on each."""
+        (finish,) = ends
+        totals = self._replicas.all_reduce([shared for shared, _ in sums])
+        seen = widest([own["seen"] for _, own in sums])
+        given = enumerate(zip(totals, sums, strict=True))
+        return [finish(i, total, own["state"], seen) for i, (total, (_, own)) in given]
 
     def _evaluate_on_all(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
         replicas, shards = self._replicas, self._shards(stacks)
@@ -213,7 +246,7 @@ class ReplicatedStep(Step):
         total = self._total(*sums.outputs)
         replicas.synchronize()
         parts = [sums(i, *shard) for i, shard in enumerate(shards)]
-        seen = _widest([seen for _, seen in parts])
+        seen = widest([seen for _, seen in parts])
         # The others' metrics are synchronized before the next step.
         return *total(0, replicas.all_reduce([shared for shared, _ in parts])[0], seen), seen
 
@@ -227,6 +260,19 @@ class ReplicatedStep(Step):
     # Called by the host.
 
     @property
+    def exchanged_bytes(self) -> int:
+        return 2 * self._gradient_bytes
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return sum(math.prod(v.shape) * accumulator_dtype(v.dtype).size for v in self.cycle.variables)
+
+    @property
+    def advice(self) -> list[str]:
+        one_host = self._replicas.workers == 1 and self._replicas.count > 1
+        return ["shard_optimizer=True leaves each device its share of the optimizer's slots."] * one_host
+
+    @property
     def programs(self) -> dict[str, Program]:
         return {"train step": self._executor, "evaluation": self._evaluator}
 
@@ -235,19 +281,19 @@ class ReplicatedStep(Step):
     ) -> AbstractContextManager[None]:
         """Admits a replica's programs with the first run of the graph that calls them."""
         stacks, _ = graph.structured_input_signature
-        captured = [handle for each in programs for own in each.last.captured for handle in own]
-        concrete = [each.last.concrete for each in programs]
+        captured = [handle for each in programs for own in each.last.captured.values() for handle in own]
+        concrete = [each.last.concrete for each in programs if self.fullest in each.last.captured]
         return self._admit(FirstRun(concrete, captured, Dispatch(stacks[1:] if training else stacks), training))
 
     def retrace(self) -> None:
         self._step.retrace()
-        on_one = self._accumulate, self._finish, self._sum, self._total, self._count
-        for program in (*on_one, self._counter, self._executor, self._evaluator):
+        on_one = self._accumulate, self._sum, self._total, self._count
+        for program in (*on_one, *self._ends, self._counter, self._executor, self._evaluator):
             program.retrace()
 
     @property
     def _training_programs(self) -> list[ReplicaProgram]:
-        return [self._accumulate, self._finish, self._count]
+        return [self._accumulate, *self._ends, self._count]
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
         # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.
@@ -269,8 +315,8 @@ class ReplicatedStep(Step):
         stacks = tf.nest.map_structure(shard, dispatch.stacks)
         counts = self._count(*stacks).outputs if self.objective.has_several_terms else None
         accumulate = self._accumulate(self._replicas.ids[0], counts, *stacks)
-        shared, own = accumulate.outputs
-        return [accumulate.concrete, self._finish(shared, own["state"], own["seen"]).concrete]
+        ends = self._trace_ends(*accumulate.outputs)
+        return [accumulate.concrete, *(each.concrete for each in ends if self.fullest in each.captured)]
 
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
         with self._replicas.in_step("evaluation"):
@@ -359,7 +405,7 @@ class ReplicatedStep(Step):
         )
 
 
-def _widest(seen: Sequence[tf.Tensor]) -> tf.Tensor:
+def widest(seen: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the ranges of indices that hold all of several ranges: int64 [lookups, 2]."""
     low, high = tf.unstack(tf.stack(seen), axis=-1)
     return tf.stack([tf.reduce_min(low, 0), tf.reduce_max(high, 0)], -1)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.memory.buffers import Buffer, HloProto, Kind, StepMemory, program_buffers
-from fastaccum.memory.device import LIMIT, DeviceMemory
-from fastaccum.step.compiler_ir import hlo_proto, memory_of
+from fastaccum.memory.device import LIMIT, DeviceMemory, available
+from fastaccum.step.compiler_ir import MemoryAnalysis, hlo_proto, memory_of
 from fastaccum.step.step import Step
 
 IN_FLIGHT = 2 + PREFETCH  # stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
@@ -39,7 +40,22 @@ def measure(step: Step, programs: list[tuple[ConcreteFunction, HloProto]]) -> St
     for concrete, proto in programs:
         found = [*stays, *_arguments(concrete), *program_buffers(proto, layers, trained)]
         moments.append(StepMemory(memory_of(proto), tuple(buffer for buffer in found if buffer.bytes)))
+    if step.exchanged_bytes and len(programs) > 1:  # between the first and the second
+        data = [buffer for buffer in _arguments(programs[0][0]) if buffer.kind == "data"]
+        found = [*stays, *data, Buffer(step.exchanged_bytes, "accumulators", "", "exchanged by replicas")]
+        moments.append(StepMemory(MemoryAnalysis(0, 0, 0, step.exchanged_bytes), tuple(found)))
     return max(moments, key=lambda moment: moment.peak_bytes)
+
+
+def needs_shares(
+    weights: Sequence[Variable], trained: Sequence[Variable], devices: Sequence[str], slots: float
+) -> bool:
+    """Tells if a device would be too small for all slots, `slots` numbers a weight, beside what replicas exchange."""
+    held, updated = (sum(_bytes(raw(v).shape, raw(v).dtype) for v in each) for each in (weights, trained))
+    needed = held + (slots + 2) * updated
+    sharing = len(devices) if "CPU" in devices[0] else 1
+    found = [available(device.rpartition("device:")[2]) for device in devices]
+    return needed > min(m.total if m.source == LIMIT else m.free // sharing + held for m in found)
 
 
 def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | None:
@@ -47,7 +63,7 @@ def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | No
 
     Returns None where a graph does not say how large a result is.
     """
-    total = resident_bytes(step)
+    total = resident_bytes(step) + step.exchanged_bytes
     for concrete in functions:
         if (computed := _computed(concrete)) is None:
             return None
@@ -146,7 +162,8 @@ def resident(step: Step) -> list[Buffer]:
 
     add("weights", objective.model.variables)
     add("weights", cycle.trained)
-    add("optimizer slots", cycle.optimizer.variables)
+    elsewhere = step.elsewhere
+    add("optimizer slots", [v for v in cycle.optimizer.variables if id(v) not in elsewhere])
     add("other", [*step.running.variables, *objective.state])
     return list(found.values())
 

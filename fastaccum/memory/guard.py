@@ -76,7 +76,8 @@ class Guard:
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        return explain(message, memory, limit, self._outputs, fits, note=note, training=run.training)
+        more = self._step.advice
+        return explain(message, memory, limit, self._outputs, fits, more, note=note, training=run.training)
 
     def _fitting(self, run: FirstRun, limit: int) -> tuple[int, int] | None:
         """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold the same rows."""
@@ -117,7 +118,8 @@ class Guard:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
             return explain(message, held, limit, (), more=["Take a smaller batch_size."])
         fits = self._fitting(self._run, limit) if self._run.training and memory.peak_bytes > limit else None
-        return explain(message, memory, limit, self._outputs, fits, training=self._run.training)
+        more, training = self._step.advice, self._run.training
+        return explain(message, memory, limit, self._outputs, fits, more, training=training)
 
     def _known(self) -> StepMemory | None:
         """Measures the program that ran last; returns None where the host has too little memory to compile it."""

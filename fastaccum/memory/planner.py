@@ -160,6 +160,7 @@ class Planner:
         saves = has_gpu() or any(isinstance(layer, LayerStack) for layer in objective.model.layers)  # as XLA compiles
         if saves and not (more or tried) and memory.by_kind["activations"]:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
+        more = [*more, *self._step.advice]
         return explain(message, memory, self._limit, objective.losses.outputs, more=more)
 
 

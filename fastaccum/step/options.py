@@ -18,6 +18,7 @@ from fastaccum.step.loss_scale import LossScale
 
 OnNonfinite = Literal["skip", "raise"]
 JitCompile = bool | Literal["auto"]
+ShardOptimizer = bool | Literal["auto"]
 Check = Callable[[str, Any], object]
 
 
@@ -58,6 +59,7 @@ class Options:
     flash_attention: FlashAttention = field(default="auto", metadata=_rules(_one_of("auto", True, False)))
     jit_compile: JitCompile = field(default="auto", metadata=_rules(_auto_or_bool))
     on_nonfinite: OnNonfinite = field(default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False))
+    shard_optimizer: ShardOptimizer = field(default="auto", metadata=_rules(_auto_or_bool, must_agree=False))
     own_loss_reduction: Reduction = field(default="mean", metadata=_rules(_one_of("mean", "sum")))
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -51,12 +51,28 @@ class Step(abc.ABC):
     cycle: TrainStep
     running: RunningState  # logs and counts that go on from step to step
     sharing: int = 1  # how many of this process's replicas share the memory of one device
+    fullest: int = 0  # the local replica that holds the most
     guard: MemoryGuard | None = None  # checks the memory of each program before its first run
 
     @property
     @abc.abstractmethod
     def programs(self) -> dict[str, Program]:
         """The programs that the host calls, by what a call does."""
+
+    @property
+    def elsewhere(self) -> Collection[int]:
+        """The ids of the optimizer's variables that the fullest replica does not hold."""
+        return ()
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """The most that a device holds of gradients while replicas exchange them."""
+        return 0
+
+    @property
+    def advice(self) -> list[str]:
+        """Lists what else would save memory."""
+        return []
 
     @abc.abstractmethod
     def retrace(self) -> None:

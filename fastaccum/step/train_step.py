@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -53,6 +53,13 @@ class Accumulated(NamedTuple):
     scale: tf.Tensor  # float32 scalar, the same on every device: what the losses of `gradients` were multiplied by
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
     looked_up: dict[int, tf.Tensor]  # bool [rows of a table], by its variable's place; where the optimizer must know
+
+
+class Share(NamedTuple):
+    """The part of an update that one of several devices computes."""
+
+    own: Collection[int]  # places of the variables that the device updates; it has no gradients of the others
+    squares: tf.Tensor  # of each variable's unscaled gradient, from the device that has it: float32 [variables]
 
 
 class TrainStep:
@@ -234,20 +241,33 @@ class TrainStep:
         with tf.name_scope("backward"), gradients.suppress_densify_warning():
             return loss, weight, tape.gradient(scaled, self.variables)
 
-    def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True) -> StepResult:
-        """Unscales, clips and checks the sums of all devices; updates variables and loss scale if `accepted`."""
+    def squares(self, sums: Accumulated, own: Collection[int]) -> tf.Tensor:
+        """Computes `Share.squares` of the variables in these places alone; 0 for the others."""
+        denominator = sums.scale * self.objective.denominator(sums.weight_sum)
+        _, grads, _ = self._with_penalty(sums, denominator)
+        known = {j: g for j, g in enumerate(grads) if g is not None and j in own}
+        squared = dict(zip(known, gradients.squares(list(known.values()), denominator), strict=True))
+        return tf.stack([squared.get(j, tf.constant(0.0)) for j in range(len(grads))])
+
+    def finish(self, sums: Accumulated, accepted: tf.Tensor | bool = True, share: Share | None = None) -> StepResult:
+        """Unscales, clips and checks the sums of all devices; updates variables and loss scale if `accepted`.
+
+        With a `share` only its own variables are updated.
+        """
         objective = self.objective
+        own, squared = (range(len(self.trained)), None) if share is None else (share.own, tf.unstack(share.squares))
         weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
         penalty, grads, looked_up = self._with_penalty(sums, denominator)
-        if left := [getattr(v, "path", v.name) for v, g in zip(self.trained, grads, strict=True) if g is None]:
+        grads = [g if j in own else None for j, g in enumerate(grads)]
+        if left := [getattr(self.trained[j], "path", self.trained[j].name) for j in own if grads[j] is None]:
             warn(
                 f"No gradient of the loss reaches these trainable variables, which stay as they are: {left}. Is there "
                 "a loss for each output, and is each layer called? If so, set their `trainable` to False.",
                 UserWarning,
             )
-        reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm)
+        reduced = gradients.reduce([g for g in grads if g is not None], denominator, self.clip_norm, squared)
         loss += penalty
         counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted
         # A loss or a variance can overflow where the gradient is still finite.

@@ -103,6 +103,8 @@ class Fit:
         validate = self._make_validation(options)
         steps = stacks.steps_per_epoch
         hooks = Callbacks(callbacks, model, verbose=self._verbose, epochs=schedule.epochs, steps=steps, history=True)
+        if step.elsewhere:
+            hooks.require_none("SwapEMAWeights", "which swaps averages on all replicas: pass shard_optimizer=False")
         chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
         if hooks.say is not None and chose_without_xla and not any(each.seconds for each in step.programs.values()):
             reason = "cannot compile a layer" if recipe.model.uncompilable_layers() else "would be slower here"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import jit_choice, own_loss, remat
+from fastaccum.adapters import jit_choice, own_loss, remat, slots
 from fastaccum.adapters.attributes import Nest, replaced
 from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
+from fastaccum.distribute.sharded_step import ShardedStep
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.memory.analysis import needs_shares
 from fastaccum.memory.guard import Guard
 from fastaccum.step import compilable
 from fastaccum.step.model_step import ModelStep
@@ -76,6 +79,7 @@ class StepBuilder:
 
     def _build(self, sample: Batch, options: Options) -> Step:
         recipe, model, losses, metrics = self.recipe, self._model, self.recipe.losses, self.recipe.metrics
+        recipe.require_replicas(options)
         self.fingerprint.require_one_program(options, sample)
         # A model that is not built yet makes its variables on every replica.
         with contextlib.nullcontext() if recipe.replicas is None else recipe.replicas.strategy.scope():
@@ -96,7 +100,23 @@ class StepBuilder:
         if not model.trainable_variables:
             raise ValueError(f"model {model.model.name!r} has no trainable variables: there is nothing to train.")
         parts = model, self._outputs, losses, metrics, recipe.optimizer, options
-        return ModelStep(*parts) if recipe.replicas is None else ReplicatedStep(recipe.replicas, *parts)
+        if recipe.replicas is None:
+            return ModelStep(*parts)
+        kind = ShardedStep if self._shards(options) else ReplicatedStep
+        return kind(recipe.replicas, *parts)
+
+    def _shards(self, options: Options) -> bool:
+        """Decides if replicas share the optimizer's slots out."""
+        own, optimizer, model = self.recipe.replicas, self.recipe.optimizer, self._model
+        if own is None or own.count == 1 or options.shard_optimizer != "auto":
+            return own is not None and own.count > 1 and options.shard_optimizer is True
+        trained = model.trainable_variables
+        tight = functools.partial(needs_shares, model.variables, trained, own.devices)
+        impossible = own.workers > 1 or len(trained) < own.count or slots.indivisible(optimizer)
+        if impossible or not tight(slots.MOST_PER_WEIGHT):
+            return False
+        with replicas.outside_scope():
+            return tight(slots.slots_per_weight(optimizer))
 
     def _is_faster_compiled(self, x: Nest) -> bool:
         """Decides what `jit_compile="auto"` is for the model."""

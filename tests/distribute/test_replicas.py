@@ -1,35 +1,21 @@
 """Training on several replicas of one process equals training on one device: the checks of `on_replicas.py`."""
 
 import contextlib
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import on_replicas
 import pytest
 import tensorflow as tf
+from on_replicas import outcomes
 
 import fastaccum as fa
 from fastaccum.data.stacks import Batch, Layout
 
 pytestmark = pytest.mark.long
 
-ROOT = pathlib.Path(__file__).parents[2]
 CHECKS = [name.removeprefix("check_") for name in vars(on_replicas) if name.startswith("check_")]
 ON_FOUR = ["tokens_weights_tails_and_clipping"]
 # The others are with what else starts processes.
 FIRST = ["tokens_weights_tails_and_clipping", "batch_norm", "refused"]
-
-
-def outcomes(count, names):
-    """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, on_replicas.__file__, str(count), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,11 @@ def test_a_plan_is_for_the_worker_with_the_least_room(two):
     assert "memory_limit: 1048576 on" in outcome["plans differ"] or "2097152 on" in outcome["plans differ"]
 
 
+def test_slots_are_shared_by_the_devices_of_one_host_alone(two):
+    for outcome in two[0]:
+        assert "there are 2 workers" in outcome["shares"]
+
+
 @pytest.mark.parametrize(
     ("name", "says", "steps"), [("apart", "ended at different steps", 2), ("shuffled", "differ in data", 0)]
 )

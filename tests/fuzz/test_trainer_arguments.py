@@ -136,6 +136,7 @@ TABLE = {
     "jit_compile": Values(["False"], without(*BOOLS)),
     "steps_per_execution": Values(["1", integers(1, 3)], without(*WHOLE), WHOLE),
     "on_nonfinite": Values(["'skip'", "'raise'"], [*ANYTHING, "'skipp'", "['skip']"]),
+    "shard_optimizer": Values(["'auto'", "False"], without(*BOOLS, "1", "0"), BOOLS),
     "own_loss_reduction": Values(["'mean'", "'sum'"], [*ANYTHING, "'none'"]),
 }
 
@@ -206,7 +207,7 @@ def test_a_trainer(fuzzed):
 
 
 OPTIONS = ("gradient_accumulation_steps", "steps_per_execution", "loss_scale", "clip_norm", "on_nonfinite")
-OPTIONS += ("fp32_weight_gradients", "flash_attention", "jit_compile", "own_loss_reduction")
+OPTIONS += ("fp32_weight_gradients", "flash_attention", "jit_compile", "shard_optimizer", "own_loss_reduction")
 
 
 @functools.cache

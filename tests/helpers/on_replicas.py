@@ -7,6 +7,9 @@ import contextlib
 import functools
 import gc
 import json
+import os
+import pathlib
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -429,9 +432,10 @@ def check_one_all_reduce_a_step():
         assert len(compiled) == 2, compiled
         outside = [
             *graph.node,
-            *(n for f in graph.library.function if "reduced" in f.signature.name for n in f.node_def),
+            *(n for f in graph.library.function if "collective_on_all" in f.signature.name for n in f.node_def),
         ]
         assert not [n.name for n in outside if n.op == "AddN"]
+        assert len(outside) > len(graph.node)
     assert counts == {1: COUNT, 16: COUNT}, counts
 
 
@@ -704,13 +708,23 @@ def check_programs_are_traced_anew():
     np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-5)
 
 
-def main():
-    names = sys.argv[2:] or [name.removeprefix("check_") for name in globals() if name.startswith("check_")]
+def outcomes(count, names, path=__file__):
+    """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
+    root = pathlib.Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, path, str(count), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(checks):
+    names = sys.argv[2:] or [name.removeprefix("check_") for name in checks if name.startswith("check_")]
     outcomes = {}
     for name in names:
         keras.utils.set_random_seed(0)
         try:
-            globals()[f"check_{name}"]()
+            checks[f"check_{name}"]()
             outcomes[name] = None
         except Exception:
             outcomes[name] = traceback.format_exc()
@@ -720,4 +734,4 @@ def main():
 if __name__ == "__main__":
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * COUNT)
-    main()
+    main(globals())

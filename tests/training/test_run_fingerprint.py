@@ -676,6 +676,7 @@ ARGUMENTS = {
     "steps_per_execution": 2,
     "on_nonfinite": "raise",
     "own_loss_reduction": "sum",
+    "shard_optimizer": False,
     "flash_attention": False,
     "compile_cache": None,
 }

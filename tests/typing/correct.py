@@ -18,6 +18,7 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
         clip_norm=1.0,
         steps_per_execution=4,
         on_nonfinite="raise",
+        shard_optimizer=True,
     )
     plan: fa.Plan = fa.plan(trainer, (x, y), global_batch_size=64, memory_limit="16GiB", recompute="auto")
     print(plan)

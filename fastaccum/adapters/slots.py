@@ -1,0 +1,92 @@
+"""The slots of a Keras optimizer by weight, so that each weight can be updated where its slots are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import keras
+import tensorflow as tf
+
+from fastaccum.adapters.attributes import Variable, kinds, raw, replaced
+from fastaccum.adapters.optimizers import Optimizer, is_users
+
+MOST_PER_WEIGHT = 8.0  # more numbers than the slots of any optimizer of Keras's hold for each of a weight
+# What a class of the user's own may override to compute one weight's update from another's.
+_OF_ALL_WEIGHTS = "apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step", "_clip_gradients"
+
+
+def indivisible(optimizer: Optimizer) -> str:
+    """Returns why an optimizer's update of one weight depends on another, or cannot be seen not to; else ""."""
+    own = optimizer.optimizer
+    if "keras.MultiOptimizer" in kinds(own):
+        return "has several optimizers, each with a count of its own updates"
+    if own.global_clipnorm:
+        return f"has global_clipnorm={own.global_clipnorm}: make it without, and pass Trainer(clip_norm=...)"
+    overridden = (name for name in _OF_ALL_WEIGHTS if is_users(own, name))
+    return "".join(
+        f"overrides {name}, which sees all weights: override update_step instead" for name in [*overridden][:1]
+    )
+
+
+def require_divisible(optimizer: Optimizer) -> None:
+    """Raises ValueError for an `indivisible` optimizer."""
+    if problem := indivisible(optimizer):
+        raise ValueError(_refusal(optimizer, problem))
+
+
+def require_known_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> None:
+    """Raises ValueError if the built optimizer holds state that belongs to no weight, besides what Keras's hold."""
+    counted = optimizer.iterations, raw(getattr(optimizer.optimizer, "_learning_rate", None))
+    known = {id(v) for v in counted} | {id(raw(slot)) for slot, _ in pair_slots(optimizer, trained)}
+    of_user = is_users(optimizer.optimizer, "update_step")
+    for variable in optimizer.variables:
+        if id(variable) not in known and (variable.shape.rank or of_user):
+            what = f"{variable.name!r} of shape {variable.shape}"
+            raise ValueError(_refusal(optimizer, f"holds {what}, which is in no list with a slot for each weight"))
+
+
+def slots_per_weight(optimizer: Optimizer) -> float:
+    """Measures how many numbers the slots hold for each number of a weight, with a copy of the optimizer."""
+    own, size = optimizer.optimizer, 64
+    copy = type(own).from_config(own.get_config())
+    copy.build([keras.Variable(tf.zeros([size, size]), name="kernel")])
+    return sum(math.prod(v.shape) for v in copy.variables if len(v.shape)) / size**2
+
+
+def _refusal(optimizer: Optimizer, problem: str) -> str:
+    return f"shard_optimizer=True: {type(optimizer.optimizer).__name__} {problem}. Or pass shard_optimizer=False."
+
+
+def pair_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> Iterator[tuple[keras.Variable, int]]:
+    """Yields each slot with its weight's place in `trained`.
+
+    Keras's optimizers keep slots in lists, in the order of the weights that they were built with.
+    """
+    for part in optimizer.parts:
+        places = {part._var_key(v): j for j, v in enumerate(trained)}
+        weights = [places.get(part._var_key(v)) for v in part._trainable_variables]
+        lists = (held for name, held in vars(part).items() if name not in ("_variables", "_trainable_variables"))
+        for held in lists:
+            if isinstance(held, list) and len(held) == len(weights):
+                for slot, place in zip(held, weights, strict=True):
+                    if isinstance(slot, keras.Variable) and place is not None:
+                        yield slot, place
+
+
+@contextlib.contextmanager
+def restricted(optimizer: Optimizer, trained: Sequence[Variable], own: Collection[int]) -> Iterator[None]:
+    """Lets the optimizer know, inside the block, the weights in these places of `trained` alone, and their slots."""
+    slots = {id(raw(slot)) for slot, place in pair_slots(optimizer, trained) if place not in own}
+    others = slots | {id(raw(v)) for j, v in enumerate(trained) if j not in own}
+    attributes: list[tuple[object, str, object]] = [(optimizer, "elsewhere", others)]
+    attributes.append((optimizer, "trained", [trained[j] for j in own]))
+    for part in optimizer.parts:
+        if part.use_ema:  # it averages all that it was built with, whatever has a gradient
+            pairs = zip(part._trainable_variables, part._model_variables_moving_average, strict=True)
+            kept = [pair for pair in pairs if id(raw(pair[0])) not in others]
+            attributes.append((part, "_trainable_variables", [weight for weight, _ in kept]))
+            attributes.append((part, "_model_variables_moving_average", [average for _, average in kept]))
+    with replaced(attributes):
+        yield

@@ -1,0 +1,83 @@
+"""Deals a model's weights out to the replicas, and lays them out in the buffers that replicas exchange.
+
+The tensors of an owner's weights, one after the other, make the owner's line. Lines are padded to one length and
+exchanged in rounds: the buffer of a round has an equally long segment of each line, in the order of the owners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from fastaccum.distribute.replicas import common_dtype, flat
+
+ROUND = 2**28  # bytes of a buffer at most, beside which the tensors of other rounds are still there
+Tensors = Sequence[tf.Tensor | tf.TensorSpec | tf.Variable | None]
+
+
+def deal(sizes: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deals the places of weights out, the largest first, each to the replica with the least so far.
+
+    >>> deal([1, 8, 3, 4], 2)
+    [[1], [3, 2, 0]]
+    """
+    owned: list[list[int]] = [[] for _ in range(replicas)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        min(owned, key=lambda own: sum(sizes[other] for other in own)).append(place)
+    return owned
+
+
+def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> tuple[int, int]:
+    """Returns the numbers in a segment, and of rounds."""
+    line = max(sum(_size(tensors[place]) for place in own) for own in owned)
+    dtype = common_dtype(t for t in tensors if t is not None)
+    segment = min(line, max(1, ROUND // (len(owned) * dtype.size)))
+    return segment, -(-line // segment)
+
+
+def round_bytes(total: int) -> int:
+    """Returns the bytes of a round's buffer, where all rounds exchange this total."""
+    return min(ROUND, total)
+
+
+def pack(own: Sequence[int], tensors: Tensors, number: int, segment: int) -> tf.Tensor:
+    """Returns segment `number` of an owner's line."""
+    dtype = common_dtype(t for t in tensors if t is not None)
+    parts = [
+        tf.reshape(tf.cast(tensors[place], dtype), [-1])[start:stop]
+        for place, at, start, stop in _line(own, tensors, segment)
+        if at == number
+    ]
+    rest = segment - sum(part.shape[0] for part in parts)
+    return flat([*parts, tf.zeros([rest], dtype)])
+
+
+def unpack(own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors) -> list[tf.Tensor | None]:
+    """Returns the tensors in the segments of an owner's line, in their places among those of all owners."""
+    found: list[list[tf.Tensor]] = [[] for _ in specs]
+    position = 0
+    for place, number, start, stop in _line(own, specs, segment := parts[0].shape[0]):
+        begin, position = position - number * segment, position + stop - start
+        # A copy, or what the tensor is assigned to would keep the whole buffer.
+        found[place].append(tf.raw_ops.DeepCopy(x=parts[number][begin : begin + stop - start]))
+    return [
+        None if spec is None or not each else tf.cast(tf.reshape(tf.concat(each, 0), spec.shape), spec.dtype)
+        for each, spec in zip(found, specs, strict=True)
+    ]
+
+
+def _line(own: Sequence[int], tensors: Tensors, segment: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields a weight's place, a segment that has a part of it, and where the part begins and ends in the weight."""
+    position = 0
+    for place in own:
+        size = _size(tensors[place])
+        for number in range(position // segment, -(-(position + size) // segment)):
+            start, stop = number * segment - position, (number + 1) * segment - position
+            yield place, number, max(start, 0), min(stop, size)
+        position += size
+
+
+def _size(tensor: tf.Tensor | tf.TensorSpec | tf.Variable | None) -> int:
+    return 0 if tensor is None else math.prod(tensor.shape)

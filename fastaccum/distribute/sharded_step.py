@@ -1,0 +1,188 @@
+"""The train step on several replicas of which each owns some weights: it alone has their slots and updates them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from fastaccum.adapters import slots
+from fastaccum.adapters.attributes import raw
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.distribute.deal import deal, pack, round_bytes, segments, unpack
+from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
+from fastaccum.distribute.replicated_step import ReplicatedStep, Shared, widest
+from fastaccum.step.running_state import Executed
+from fastaccum.step.train_step import Share
+
+
+class ShardedStep(ReplicatedStep):
+    """Trains as `ReplicatedStep`, with each slot on one replica alone: the first stage of ZeRO.
+
+        for each replica:  sums = accumulate(its rows)                # compiled
+        sums = all_reduce(sums)                                       # each keeps the gradients of its own weights
+        for each replica:  squares = measure(its part of the sums)    # compiled
+        squares = all_reduce(squares)                                 # a number for each weight
+        for each replica:  weights = finish(its part, squares)        # compiled
+        for each replica:  assign(all_gather(weights))
+
+    The user's optimizer updates, in the program of each replica, the weights that are the replica's own. Weights are
+    dealt out whole, so that a norm of one weight is what it was. The norm of all gradients is added up in the order of
+    the weights, so that it has the same bits as without shares.
+    """
+
+    def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
+        slots.require_divisible(optimizer)
+        replicas, self._trained = self._replicas, model.trainable_variables
+        self._owned = deal([raw(v).shape.num_elements() * raw(v).dtype.size for v in self._trained], replicas.count)
+        if not all(self._owned):
+            raise ValueError(
+                f"shard_optimizer=True: the model has {len(self._trained)} trainable variables, and there are "
+                f"{replicas.count} replicas, each of which must own one. Pass shard_optimizer=False."
+            )
+        owner = {place: replica for replica, own in enumerate(self._owned) for place in own}
+        if not optimizer.optimizer.built:
+            alone = {id(v): owner[place] for place, v in enumerate(self._trained)}
+            # Keras makes a slot on the device of its weight, here of the owner's component.
+            with first_components(alone), self._alone():
+                optimizer.optimizer.build(self._trained)
+        optimizer.build(self._trained)  # raises where it was built on others
+        slots.require_known_slots(optimizer, self._trained)
+        for slot, place in list(slots.pair_slots(optimizer, self._trained)):
+            replicas.place(slot, owner[place])
+        self._optimizer = optimizer
+        with slots.restricted(optimizer, self._trained, ()):
+            shared = {id(v) for v in optimizer.variables}
+        replicas.mirror([v for v in optimizer.optimizer.variables if id(raw(v)) in shared])
+        self.fullest = max(range(replicas.count), key=lambda replica: self._bytes(self._owned[replica]))
+
+    def _bytes(self, own: Sequence[int]) -> int:
+        pairs = slots.pair_slots(self._optimizer, self._trained)
+        return sum(raw(v).shape.num_elements() * raw(v).dtype.size for v, place in pairs if place in own)
+
+    def _make_ends(self) -> None:
+        self._owners = [_Owner(self, self._replicas, i, own) for i, own in enumerate(self._owned)]
+
+    @property
+    def elsewhere(self) -> set[int]:
+        own, pairs = self._owned[self.fullest], slots.pair_slots(self._optimizer, self._trained)
+        return {id(raw(slot)) for slot, place in pairs if place not in own}
+
+    @property
+    def exchanged_bytes(self) -> int:
+        # A buffer before it is reduced and after; the gradients go as the parts of them come.
+        return self._gradient_bytes + 2 * round_bytes(self._gradient_bytes)
+
+    @property
+    def advice(self) -> list[str]:
+        return []
+
+    @property
+    def _ends(self) -> list[ReplicaProgram]:
+        return [program for owner in self._owners for program in (owner.measure, owner.finish)]
+
+    def _trace_ends(self, shared: Shared, own: dict[str, Any]) -> list[TracedProgram]:
+        squares, specs = tf.TensorSpec([len(self._trained)], tf.float32), shared["gradients"]
+        traced = []
+        for owner in self._owners:
+            mine = {**shared, "gradients": [g if j in owner.own else None for j, g in enumerate(specs)]}
+            if not any(g is not None for g in mine["gradients"]):
+                names = [self._trained[place].path for place in owner.own]
+                raise ValueError(
+                    f"shard_optimizer=True: of the weights that replica {owner.replica} would own, {names}, none has a "
+                    "gradient. Pass shard_optimizer=False, or switch their `trainable` off."
+                )
+            traced += [owner.measure(mine), owner.finish(mine, squares, own["state"], own["seen"])]
+        return traced
+
+    def _run_ends(
+        self, ends: list[TracedProgram], sums: list[tuple[Shared, dict[str, Any]]]
+    ) -> list[tuple[Executed, tf.Tensor]]:
+        replicas = self._replicas
+        seen = widest([own["seen"] for _, own in sums])
+        totals = self._reduce([shared for shared, _ in sums])
+        squares = replicas.all_reduce([ends[2 * i](i, total) for i, total in enumerate(totals)])
+        given = enumerate(zip(totals, squares, sums, strict=True))
+        results = [ends[2 * i + 1](i, total, each, own["state"], seen) for i, (total, each, (_, own)) in given]
+        self._exchange([weights for *_, weights in results])
+        return [(executed, working) for executed, working, _ in results]
+
+    def _reduce(self, sums: list[Shared]) -> list[Shared]:
+        """Returns on each replica the sums over all replicas: of the gradients those of its own weights."""
+        replicas, owned, specs = self._replicas, self._owned, sums[0]["gradients"]
+        segment, rounds = segments(owned, specs)
+        totals: list[Shared] = []
+        parts: list[list[tf.Tensor]] = [[] for _ in sums]
+        for number in range(rounds):
+            buffers = []
+            for i, shared in enumerate(sums):
+                # A round's buffer is made once that of the round before has been reduced.
+                with tf.device(replicas.devices[i]), tf.control_dependencies(parts[i][-1:]):
+                    lines = [pack(own, shared["gradients"], number, segment) for own in owned]
+                    others = {} if number else {name: each for name, each in shared.items() if name != "gradients"}
+                    buffers.append({**others, "gradients": tf.concat(lines, 0)})
+            reduced = replicas.all_reduce(buffers, number)
+            totals = totals or reduced
+            for i, each in enumerate(reduced):
+                with tf.device(replicas.devices[i]):
+                    mine = each["gradients"][i * segment : (i + 1) * segment]
+                    parts[i].append(tf.raw_ops.DeepCopy(x=mine))
+        for i, total in enumerate(totals):
+            with tf.device(replicas.devices[i]):
+                total["gradients"] = unpack(owned[i], parts[i], specs)
+        return totals
+
+    def _exchange(self, weights: list[list[tf.Tensor]]) -> None:
+        """Assigns the new weights of each owner on all other replicas."""
+        replicas, owned, variables = self._replicas, self._owned, [raw(v) for v in self._trained]
+        segment, rounds = segments(owned, variables)
+        new = [dict(zip(own, mine, strict=True)) for own, mine in zip(owned, weights, strict=True)]
+        gathered: list[list[tf.Tensor]] = [[] for _ in weights]
+        for number in range(rounds):
+            mine = []
+            for i, own in enumerate(owned):
+                with tf.device(replicas.devices[i]), tf.control_dependencies(gathered[i][-1:]):
+                    mine.append(pack(own, [new[i].get(j, v) for j, v in enumerate(variables)], number, segment))
+            for i, each in enumerate(replicas.all_gather(mine, number)):
+                gathered[i].append(each)
+        for i, device in enumerate(replicas.devices):
+            for replica, own in enumerate(owned):
+                with tf.device(device):
+                    parts = [each[replica * segment : (replica + 1) * segment] for each in gathered[i]]
+                    for place, value in enumerate(unpack(own, parts, variables)) if replica != i else ():
+                        if value is not None:
+                            variables[place].values[i].assign(value)
+
+
+class _Owner:
+    """The programs of the replica that owns some weights.
+
+    Attributes:
+        own: the places of these weights.
+    """
+
+    def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, own: Sequence[int]):
+        self.replica, self.own, self._step = replica, own, step
+        jit_compile = step.objective.options.uses_xla
+        self.measure, self.finish = (
+            ReplicaProgram(function, replicas, jit_compile, scope=self._alone, only=replica)
+            for function in (self._measured, self._finished)
+        )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        step = self._step
+        with step._alone(), slots.restricted(step._optimizer, step._trained, self.own):
+            yield
+
+    def _measured(self, shared: Shared) -> tf.Tensor:
+        return self._step.cycle.squares(self._step.accumulated(shared, []), self.own)
+
+    def _finished(
+        self, shared: Shared, squares: tf.Tensor, state: list[tf.Tensor], seen: tf.Tensor
+    ) -> tuple[Executed, tf.Tensor, list[tf.Tensor]]:
+        executed, working = self._step._finished(shared, state, seen, Share(self.own, squares))
+        return executed, working, [raw(self._step._trained[place]).read_value() for place in self.own]

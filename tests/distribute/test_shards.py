@@ -1,0 +1,82 @@
+"""Slots shared out over replicas train as slots on each: the checks of `on_shards.py`."""
+
+import on_shards
+import pytest
+import tensorflow as tf
+from on_replicas import outcomes
+
+import fastaccum as fa
+from fastaccum.distribute import deal
+
+pytestmark = pytest.mark.long
+
+CHECKS = [name.removeprefix("check_") for name in vars(on_shards) if name.startswith("check_")]
+FIRST = ["same_adamw", "slots_are_on_their_owners_device_alone", "refused"]
+RESUMED = "resumed_on_other_devices_and_shares"  # for four devices
+ON_FOUR = [
+    "same_adamw",
+    "same_lamb",
+    "same_muon",
+    "same_sgd",
+    "same_adafactor",
+    "slots_are_on_their_owners_device_alone",
+    "collectives_of_a_step",
+    "same_in_rounds",
+    "planned_memory",
+    RESUMED,
+]
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return outcomes(2, FIRST, on_shards.__file__)
+
+
+@pytest.fixture(scope="module")
+def others_on_two():
+    return outcomes(2, [name for name in CHECKS if name not in (*FIRST, RESUMED)], on_shards.__file__)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return outcomes(4, ON_FOUR, on_shards.__file__)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_two_replicas(on_two, name):
+    assert on_two[name] is None, on_two[name]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in (*FIRST, RESUMED)])
+def test_other_checks_on_two_replicas(others_on_two, name):
+    assert others_on_two[name] is None, others_on_two[name]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_replicas(on_four, name):
+    assert on_four[name] is None, on_four[name]
+
+
+def test_lines_hold_every_number_once(monkeypatch):
+    monkeypatch.setattr(deal, "ROUND", 48)
+    tensors = [tf.range(13.0), None, tf.reshape(tf.range(6.0), [2, 3]) + 20.0, tf.constant(31.0), tf.range(4.0) + 40.0]
+    owned = deal.deal([13, 5, 6, 1, 4], 3)
+    assert owned == [[0], [2, 3], [1, 4]]
+    segment, rounds = deal.segments(owned, tensors)
+    assert (segment, rounds) == (4, 4)
+    for own in owned:
+        parts = [deal.pack(own, tensors, number, segment) for number in range(rounds)]
+        assert all(part.shape == [segment] for part in parts)
+        found = deal.unpack(own, parts, tensors)
+        for place, tensor in enumerate(tensors):
+            if place in own and tensor is not None:
+                tf.debugging.assert_equal(found[place], tensor)
+            else:
+                assert found[place] is None
+
+
+def test_a_model_made_outside_a_strategy_has_nobody_to_share_with():
+    with pytest.raises(ValueError, match="shard_optimizer=True, and the model was made outside the scope"):
+        fa.Trainer(on_shards.deep(), "adam", "mse", shard_optimizer=True)
