@@ -74,9 +74,9 @@ class Trainer:
             biases in float32, as `fastaccum.kernels.fp32_weight_gradients` does, but within the train step alone: the
             model stays as it is. No effect in float32 and on tf_keras models.
         flash_attention: fused attention, in memory linear in the number of tokens, in layers of Keras and KerasHub and
-            calls of `keras.ops.dot_product_attention`: "auto" where scores are large, masks are causal or padding, and
-            the model has no `compute_loss` of its own (with dropout on a CPU, from 513 tokens on); True in each, or
-            ValueError; False in none. `summary()` lists the choices.
+            calls of `keras.ops.dot_product_attention`: "auto" where scores are large, masks are causal, windows or
+            padding, and the model has no `compute_loss` of its own (with dropout, a window or a soft cap: of long
+            sequences); True in each, or ValueError; False in none. `summary()` lists the choices.
         jit_compile: compile with XLA. False runs the same step operation by operation. "auto", as in Keras, compiles
             on a GPU, and on a CPU where the model trains faster so: not where convolutions take the time, nor with
             layers that XLA cannot compile. The choice is made when the step is built, and stands in a checkpoint.

@@ -27,6 +27,8 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     segment_ids: tf.Tensor | tuple[tf.Tensor, tf.Tensor] | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     dropout: float = 0.0,
     seed: tf.Tensor | Sequence[int] | None = None,
     block_size: int | None = None,
@@ -38,7 +40,9 @@ def attention(
     which products of float16 and bfloat16 are summed in float32, and the softmax is float32:
 
         scores = einsum("bthk,bshk->bhts", query, key) * scale
-        seen = all of: s <= t + S - T (causal), query_segments[b, t] == key_segments[b, s] (segment_ids)
+        scores = soft_cap * tanh(scores / soft_cap)
+        seen = all of: s <= t + S - T (causal), query_segments[b, t] == key_segments[b, s] (segment_ids),
+               abs(t + S - T - s) < window
         weights = where(seen, softmax(where(seen, scores, -inf)), 0)      # 0 for a query that sees nothing
         weights = where(drawn with probability dropout, 0, weights / (1 - dropout))
         output = einsum("bhts,bshk->bthk", cast(weights, query.dtype), value)
@@ -57,6 +61,8 @@ def attention(
         scale: factor of the scores; `1 / sqrt(K)` by default.
         segment_ids: integers [B, T] of packed sequences, each of which sees itself alone; where T and S differ, a
             tuple of [B, T] and [B, S]. None for one sequence.
+        window: query t sees keys that are less than this from t + S - T. None for keys at any distance.
+        soft_cap: bound of the scores, as in Gemma 2. None for none.
         dropout: probability that a weight is dropped; which are does not depend on block_size or implementation.
         seed: two integers that determine what is dropped, as `keras.random.SeedGenerator.next()` gives them.
         block_size: the most queries, and the most keys, in one block; by default 128 on a CPU, and on a GPU the largest
@@ -65,7 +71,7 @@ def attention(
             (not run on a GPU yet); or "auto", see `attention_implementation`. cuDNN's need a program that XLA compiles
             for a GPU, float16 or bfloat16, sizes known when it is traced, and K a multiple of 8 up to 128 (256 on a
             GPU of compute capability 9); T equal to S if causal, or with segment_ids; with these,
-            an even T, and memory for a mask [B, T, T]; no dropout.
+            an even T, and memory for a mask [B, T, T]; no window, soft cap or dropout.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -79,7 +85,10 @@ def attention(
     if block_size is not None:
         block_size = whole_number("block_size", block_size)
     causal, segments = true_or_false("causal", causal), _segments(segment_ids, query, key)
+    window = None if window is None else min(whole_number("window", window), 2**30)
+    soft_cap = None if soft_cap is None else checks.positive("soft_cap", soft_cap, ", or None")
     drawn = (dropout, _require_seed(seed)) if (dropout := checks.fraction("dropout", dropout)) else None
+    plain = window is soft_cap is drawn is None
     if implementation == "auto":
         implementation = attention_implementation(
             query.shape,
@@ -88,18 +97,18 @@ def attention(
             dtype=query.dtype,
             causal=causal,
             packed=segments is not None,
-            jit_compile=in_xla() and not dropout,
+            jit_compile=in_xla() and plain,
         )
     if scale is None:
         scale = query.shape[-1] ** -0.5
     scale = number("scale", scale, "a finite number, or None for 1 / sqrt(width)", lambda v: abs(v) <= LARGEST)
-    form = Form(scale, causal, segments, drawn)
+    form = Form(scale, causal, segments, drawn, soft_cap, window)
     with tf.name_scope("attention"):
         if implementation == "reference":
             return checkpoint_name(reference_attention(query, key, value, form), "attention")
         if implementation == "cudnn":
-            if dropout:
-                raise ValueError(f'implementation="cudnn" has no {dropout=}: pass implementation="blockwise".')
+            if not plain:
+                raise ValueError('implementation="cudnn" has no dropout, window or soft cap: pass "blockwise".')
             return cudnn_attention(query, key, value, scale=scale, causal=causal, segments=segments)
         if None in (query.shape[1], key.shape[1]):
             raise ValueError(
@@ -135,7 +144,7 @@ def attention_implementation(
         dtype: of query, key and value.
         causal: as in `attention`.
         packed: whether queries and keys have `segment_ids`.
-        jit_compile: whether XLA compiles the program; False with dropout, which cuDNN's kernels lack here.
+        jit_compile: whether XLA compiles the program; False with a window, a soft cap or dropout.
 
     >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])
     'reference'

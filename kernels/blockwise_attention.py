@@ -32,6 +32,18 @@ class Form(NamedTuple):
     causal: bool
     segments: Segments = None
     dropout: tuple[float, tf.Tensor] | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """How many keys before and after its own place a query sees."""
+        before = math.inf if self.window is None else self.window - 1
+        return before, 0 if self.causal else before
+
+    def cap(self, scores: tf.Tensor) -> tf.Tensor:
+        """Computes the scores with their soft cap."""
+        return scores if self.soft_cap is None else self.soft_cap * tf.tanh(scores / self.soft_cap)
 
 
 # Finite, and below every score: where a running maximum starts, so that exp(-inf - maximum) is 0 and never NaN.
@@ -57,12 +69,14 @@ def _cut(size: int, block_size: int) -> _Blocks:
     return _Blocks(size, math.ceil(size / length), length)
 
 
-def _list_pairs(queries: _Blocks, keys: _Blocks, causal: bool) -> np.ndarray:
-    """Lists the pairs of blocks of queries and keys that see each other, row by row: int32 [2, pairs]."""
-    last = (np.arange(queries.pieces) + 1) * queries.length - 1
-    first = np.arange(keys.pieces) * keys.length
-    seen = first[None, :] <= np.minimum(last, queries.size - 1)[:, None] + keys.size - queries.size
-    return np.stack(np.nonzero(seen | (not causal))).astype("int32")
+def _list_pairs(queries: _Blocks, keys: _Blocks, form: Form) -> np.ndarray:
+    """Lists the pairs of blocks that see each other, row by row, and which are the first of a row: int32 [3, pairs]."""
+    first_n1 = np.arange(queries.pieces)[:, None] * queries.length + keys.size - queries.size
+    last_n1 = np.minimum(first_n1 + queries.length, keys.size) - 1
+    first_s = np.arange(keys.pieces) * keys.length
+    before, after = form.reach
+    i, j = np.nonzero((first_s <= last_n1 + after) & (first_s + keys.length > first_n1 - before))
+    return np.stack([i, j, np.diff(i, prepend=-1) > 0]).astype("int32")
 
 
 def _make_mask(
@@ -83,8 +97,11 @@ def _make_mask(
         conditions = []
         if keys.padding:
             conditions.append(s_1k < keys.size)
-        if form.causal:
-            conditions.append(s_1k <= t_q1 + (keys.size - queries.size))
+        before, after = form.reach
+        if after < math.inf:
+            conditions.append(s_1k <= t_q1 + (keys.size - queries.size + after))
+        if before < math.inf:
+            conditions.append(s_1k >= t_q1 + (keys.size - queries.size - before))
         if segments is not None:
             conditions.append(tf.gather(query_nNq, i)[:, :, None] == tf.gather(key_sNk, j)[:, None, :])
         return functools.reduce(tf.logical_and, conditions) if conditions else None
@@ -139,7 +156,7 @@ def reference_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
     query_NqK, key_NkK, value_NkK = (
         _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
     )
-    scores_Nqk = form.scale * product(query_NqK, tf.linalg.matrix_transpose(key_NkK))
+    scores_Nqk = form.cap(form.scale * product(query_NqK, tf.linalg.matrix_transpose(key_NkK)))
     seen = _make_mask(queries, keys, form, groups, per_group)(0, 0)
     weights_Nqk = tf.nn.softmax(scores_Nqk if seen is None else tf.where(seen, scores_Nqk, _LOW))
     if seen is not None and not (form.segments is None and query.shape[1] == key.shape[1]):
@@ -153,7 +170,7 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
     """Computes `attention` a block of queries and keys at a time: the whole matrix of scores never exists."""
     groups = key.shape[2]
     queries, keys = _cut(query.shape[1], block_size), _cut(key.shape[1], block_size)
-    pairs = tf.constant(_list_pairs(queries, keys, form.causal))
+    pairs = tf.constant(_list_pairs(queries, keys, form))
     steps = pairs.shape[1]
     seen = _make_mask(queries, keys, form, groups, query.shape[2] // groups)
     factor = _make_dropout(form, query, groups, queries, keys)
@@ -164,14 +181,15 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
         key_sNkK, value_sNkK = _split(key, groups, keys), _split(value, groups, keys)
 
         def block(p, query_nNqK=query_nNqK):
-            """Returns the numbers of a pair of blocks, and their scores."""
+            """Returns the numbers of a pair of blocks, their scores, and the derivative of these by the uncapped."""
             i, j = tf.gather(pairs[0], p), tf.gather(pairs[1], p)
-            scores_Nqk = form.scale * dot(tf.gather(query_nNqK, i), tf.gather(key_sNkK, j), transpose_b=True)
+            scores_Nqk = form.cap(form.scale * dot(tf.gather(query_nNqK, i), tf.gather(key_sNkK, j), transpose_b=True))
+            slope_Nqk = 1.0 if form.soft_cap is None else 1 - (scores_Nqk / form.soft_cap) ** 2
             visible = seen(i, j)
-            return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf)
+            return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf), slope_Nqk
 
         with record.stop_recording():  # an eager tape would keep what the loop computes
-            acc_nNqK, lse_nNq = _online_softmax(steps, block, factor, value_sNkK, tf.shape(query_nNqK))
+            acc_nNqK, lse_nNq = _online_softmax(pairs, block, factor, value_sNkK, tf.shape(query_nNqK))
         output = checkpoint_name(_join(acc_nNqK, groups, queries, query), "attention")
         lse_nNq = checkpoint_name(lse_nNq, "attention")
 
@@ -183,14 +201,14 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
                 tied_nNqK, doutput_nNqK = xla.optimization_barrier(query_nNqK, doutput_nNqK)
 
             def backward(p, dquery_nNqK, dkey_sNkK, dvalue_sNkK):
-                i, j, scores_Nqk = block(p, tied_nNqK)
+                i, j, scores_Nqk, slope_Nqk = block(p, tied_nNqK)
                 query_NqK, key_NkK, value_NkK = (
                     tf.gather(t, b) for t, b in ((query_nNqK, i), (key_sNkK, j), (value_sNkK, j))
                 )
                 doutput_NqK = tf.gather(doutput_nNqK, i)
                 weights_Nqk = tf.exp(scores_Nqk - tf.gather(lse_nNq, i)[..., None])
                 dweights_Nqk = factor(i, j) * dot(doutput_NqK, value_NkK, transpose_b=True)
-                dscores_Nqk = weights_Nqk * (dweights_Nqk - tf.gather(delta_nNq, i)[..., None])
+                dscores_Nqk = slope_Nqk * weights_Nqk * (dweights_Nqk - tf.gather(delta_nNq, i)[..., None])
                 weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (factor(i, j) * weights_Nqk, dscores_Nqk))
                 return [
                     dynamic_add_slice(dquery_nNqK, dot(dscores_Nqk, key_NkK)[None], [i, 0, 0, 0]),
@@ -212,14 +230,14 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
     return run(query, key, value)
 
 
-def _online_softmax(steps, block, factor, value_sNkK, shape):
+def _online_softmax(pairs, block, factor, value_sNkK, shape):
     """Computes the output [n, N, q, K] and the log-sum-exp of each query's scores in one loop over blocks."""
 
     # A row's maximum so far goes from block to block beside its place in the whole: were it read there, XLA would copy
     # the whole before each write.
     def forward(p, row_max_Nq, row_max_nNq, row_sum_nNq, acc_nNqK):
-        i, j, scores_Nqk = block(p)
-        row_max_Nq = tf.where(j == 0, _LOW, row_max_Nq)
+        i, j, scores_Nqk, _ = block(p)
+        row_max_Nq = tf.where(tf.gather(pairs[2], p) == 1, _LOW, row_max_Nq)
         row_sum_Nq, acc_NqK = (tf.gather(t, i) for t in (row_sum_nNq, acc_nNqK))
         new_row_max_Nq = tf.maximum(row_max_Nq, tf.reduce_max(scores_Nqk, -1))
         weights_Nqk = tf.exp(scores_Nqk - new_row_max_Nq[..., None])
@@ -235,7 +253,7 @@ def _online_softmax(steps, block, factor, value_sNkK, shape):
         ]
 
     start = [tf.zeros(shape[1:-1]), tf.zeros(shape[:-1]), tf.zeros(shape[:-1]), tf.zeros(shape)]
-    _, row_max_nNq, row_sum_nNq, acc_nNqK = loop(steps, forward, start)
+    _, row_max_nNq, row_sum_nNq, acc_nNqK = loop(pairs.shape[1], forward, start)
     # For a query that sees nothing, inf: its weights are exp(-inf - inf) = 0 again.
     lse_nNq = tf.where(row_sum_nNq > 0, row_max_nNq + tf.math.log(row_sum_nNq), math.inf)
     return tf.math.divide_no_nan(acc_nNqK, row_sum_nNq[..., None]), lse_nNq

@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_869,
+    "adapters": 4_886,
     "app": 671,
     "checkpoint": 1_161,
     "data": 1_433,
     "distribute": 1_307,
-    "kernels": 3_958,
+    "kernels": 3_985,
     "memory": 1_384,
     "step": 2_833,
     "training": 783,

@@ -62,6 +62,14 @@ MODELS: dict[str, Callable[[int, int], keras.Model]] = {
     "bert": bert,
     "llama": _hub("Llama", num_query_heads=HEADS, num_key_value_heads=HEADS),
     "mistral": _hub("Mistral", **GROUPED, sliding_window=4096),
+    "gemma2": _hub(
+        "Gemma",
+        num_query_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        attention_logit_soft_cap=50,
+        use_sliding_window_attention=True,
+    ),
     "gemma": _hub("Gemma", num_query_heads=8, num_key_value_heads=4, head_dim=256),
 }
 

@@ -31,8 +31,9 @@ Call = Callable[..., Any]
 
 # In bytes of one call's scores in float32: below these the layer's own formula keeps little for the way back.
 _SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
-_SHORT_ON_CPU = 512  # tokens, up to which dropout drops on a CPU what it drops in Keras
+_SHORT_ON_CPU, _SHORT_ON_GPU = 512, 2048  # tokens of what blocks alone compute: on a GPU of a window or a soft cap
 _OWN_FORMULA = "a formula of the layer's own"
+_UNREADABLE = "a mask that cannot be read as causal, a window or padding"
 
 
 class _HubLayer(NamedTuple):
@@ -47,7 +48,7 @@ class _HubLayer(NamedTuple):
 
     unsupported: tuple[str, ...] = ()
     dropout: str | None = None
-    window: str | None = None
+    window: str = ""
     scale: Callable[[Any], float | None] = lambda layer: layer._inv_norm_factor
 
 
@@ -57,7 +58,7 @@ def _gemma_scale(layer: Any) -> float:
 
 
 _FLAG = "use_sliding_window_attention"
-_GEMMA = _HubLayer(("logit_soft_cap",), "dropout_layer", _FLAG, _gemma_scale)
+_GEMMA = _HubLayer((), "dropout_layer", _FLAG, _gemma_scale)
 # Keras's own with dropout; those without call `dot_product_attention`.
 _KERAS = _HubLayer(dropout="_dropout_layer", scale=lambda layer: None)
 _KERAS_LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -74,9 +75,7 @@ _HUB_LAYERS = {
     "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
     "qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": _HubLayer(window="sliding_window_size"),
     "gemma.gemma_attention.CachedGemmaAttention": _GEMMA,
-    "gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA._replace(
-        unsupported=(*_GEMMA.unsupported, "use_bidirectional_attention")
-    ),
+    "gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA._replace(unsupported=("use_bidirectional_attention",)),
 }
 
 
@@ -161,12 +160,12 @@ class FusedAttention:
         for name in kind.unsupported:
             if set_ := getattr(layer, name):
                 raise _NotFused(f"{name}={set_}")
-        if kind.window and getattr(layer, kind.window) and layer.sliding_window_size < key.shape[1]:
-            raise _NotFused(f"sliding_window_size={layer.sliding_window_size}")
         mask, dropout = attention_mask, getattr(layer, kind.dropout) if kind.dropout and training else None
         mask = mask if mask is None or mask.shape.rank == 4 else tf.expand_dims(mask, -3)
-        options: dict[str, Any] = {"mask": mask, "is_causal": use_causal_mask, "dropout": dropout}
-        return self._fuse(query, key, value, scale=kind.scale(layer), **options)[0]
+        terms: dict[str, Any] = {"mask": mask, "is_causal": use_causal_mask, "dropout": dropout}
+        terms["window"] = layer.sliding_window_size if mask is not None and getattr(layer, kind.window, None) else None
+        terms["soft_cap"] = getattr(layer, "logit_soft_cap", None)
+        return self._fuse(query, key, value, scale=kind.scale(layer), **terms)[0]
 
     def _dot_product_attention(self, query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
         """Computes `keras.ops.dot_product_attention`: a query that sees no key gets the mean of all values."""
@@ -209,6 +208,8 @@ class FusedAttention:
         flash_attention: bool | None = None,
         attn_logits_soft_cap: float | None = None,
         dropout: keras.layers.Dropout | None = None,
+        soft_cap: float | None = None,
+        window: int | None = None,
     ) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Computes attention by the kernels, 0 for a query that sees nothing.
 
@@ -226,35 +227,41 @@ class FusedAttention:
         batch, queries, heads, _ = query.shape
         keys, limit = key.shape[1], _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
         scores = 4 * (batch or 1) * heads * queries * keys
-        rate = 0.0 if dropout is None else dropout.rate
-        if self._mode == "auto" and rate and not has_gpu() and max(queries, keys) <= _SHORT_ON_CPU:
-            raise _NotFused(f"dropout, of {_SHORT_ON_CPU} tokens at most on a CPU")
         small = _NotFused(f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}")
         left = self._mode == "auto" and scores < limit  # unless cuDNN takes it
         if left and not (has_gpu() and query.dtype in HALF):
             raise small
-        parts = Mask(causal=is_causal)
+        parts = Mask(after=0 if is_causal else None)
         if mask is not None:
             found = read_mask(tf.convert_to_tensor(mask), queries, keys, zero_or_one=self._of_hub)
             if found is None:
-                raise _NotFused("a mask that cannot be read as causal or padding")
+                raise _NotFused(_UNREADABLE)
             parts = parts.both(found)
-        if parts.causal and queries != keys:
+        if window is not None and window < max(queries, keys):
+            parts = parts.both(Mask(window - 1, window - 1))
+        if parts.after not in (0, parts.before):  # to one side
+            raise _NotFused(_UNREADABLE)
+        if parts.after is not None and queries != keys:
             raise _NotFused(f"a causal mask of {queries} queries and {keys} keys")
+        window, rate = None if parts.before is None else parts.before + 1, 0.0 if dropout is None else dropout.rate
+        causal, plain = parts.after == 0, not rate and window is soft_cap is None
+        short = (0 if rate else _SHORT_ON_GPU) if has_gpu() else _SHORT_ON_CPU
+        if self._mode == "auto" and not plain and max(queries, keys) <= short:
+            raise _NotFused(f"dropout, a window or a soft cap, of {short} tokens at most")
         padded = parts.queries is not None or parts.keys is not None
-        compiled = in_xla() and not rate
+        compiled = in_xla() and plain
         chosen = attention_implementation(
-            query.shape, key.shape, dtype=query.dtype, causal=parts.causal, packed=padded, jit_compile=compiled
+            query.shape, key.shape, dtype=query.dtype, causal=causal, packed=padded, jit_compile=compiled
         )
         if left and chosen != "cudnn":
             raise small
         chosen = "cudnn" if chosen == "cudnn" else "blockwise"
         segments, sees = _as_segments(parts, tf.shape(query)[0], queries, keys) if padded else (None, None)
         scale = None if scale is None else float(scale)
-        options = {"causal": parts.causal, "scale": scale, "segment_ids": segments, "implementation": chosen}
+        options = {"causal": causal, "window": window, "scale": scale, "soft_cap": soft_cap, "segment_ids": segments}
         if rate and dropout is not None:
             options |= {"dropout": rate, "seed": dropout.seed_generator.next()}
-        output = attention(query, key, value, **options)
+        output = attention(query, key, value, implementation=chosen, **options)
         self._note(f"fused: {chosen}")
         return output, sees
 
@@ -284,8 +291,10 @@ def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[
     seen = tf.ones([1, keys], tf.bool) if mask.keys is None else mask.keys
     may_see, seen = tf.broadcast_to(may_see, [rows, queries]), tf.broadcast_to(seen, [rows, keys])
     segments = tf.where(may_see, 1, 2), tf.where(seen, 1, 3)
-    so_far = tf.cumsum(tf.cast(seen, tf.int32), 1) > 0
-    return segments, may_see & (so_far if mask.causal else so_far[:, -1:])
+    sums, places = tf.cumsum(tf.pad(tf.cast(seen, tf.int32), [[0, 0], [1, 0]]), 1), np.arange(queries)
+    end = np.minimum(places + (keys if mask.after is None else mask.after + 1), keys)
+    start = 0 * places if mask.before is None else np.maximum(places - mask.before, 0)
+    return segments, may_see & (tf.gather(sums, end, axis=1) > tf.gather(sums, start, axis=1))
 
 
 _unfused = backend.nn.dot_product_attention

@@ -22,19 +22,20 @@ class Mask(NamedTuple):
     """Parts of a mask: a query sees the keys that all parts let it see.
 
     Attributes:
-        causal: whether query t sees keys up to t alone.
+        before, after: query t sees keys from t - before to t + after; None for no bound. 0 after it is a causal mask.
         queries: bool [B or 1, T], false for a query that sees nothing; None if each may see.
         keys: bool [B or 1, S], false for a key that no query sees; None if each may be seen.
     """
 
-    causal: bool = False
+    before: int | None = None
+    after: int | None = None
     queries: tf.Tensor | None = None
     keys: tf.Tensor | None = None
 
     def both(self, other: Mask) -> Mask:
         """Returns the mask that has the parts of this one and of the other."""
-        pairs = zip(self[1:], other[1:], strict=True)
-        return Mask(self.causal or other.causal, *(b if a is None else a if b is None else a & b for a, b in pairs))
+        parts = zip((min, min, tf.logical_and, tf.logical_and), self, other, strict=True)
+        return Mask(*(b if a is None else a if b is None else join(a, b) for join, a, b in parts))
 
 
 def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = False) -> Mask | None:
@@ -55,9 +56,9 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = F
     ... def show(padding):
     ...     positions = tf.range(4)
     ...     mask = read_mask((positions[:, None] >= positions) & padding[:, None, None], 4, 4)
-    ...     print(mask.causal, mask.queries, mask.keys.shape)
+    ...     print(mask.after, mask.queries, mask.keys.shape)
     >>> _ = show.get_concrete_function(tf.TensorSpec([2, 4], tf.bool))
-    True None (2, 4)
+    0 None (2, 4)
     """
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
@@ -130,23 +131,30 @@ def _compare(operation: tf.Operation) -> Mask | None:
     rows, columns = rows.ravel(), columns.ravel()
     if (np.diff(columns) <= 0).any():
         return None
-    edge = np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left")
+    edge, places = np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left"), np.arange(len(rows))
     if sign in ("<", "<="):  # the keys from the edge on
-        return None if edge.any() else Mask()
-    if (edge == len(columns)).all():
-        return Mask()
-    return Mask(causal=True) if len(rows) == len(columns) and (edge == np.arange(len(rows)) + 1).all() else None
+        before, after = places[-1] - edge[-1], len(columns)
+        banded = np.array_equal(edge, np.maximum(places - before, 0))
+    else:
+        before, after = len(rows), edge[0] - 1
+        banded = np.array_equal(edge, np.minimum(places + after + 1, len(columns)))
+    return _band(before, after, len(rows), len(columns)) if banded else None
+
+
+def _band(before: int, after: int, rows: int, columns: int) -> Mask | None:
+    """Makes a mask of a band, without a bound that hides nothing; None where a query does not see its own place."""
+    bounds = (int(bound) if bound < size - 1 else None for bound, size in ((before, rows), (after, columns)))
+    return None if before < 0 or after < 0 else Mask(*bounds)
 
 
 def _evaluate(t: tf.Tensor) -> Mask | None:
-    """Evaluates a mask of constants; None if it depends on an input, or is not the mask of all keys or a causal one."""
+    """Evaluates a mask of constants; None if it depends on an input, or is no band."""
     if set(t.shape[:-2]) - {1} or t.shape.num_elements() > _LARGEST or (found := _constant(t)) is None:
         return None
     matrix = found.reshape(t.shape[-2:])
-    if matrix.all():
-        return Mask()
-    causal = matrix.shape[0] == matrix.shape[1] and np.array_equal(matrix, np.tri(len(matrix), dtype=bool))
-    return Mask(causal=True) if causal else None
+    (rows, columns), before, after = matrix.shape, matrix[:, 0].sum() - 1, matrix[0].sum() - 1
+    band = np.tri(rows, columns, after, dtype=bool) ^ np.tri(rows, columns, -before - 1, dtype=bool)
+    return _band(before, after, rows, columns) if np.array_equal(matrix, band) else None
 
 
 def _constant(t: tf.Tensor) -> np.ndarray | None:

@@ -116,6 +116,9 @@ CASES = {
     "causal and padded": (stock_attention(causal=True), True),
     "padded": (stock_attention(), True),
     "grouped queries, causal and padded": (stock_attention(keras.layers.GroupQueryAttention, causal=True), True),
+    "a window, causal and padded": (stock_attention(causal=True, sliding_window=3), True),
+    "a window to both sides, padded": (stock_attention(sliding_window=5), True),
+    "a window, grouped queries": (stock_attention(keras.layers.GroupQueryAttention, sliding_window=9), False),
     "keras.ops, grouped": (lambda: Asks(is_causal=True, scale=0.3), False),
     "keras.ops, some see nothing": (lambda: Asks(4, 4, mask=no_row_sees), False),
 }
@@ -133,6 +136,8 @@ def expected(case, left):
         pytest.param("of all", False, marks=pytest.mark.variant),
         pytest.param("causal and padded", False, marks=pytest.mark.variant),
         ("causal and padded", True),
+        ("a window, causal and padded", True),
+        pytest.param("a window to both sides, padded", True, marks=pytest.mark.variant),
         pytest.param("padded", True, marks=pytest.mark.variant),
         pytest.param("grouped queries, causal and padded", True, marks=pytest.mark.variant),
     ],
@@ -153,7 +158,7 @@ def test_in_xla_and_mixed_precision_too():
     assert largest_difference(fused, whole) < 1.5 * largest_difference(of_layers, whole) + 1e-6
 
 
-@pytest.mark.parametrize("part", ["causal", "keys"])
+@pytest.mark.parametrize("part", ["after", "keys"])
 def test_a_part_of_the_mask_that_is_dropped_is_seen(monkeypatch, part):
     def without_a_part(*arguments, **options):
         return read_mask(*arguments, **options)._replace(**{part: Mask()._asdict()[part]})
@@ -161,6 +166,17 @@ def test_a_part_of_the_mask_that_is_dropped_is_seen(monkeypatch, part):
     monkeypatch.setattr(adapter, "read_mask", without_a_part)
     weights, _ = trained(stock(*CASES["causal and padded"]), *padded(left=True))
     assert largest_difference(weights, expected("causal and padded", True)) > 1e-4
+
+
+def test_a_window_that_is_off_by_one_is_seen(monkeypatch):
+    def wider(*arguments, **options):
+        found = read_mask(*arguments, **options)
+        return found._replace(before=found.before + 1)
+
+    case = "a window, causal and padded"
+    monkeypatch.setattr(adapter, "read_mask", wider)
+    weights, _ = trained(stock(*CASES[case]), *padded(left=True))
+    assert largest_difference(weights, expected(case, True)) > 1e-4
 
 
 def test_mean_of_all_values_where_nothing_is_seen(monkeypatch):
@@ -199,8 +215,13 @@ class Scored(keras.layers.Layer):
         return self.attention(x, x, return_attention_scores=True)[0]
 
 
+def in_fours(x):
+    places = tf.range(x.shape[1]) // 4
+    return places[:, None] == places
+
+
 LEFT = {
-    "a mask that cannot be read as causal or padding": stock_attention(causal=True, sliding_window=3),
+    "a mask that cannot be read as causal, a window or padding": lambda: Asks(mask=in_fours),
     "a bias": Biased,
     "a causal mask of 24 queries and 7 keys": Crossed,
     "a formula of the layer's own": Scored,
@@ -306,7 +327,8 @@ def test_on_a_cpu_dropout_of_few_tokens_is_left_to_the_layer(monkeypatch, times)
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     x, y = padded(times=times)
     weights, choices = trained(stock(DROPPING(), times=times), x, y, "auto")
-    expected = "unfused: dropout, of 512 tokens at most on a CPU" if times <= 512 else "fused: blockwise"
+    left = "unfused: dropout, a window or a soft cap, of 512 tokens at most"
+    expected = left if times <= 512 else "fused: blockwise"
     assert choices == [expected] * 2
     if times <= 512:
         assert largest_difference(weights, trained(stock(DROPPING(), times=times), x, y, False)[0]) == 0
@@ -453,14 +475,27 @@ def of_hub(padding, times=6):
 
 HELD = tf.constant(np.tri(6, dtype=bool))  # as by a layer
 MASKS = {
-    "of KerasHub": (of_hub, (True, False, True)),
-    "band_part": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0), (True, False, False)),
-    "tril": (lambda p: keras.ops.tril(keras.ops.ones((6, 6), "bool")), (True, False, False)),
-    "NumPy's": (lambda p: tf.constant(np.tri(6, dtype=bool))[None, None], (True, False, False)),
-    "a tensor that is held": (lambda p: HELD, (True, False, False)),
-    "all": (lambda p: tf.ones([1, 1, 6, 6], tf.bool), (False, False, False)),
-    "keys": (lambda p: p[:, None, None], (False, False, True)),
-    "queries and keys": (lambda p: p[:, None, None] & p[:, None, :, None], (False, True, True)),
+    "of KerasHub": (of_hub, (None, 0, False, True)),
+    "band_part": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0), (None, 0, False, False)),
+    "a band": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), 3, 1), (3, 1, False, False)),
+    "a band of pairs": (lambda p: abs(positions()[:, None] - positions()) < 3, (2, 2, False, False)),
+    "a window of KerasHub's Mistral": (
+        lambda p: tf.minimum(tf.cast(positions()[:, None] < positions() + 3, tf.int32), np.tri(6, dtype="int32")) > 0,
+        (2, 0, False, False),
+    ),
+    "two bands": (
+        lambda p: (positions()[:, None] < positions() + 3) & (positions()[:, None] > positions() - 5),
+        (2, 4, False, False),
+    ),
+    "a band that misses a place": (lambda p: tf.constant(np.tri(6) - np.tri(6, k=-3) > 0) & (positions() != 4), None),
+    "of later keys": (lambda p: positions()[:, None] < positions(), None),
+    "of earlier keys": (lambda p: positions()[:, None] > positions(), None),
+    "tril": (lambda p: keras.ops.tril(keras.ops.ones((6, 6), "bool")), (None, 0, False, False)),
+    "NumPy's": (lambda p: tf.constant(np.tri(6, dtype=bool))[None, None], (None, 0, False, False)),
+    "a tensor that is held": (lambda p: HELD, (None, 0, False, False)),
+    "all": (lambda p: tf.ones([1, 1, 6, 6], tf.bool), (None, None, False, False)),
+    "keys": (lambda p: p[:, None, None], (None, None, False, True)),
+    "queries and keys": (lambda p: p[:, None, None] & p[:, None, :, None], (None, None, True, True)),
     "integers": (lambda p: tf.minimum(numbers(p), np.tri(6, dtype="int32")), None),
     "integers of which Keras asks whether they are 0": (
         lambda p: tf.cast(tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)), tf.bool),
@@ -468,15 +503,18 @@ MASKS = {
     ),
     "integers, and a causal mask of booleans": (
         lambda p: tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)),
-        (True, False, True),
+        (None, 0, False, True),
     ),
-    "a window as long as the sequence": (lambda p: positions()[:, None] < positions() + 6, (False, False, False)),
-    "a window": (lambda p: positions()[:, None] < positions() + 5, None),
-    "greater": (lambda p: positions()[:, None] > positions() - 1, (True, False, False)),
-    "keys before queries": (lambda p: positions()[None, :] <= positions()[:, None], (True, False, False)),
-    "another window": (lambda p: positions()[:, None] >= positions() - 1, None),
+    "a window as long as the sequence": (
+        lambda p: positions()[:, None] < positions() + 6,
+        (None, None, False, False),
+    ),
+    "a window": (lambda p: positions()[:, None] < positions() + 5, (4, None, False, False)),
+    "greater": (lambda p: positions()[:, None] > positions() - 1, (None, 0, False, False)),
+    "keys before queries": (lambda p: positions()[None, :] <= positions()[:, None], (None, 0, False, False)),
+    "another window": (lambda p: positions()[:, None] >= positions() - 1, (None, 1, False, False)),
     "reversed": (lambda p: (positions()[:, None] >= positions())[:, ::-1], None),
-    "anti-causal": (lambda p: positions()[:, None] <= positions(), None),
+    "anti-causal": (lambda p: positions()[:, None] <= positions(), (0, None, False, False)),
     "of pairs": (lambda p: p[:, None, :, None] == p[:, None, None], None),
     "of heads": (lambda p: p[None, :, None], None),
     "joined by or": (lambda p: p[:, None, None] | (positions()[:, None] >= positions()), None),
@@ -492,13 +530,14 @@ def test_masks_are_read(name):
     def trace(padding):
         mask = make(padding)
         parts = read_mask(mask, 6, 6)
-        found.append(parts and (parts.causal, parts.queries is not None, parts.keys is not None))
+        found.append(parts and (*parts[:2], parts.queries is not None, parts.keys is not None))
         if parts is None:
             return True, True
         queries = tf.ones([1, 6], tf.bool) if parts.queries is None else parts.queries
         keys = tf.ones([1, 6], tf.bool) if parts.keys is None else parts.keys
         again = queries[:, None, :, None] & keys[:, None, None]
-        return mask, again & (tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0) if parts.causal else True)
+        before, after = (-1 if bound is None else bound for bound in parts[:2])
+        return mask, again & tf.linalg.band_part(tf.ones([6, 6], tf.bool), before, after)
 
     padding = tf.constant([[True] * 4 + [False] * 2, [False] + [True] * 5])
     mask, again = tf.function(trace, autograph=False)(padding)
@@ -511,6 +550,6 @@ def test_a_mask_is_read_however_long_it_is():
 
     def trace(padding):
         parts = read_mask(of_hub(padding, 30_000), 30_000, 30_000)
-        assert parts.causal and parts.keys is not None
+        assert parts[:2] == (None, 0) and parts.keys is not None
 
     tf.function(trace, autograph=False).get_concrete_function(tf.TensorSpec([2, 30_000], tf.bool))

@@ -43,9 +43,9 @@ def outcome(tensors, jit_compile=True, **options):
     return run(*tensors)
 
 
-def truth(tensors, causal=False, scale=None, segment_ids=None, factor=1.0, factor_of_gradient=None):
+def truth(tensors, causal=False, scale=None, segment_ids=None, window=None, soft_cap=None, factor=1.0, **of_gradient):
     """The same by hand in float64; `factor` [B, H, T, S] is what dropout multiplies the weights with."""
-    factor_of_gradient = factor if factor_of_gradient is None else factor_of_gradient
+    factor_of_gradient = of_gradient.get("factor_of_gradient", factor)
     q, k, v, g = (t.numpy().astype("float64") for t in tensors)
     (_, time, heads, width), (_, keys, groups, _) = q.shape, k.shape
     scale = width**-0.5 if scale is None else scale
@@ -53,13 +53,18 @@ def truth(tensors, causal=False, scale=None, segment_ids=None, factor=1.0, facto
     seen = np.ones((1, 1, time, keys), bool)
     if causal:
         seen = seen & (np.arange(keys)[None, :] <= np.arange(time)[:, None] + keys - time)
+    if window is not None:
+        seen = seen & (np.abs(np.arange(keys)[None, :] - np.arange(time)[:, None] - keys + time) < window)
     if segment_ids is not None:
         seen = seen & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
-    scores = np.where(seen, np.einsum("bthk,bshk->bhts", q, k) * scale, -1e300)
+    scores, slope = np.einsum("bthk,bshk->bhts", q, k) * scale, 1.0
+    if soft_cap is not None:
+        scores, slope = soft_cap * np.tanh(scores / soft_cap), np.cosh(scores / soft_cap) ** -2
+    scores = np.where(seen, scores, -1e300)
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     dweights = factor_of_gradient * np.einsum("bthk,bshk->bhts", g, v)
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+    dscores = slope * weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
     dk, dv = np.einsum("bhts,bthk->bshk", dscores, q), np.einsum("bhts,bthk->bshk", factor_of_gradient * weights, g)
     dk, dv = (t.reshape(*t.shape[:2], groups, -1, width).sum(3) for t in (dk, dv))
     return np.einsum("bhts,bshk->bthk", factor * weights, v), np.einsum("bhts,bshk->bthk", dscores, k), dk, dv
@@ -101,19 +106,33 @@ def test_as_exact_as_the_reference(dtype, causal):
     block_size=st.integers(1, 50),
     causal=st.booleans(),
     segments=st.sampled_from([None, 2]),
+    window=st.sampled_from([None, 1, 3, 12]),
+    soft_cap=st.sampled_from([None, 1.5]),
     implementation=st.sampled_from(["blockwise", "reference"]),
     jit_compile=st.sampled_from([True, False, None]),
 )
-def test_any_shape(time, keys, groups, per_group, block_size, causal, segments, implementation, jit_compile):
+def test_any_shape(
+    time, keys, groups, per_group, block_size, causal, segments, window, soft_cap, implementation, jit_compile
+):
     if time * keys > 25 * block_size**2:
         block_size = 8  # an eager loop over hundreds of blocks is slow
     tensors, segment_ids = make(
         time=time, keys=keys, heads=groups * per_group, groups=groups, width=5, segments=segments
     )
-    options = {"causal": causal, "segment_ids": segment_ids, "scale": 0.7}
+    options = {"causal": causal, "segment_ids": segment_ids, "scale": 0.7, "window": window, "soft_cap": soft_cap}
     got = outcome(tensors, jit_compile, block_size=block_size, implementation=implementation, **options)
     for a, b in zip(got, truth(tensors, **options), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"window": 6}, {"window": 8}, {"soft_cap": None}])
+def test_a_window_off_by_one_and_a_cap_that_is_dropped_are_seen(wrong):
+    tensors, _ = make()
+    options = {"causal": True, "window": 7, "soft_cap": 1.5}
+    got = outcome(tensors, block_size=8, implementation="blockwise", **options)
+    for a, b, c in zip(got, truth(tensors, **options), truth(tensors, **options | wrong), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+        assert np.abs(a - c).max() > 0.01
 
 
 def test_a_query_that_sees_nothing_gets_zero_and_moves_nothing():
@@ -229,9 +248,9 @@ def test_auto_picks_by_the_number_of_scores():
     np.testing.assert_array_equal(picked, blockwise)
 
 
-def program(time, causal=True, block_size=32, implementation="blockwise"):
+def program(time, causal=True, block_size=32, implementation="blockwise", **options):
     def run(*tensors):
-        return outcome(tensors, None, causal=causal, block_size=block_size, implementation=implementation)
+        return outcome(tensors, None, causal=causal, block_size=block_size, implementation=implementation, **options)
 
     return Program(run), make(batch=1, time=time, heads=2, groups=2, width=16)[0]
 
@@ -247,6 +266,12 @@ def test_two_loops_over_the_blocks_that_see_each_other(causal, pairs):
     assert not re.search(r"\[(\d+,)*256,256\]", hlo)  # no [T, S] buffer
     reference = compiled.compiler_ir(*_call(program(256, causal, implementation="reference")))
     assert re.search(r"\[(\d+,)*256,256\]", reference)
+
+
+def test_blocks_beyond_a_window_are_not_computed():
+    hlo = compiled.compiler_ir(*_call(program(256, window=40)))
+    assert re.findall(r'known_trip_count":\{"n":"(\d+)"', hlo) == [str(1 + 2 + 6 * 3)] * 2
+    assert _loops_copies(hlo) == []
 
 
 def _loops_copies(hlo):
@@ -567,12 +592,18 @@ def _call(made):
         ({"implementation": "flash"}, ValueError, "implementation='flash'.*blockwise"),
         ({"segment_ids": np.zeros((2, 7), int)}, ValueError, r"segment_ids of shape \(2, 7\)"),
         ({"segment_ids": np.zeros((2, 8))}, TypeError, "segment_ids have dtype float64"),
+        ({"window": 0}, ValueError, "window=0 must be a whole number of at least 1"),
+        ({"soft_cap": -1.0}, ValueError, "soft_cap=-1.0 must be a positive, finite number, or None"),
         ({"dropout": 1.0}, ValueError, r"dropout=1\.0 must be a number of at least 0 and below 1"),
         ({"dropout": "0.1"}, TypeError, "dropout='0.1'"),
         ({"dropout": 0.1}, ValueError, "must be two integers, which determine what dropout drops"),
         ({"dropout": 0.1, "seed": [1, 2, 3]}, ValueError, "seed=.* must be two integers"),
         ({"dropout": 0.1, "seed": [1.0, 2.0]}, ValueError, "seed=.* must be two integers"),
-        ({"dropout": 0.1, "seed": [1, 2], "implementation": "cudnn"}, ValueError, "no dropout=0.1.*blockwise"),
+        (
+            {"dropout": 0.1, "seed": [1, 2], "implementation": "cudnn"},
+            ValueError,
+            "no dropout, window or soft cap.*blockwise",
+        ),
     ],
 )
 def test_bad_input_names_the_culprit(change, error, message):

@@ -20,30 +20,32 @@ FUSED = {
     "GPT-2": lambda: hub.GPT2Backbone(**SIZES, **HEADS, dropout=0.0),
     "GPT-NeoX": lambda: hub.GPTNeoXBackbone(**SIZES, **HEADS),
     "Gemma": lambda: hub.GemmaBackbone(**SIZES, **GROUPED, head_dim=4),
+    "Gemma 2": lambda: hub.GemmaBackbone(
+        **SIZES,
+        **GROUPED,
+        head_dim=4,
+        attention_logit_soft_cap=0.5,
+        use_sliding_window_attention=True,
+        sliding_window_size=3,
+    ),
+    "Gemma 3 with a window": lambda: hub.Gemma3Backbone(
+        **SIZES, **GROUPED, image_size=16, head_dim=4, vision_encoder=None, sliding_window_size=3
+    ),
     "Gemma 3": lambda: hub.Gemma3Backbone(
         **SIZES, **GROUPED, image_size=16, head_dim=4, vision_encoder=None, sliding_window_size=LENGTH
     ),
     "Llama": lambda: hub.LlamaBackbone(**SIZES, **GROUPED),
     "Llama 3": lambda: hub.Llama3Backbone(**SIZES, **GROUPED),
     "Mistral": lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=LENGTH),
+    "Mistral with a window": lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=3),
     "Mixtral": lambda: hub.MixtralBackbone(**SIZES, **GROUPED, num_experts=3, sliding_window=LENGTH),
     "Phi-3": lambda: hub.Phi3Backbone(**SIZES, **GROUPED),
     "Qwen": lambda: hub.QwenBackbone(**SIZES, **GROUPED),
+    "Qwen with a window": lambda: hub.QwenBackbone(
+        **SIZES, **GROUPED, use_sliding_window_attention=True, sliding_window_size=3
+    ),
     "Qwen 3": lambda: hub.Qwen3Backbone(**SIZES, **GROUPED, head_dim=4),
 }
-LEFT = {
-    "Mistral": (lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=3), "a mask that cannot be read"),
-    "Gemma 2": (
-        lambda: hub.GemmaBackbone(**SIZES, **GROUPED, head_dim=4, attention_logit_soft_cap=50),
-        "logit_soft_cap=50",
-    ),
-    "Qwen": (
-        lambda: hub.QwenBackbone(**SIZES, **GROUPED, use_sliding_window_attention=True, sliding_window_size=3),
-        "sliding_window_size=3",
-    ),
-}
-
-
 DROPPING = {
     "GPT-2": lambda: hub.GPT2Backbone(**SIZES, **HEADS),
     "BERT": lambda: hub.BertBackbone(**SIZES, **HEADS),
@@ -99,12 +101,20 @@ def test_dropout_is_that_of_the_unfused_formula_with_the_same_draw(monkeypatch, 
         np.testing.assert_allclose(a, b, atol=3e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_the_kernels_lack_is_refused_by_name(name):
-    make, reason = LEFT[name]
-    with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute") as told:
-        trained(make, True)
-    assert reason in str(told.value)
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("Gemma 2", {"soft_cap": None}),
+        ("Gemma 2", {"window": 4}),
+        ("Mistral with a window", {"window": 4}),
+        ("Qwen with a window", {"window": 2}),
+    ],
+)
+def test_a_cap_that_is_dropped_and_a_window_off_by_one_are_seen(monkeypatch, name, wrong):
+    monkeypatch.setattr(adapter, "attention", lambda *tensors, **options: attention(*tensors, **options | wrong))
+    weights, _ = trained(FUSED[name], True)
+    expected, _ = trained(FUSED[name], False)
+    assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) > 1e-4
 
 
 class Called(keras.layers.Layer):
