@@ -17,7 +17,7 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 BUDGETS = {
     "adapters": 4_886,
     "app": 671,
-    "checkpoint": 1_161,
+    "checkpoint": 1_087,
     "data": 1_433,
     "distribute": 1_307,
     "kernels": 3_985,

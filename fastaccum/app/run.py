@@ -19,7 +19,7 @@ from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import text
 from fastaccum.app.options import MOST, MOST_STEPS, BadArgument, list_devices
-from fastaccum.checkpoint import files
+from fastaccum.checkpoint import store
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
@@ -109,7 +109,7 @@ def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
     """
     path = Path(default if out is None else out)
     with checks.naming(f"no run can be in {os.path.abspath(path)!r}"):
-        files.absolute(path)
+        store.absolute(path)
     for number in itertools.count(2):
         try:
             path.mkdir(parents=True, exist_ok=out is not None)
@@ -122,7 +122,7 @@ def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
         raise FileExistsError(f"{str(path)!r} has files in it, which are not overwritten: name a new folder")
     with open(path / "config.json", "x", encoding="utf-8") as file:  # of two runs that begin at once, one has it
         json.dump(config, file, indent=2)
-    files.flush(path / "config.json")
+    store.flush(path / "config.json")
     return path
 
 
@@ -133,7 +133,7 @@ def replacing(file: Path) -> Iterator[Path]:
     try:
         partial.unlink(missing_ok=True)  # of a process that was killed
         yield partial
-        files.flush(partial)
+        store.flush(partial)
         os.replace(partial, file)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(file)) from error

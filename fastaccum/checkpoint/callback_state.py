@@ -13,8 +13,7 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import of_keras
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
-from fastaccum.checkpoint.files import Json
-from fastaccum.checkpoint.state import plain
+from fastaccum.checkpoint.state import Json, plain
 from fastaccum.lines import warn
 
 # The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
@@ -77,11 +76,7 @@ def _counted(callback: keras.callbacks.Callback) -> str | None:
 
 
 def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.Tensor]) -> None:
-    """Puts back what `state` returned.
-
-    Raises:
-        IncompatibleCheckpointError: raised if a callback does not take its state.
-    """
+    """Puts back what `state` returned; raises IncompatibleCheckpointError if a callback does not take its state."""
     for name, callback in _stateful(callbacks):
         saved = values.get(name)
         if saved is None or saved["kind"] != _counted(callback):

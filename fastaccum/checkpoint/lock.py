@@ -23,10 +23,8 @@ class FolderLock:
     """Lock of a folder, which nobody else can enter meanwhile, in this process or another.
 
     The lock is a flock on a hidden file, which stays in the folder: to remove it would let a third process in beside
-    one that had opened it. A forked child does not hold its parent's lock.
-
-    Raises:
-        FolderInUseError: raised if another has it.
+    one that had opened it. A forked child does not hold its parent's lock. Entering it
+    raises FolderInUseError if another has it.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -89,12 +87,5 @@ class FolderLock:
 
 
 _held: set[FolderLock] = set()
-
-
-def _release_in_child() -> None:
-    """Closes the descriptors that a forked child shares with its parent, whose locks it would hold for longer."""
-    for lock in list(_held):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+# A forked child shares the descriptors with its parent, whose locks it would hold for longer.
+os.register_at_fork(after_in_child=lambda: list(map(FolderLock.release, tuple(_held))))

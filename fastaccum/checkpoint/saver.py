@@ -17,13 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.checkpoint import callback_state, files, state, store
-from fastaccum.checkpoint import manifest as manifests
+from fastaccum.checkpoint import callback_state, state, store
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
-from fastaccum.checkpoint.files import Json
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
-from fastaccum.checkpoint.state import Training, plain
+from fastaccum.checkpoint.state import Json, Training, plain
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.kernels.devices import has_gpu, has_op_determinism
 from fastaccum.lines import warn
@@ -35,15 +33,6 @@ class Saver:
     The state is copied between two train steps and written by a thread, one write at a time. While entered, SIGTERM
     saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the others go on after
     SIGTERM for as long as the chief does, which would wait in vain for the one that had left.
-
-    Args:
-        directory, every, keep: as `fit` had them.
-
-    Attributes:
-        stopped: whether a callback had ended the fit that is resumed.
-
-    Raises:
-        TypeError, ValueError: raised if one is out of its range, or the folder cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, every: int | None, keep: int):
@@ -53,7 +42,7 @@ class Saver:
             raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
         self.directory: Any = None if directory is None else _writable(directory)
         self._lock = FolderLock(self.directory or "")
-        self.stopped = False
+        self.stopped = False  # by a callback, of the fit that is resumed
         self._pieces = ""
         self._note_changes: Callable[[], None] = lambda: None
         self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
@@ -99,10 +88,8 @@ class Saver:
     def resume(self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int) -> Position:
         """Returns the position at which the last good checkpoint leaves off; the beginning without one.
 
-        Raises:
-            ValueError: raised if no checkpoint is good; nothing was changed.
-            FolderInUseError: raised if another fit, here or in another process, works in the folder.
-            IncompatibleCheckpointError: raised if the last good one is of another training; nothing was changed.
+        Nothing was changed where it raises: no checkpoint is good, another fit works in the folder, or the last good
+        checkpoint is of another training.
         """
         self._position = Position(first_epoch, first_epoch)
         if self.directory is None:
@@ -129,7 +116,7 @@ class Saver:
         self._note_changes = fit.note_changes
         if found is None:
             return self._position
-        manifests.warn_of_other_versions(found.path, found.manifest)
+        found.warn_of_other_versions()
         progress, data = found.manifest["progress"], found.manifest["data"]
         self._position = Position(progress["first_epoch"], progress["epoch"], progress["step_in_epoch"])
         self.stopped = progress["stopped"]
@@ -140,13 +127,16 @@ class Saver:
             others = (name for name in fit.cut if name != "replicas")
             recut = any(fit.cut[name] != found.manifest["cut"][name] for name in others)
             fit.stacks.find(data, self._pieces, recut)
-            _warn_of_other_numbers(self._pieces, fit.split_sensitive_layers)
+            if fit.split_sensitive_layers:
+                warn(
+                    f"Training goes on in other pieces ({self._pieces}), which {', '.join(fit.split_sensitive_layers)} "
+                    "depend on: the numbers will not be those of the uninterrupted training."
+                )
         self._resumed = found
         self._done = self._saved = found.step
         callback_state.prepare(fit.callbacks)
         if not self._complete(epochs):
-            _warn_on_gpu(fit.description["batch plan"]["jit_compile"])
-            _warn_of_draws(fit.unsaved_draws)
+            _warn_of_lost_bits(fit.description["batch plan"]["jit_compile"], fit.unsaved_draws)
         if (trained := self._position.epoch) > epochs:
             warn(f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.", UserWarning)
         if verbose != 0:
@@ -306,24 +296,7 @@ def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
         )
 
 
-def _warn_of_other_numbers(pieces: str, layers: Sequence[str]) -> None:
-    if layers:
-        warn(
-            f"Training goes on in other pieces ({pieces}), which {', '.join(layers)} depend on: the numbers will not "
-            "be those of the uninterrupted training."
-        )
-
-
-def _warn_of_draws(operations: Sequence[str]) -> None:
-    if operations:
-        warn(
-            f"{len(operations)} operations of the model draw from TensorFlow's own random generators ({operations[0]}, "
-            "...), as tf_keras's layers do: no checkpoint has their state, so the numbers will not be those of the "
-            "uninterrupted training. Keras 3's layers draw from seeds that are saved."
-        )
-
-
-def _warn_on_gpu(jit_compile: bool) -> None:
+def _warn_of_lost_bits(jit_compile: bool, draws: Sequence[str]) -> None:
     flag = "--xla_gpu_deterministic_ops=true"
     same = flag in os.environ.get("XLA_FLAGS", "") if jit_compile else has_op_determinism()
     if has_gpu() and not same:
@@ -333,13 +306,19 @@ def _warn_on_gpu(jit_compile: bool) -> None:
             "but not bit for bit as it would have without the interruption. It would with "
             f"{remedy} in all of a training's processes, which costs speed."
         )
+    if draws:
+        warn(
+            f"{len(draws)} operations of the model draw from TensorFlow's own random generators ({draws[0]}, ...), as "
+            "tf_keras's layers do: no checkpoint has their state, so the numbers will not be those of the "
+            "uninterrupted training. Keras 3's layers draw from seeds that are saved."
+        )
 
 
 def _writable(directory: str | os.PathLike[str]) -> Path:
     if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str) or directory == "":
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:
-        path = files.absolute(directory)  # a callback may change the working directory
+        path = store.absolute(directory)  # a callback may change the working directory
         path.mkdir(parents=True, exist_ok=True)
         # As deep as what is written there, and with names as long.
         with tempfile.TemporaryDirectory(prefix=".step-00000000.writing-", dir=path) as folder:

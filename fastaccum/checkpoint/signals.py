@@ -42,13 +42,8 @@ class EndRequest:
             os.write(2, f"\n{self._notice}\n".encode())
 
 
-def _leave_in_child() -> None:
-    """Restores the handlers in a forked child: a data loader's process is to end at the first signal."""
-    for request in list(EndRequest.entered.values()):
-        request.__exit__()
-
-
-os.register_at_fork(after_in_child=_leave_in_child)
+# A forked child has the handlers as they were: a data loader's process is to end at the first signal.
+os.register_at_fork(after_in_child=lambda: list(map(EndRequest.__exit__, tuple(EndRequest.entered.values()))))
 
 
 class Preempted(SystemExit):

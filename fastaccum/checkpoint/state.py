@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
-from fastaccum.checkpoint.files import Json
 from fastaccum.data.arrays import ArrayStacks
 from fastaccum.data.datasets import DatasetStacks
 
+Json = dict[str, Any]  # an object of JSON
 # By which Keras tells apart what one process made: another process counts anew.
 NUMBER = r"_\d+(?=[_/]|$)"
 PACKAGES = ("tensorflow", "keras", "numpy", "fastaccum")

@@ -12,6 +12,7 @@ is pickled: a manifest is JSON, and a tensor file holds numbers.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -25,13 +26,12 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.checkpoint import files
-from fastaccum.checkpoint import manifest as manifests
-from fastaccum.checkpoint.errors import CorruptCheckpointError
-from fastaccum.checkpoint.files import Json
-from fastaccum.checkpoint.manifest import MANIFEST
-from fastaccum.lines import warn
+from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from fastaccum.checkpoint.state import Json, versions
+from fastaccum.lines import one_line, warn
 
+FORMAT = 4
+MANIFEST = "manifest.json"
 TENSORS = "state"
 SEAL = "manifest"  # the tensor with the manifest's checksum
 _FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})")
@@ -64,6 +64,16 @@ class Checkpoint:
     def history(self) -> dict[str, list[Any]]:
         """Returns the logs of the epochs that ended, as in `History.history`."""
         return self.manifest["history"]["history"]
+
+    def warn_of_other_versions(self) -> None:
+        """Warns with the versions that wrote the checkpoint, if this process has others."""
+        saved, now = self.manifest["versions"], versions()
+        others = [f"{name} {saved[name]}, now {now[name]}" for name in now if now[name] != saved[name]]
+        if others:
+            warn(
+                f"{self.path} was written under {one_line('; '.join(others))}. Training goes on, but its bits may not "
+                "be those of an uninterrupted one."
+            )
 
     def tensors(self) -> dict[str, tf.Tensor]:
         """Reads every tensor, by name, to host memory; CorruptCheckpointError unless they are as they were written."""
@@ -129,17 +139,47 @@ def _step(path: Path) -> int:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Reads the checkpoint in a folder.
-
-    Raises:
-        CorruptCheckpointError: raised unless every byte is as it was written.
-        IncompatibleCheckpointError: raised if another version wrote it.
+    """Reads the checkpoint in a folder; raises CorruptCheckpointError unless every byte is as it was written, and
+    IncompatibleCheckpointError if another version wrote it.
     """
-    found = Checkpoint(path, manifests.read(path))
+    found = Checkpoint(path, _read_manifest(path))
     if _step(path) != found.step:
         raise CorruptCheckpointError(f"it is of step {found.step}, whatever its name says")
     found.tensors()
     return found
+
+
+def _read_manifest(path: Path) -> Json:
+    """Reads the manifest in a folder; raises as `inspect` does."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        number = int(manifest["format"])
+        whole = manifest.get("sha256") == _digest(manifest)
+        wrote = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
+    except OSError as error:
+        raise CorruptCheckpointError(f"{MANIFEST}: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{MANIFEST} does not have this format: {error!r:.200}") from error
+    if number > FORMAT or (whole and number != FORMAT):  # a later version may seal otherwise
+        raise IncompatibleCheckpointError(
+            f"{path} has format {number}, written by {wrote or 'an earlier fastaccum'}, where this version reads "
+            f"{FORMAT}. Nothing was changed: go on with that version, or name another checkpoint_dir."
+        )
+    if not whole:
+        raise CorruptCheckpointError(f"{MANIFEST} was changed after it was written: its checksum differs")
+    return manifest
+
+
+def _sealed(manifest: Json) -> Json:
+    """Returns what manifest.json holds: a manifest with its format, versions and checksum."""
+    plain: Json = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
+    return {**plain, "sha256": _digest(plain)}
+
+
+def _digest(manifest: Json) -> str:
+    """Returns the checksum of all that a manifest holds but the checksum."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.ndarray], keep: int) -> Path:
@@ -152,7 +192,7 @@ def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.
     temporary = _hidden(path, "writing")
     try:
         temporary.mkdir()
-        sealed = manifests.sealed(manifest)
+        sealed = _sealed(manifest)
         with tf.device("CPU:0"):
             tf.raw_ops.SaveV2(
                 prefix=str(temporary / TENSORS),
@@ -162,11 +202,11 @@ def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.
             )
         (temporary / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n")
         for each in (*temporary.iterdir(), temporary):
-            files.flush(each)
+            flush(each)
         if os.path.lexists(path):  # a damaged one, since training went on from before it
             _remove(path)
         temporary.rename(path)
-        files.flush(directory)
+        flush(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -181,6 +221,24 @@ def remove_leftovers(directory: Path) -> None:
     for each in directory.iterdir():
         if _LEFTOVER.fullmatch(each.name):
             shutil.rmtree(each, ignore_errors=True)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Returns `path` as an absolute one; raises ValueError if TensorFlow cannot write to it, or not read from it."""
+    found = Path(path).absolute()
+    str(found).encode()  # as TensorFlow does
+    if set("*?[\\") & set(str(found)):
+        raise ValueError("TensorFlow takes * ? [ and \\ in a path for patterns when it reads files")
+    return found
+
+
+def flush(path: Path) -> None:
+    """Flushes to the disk: a file, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _hidden(path: Path, what: str) -> Path:
