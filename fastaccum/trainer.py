@@ -16,7 +16,7 @@ from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
-from fastaccum.memory.plan import Plan
+from fastaccum.memory.planner import Plan
 from fastaccum.memory.summary import Summary
 from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches

@@ -61,8 +61,7 @@ def available(device: str | None = None) -> DeviceMemory:
 
 def physical(device: str | None = None) -> DeviceMemory:
     """Looks up a device's memory as `available` does, but without FASTACCUM_MEMORY_LIMIT."""
-    if device is None:
-        device = "GPU:0" if has_gpu() else "CPU:0"
+    device = device or ("GPU:0" if has_gpu() else "CPU:0")
     return _gpu(device) if "GPU" in device else min([host(), *_pool()], key=lambda each: each.free)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from rich.table import Table
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.attributes import replaced
@@ -21,22 +24,114 @@ from fastaccum.memory import cost, device
 from fastaccum.memory.analysis import bytes_at_most, compile_programs, dispatch_of, limit_of, measure
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explain
-from fastaccum.memory.plan import Considered, Plan, Policy
-from fastaccum.memory.search import divisors, largest_that_fits
-from fastaccum.memory.tables import in_units
+from fastaccum.memory.tables import in_units, render
 from fastaccum.step.step import Step
 
+Policy = str | Sequence[str] | None  # of `fastaccum.remat`
 # Policies of recomputation, the cheapest first: none; all but products with weights; everything.
 RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], "nothing_saveable")
 SHARE = 0.95  # of a device's memory, planned to be filled where no limit is given: allocators leave gaps
 
 
-def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
-    """Lists the micro-batches that make a global batch: its divisors that are multiples of the replicas.
+class Considered(NamedTuple):
+    """A micro-batch that was compiled for a plan.
 
-    Raises:
-        ValueError: raised if the replicas do not divide the global batch.
+    Attributes:
+        batch_size: its rows, on all replicas together.
+        accumulation_steps: micro-batches that make the global batch.
+        recompute: the policy of `fastaccum.remat`; None for the model as it is.
+        peak_bytes: the most that each device would hold.
+        fits: whether the peak is within the limit.
+        flops: floating point operations of a train step's matrix products and convolutions.
     """
+
+    batch_size: int
+    accumulation_steps: int
+    recompute: Policy
+    peak_bytes: int
+    fits: bool
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The micro-batch that `fastaccum.plan` chose. `print(plan)` shows a table of those considered.
+
+    Attributes:
+        batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
+        accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
+        recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
+        peak_bytes: the most that each device will hold, as XLA planned it.
+        extra_flops: the share of arithmetic that `recompute` adds to a train step: 0.3 for 30% more.
+        memory_limit: bytes that each device was allowed.
+        compilations: programs that were compiled for the plan.
+        seconds: time that the plan took.
+        considered: the micro-batches that were compiled, in this order.
+    """
+
+    batch_size: int
+    accumulation_steps: int
+    recompute: Policy
+    peak_bytes: int
+    extra_flops: float
+    memory_limit: int
+    compilations: int
+    seconds: float
+    considered: tuple[Considered, ...]
+
+    @property
+    def summary(self) -> str:
+        """The choice, in one line."""
+        global_batch = self.batch_size * self.accumulation_steps
+        programs = f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, {self.seconds:.0f} s"
+        recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)" if self.recompute else ""
+        micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
+        return (
+            f"batch_size={self.batch_size} x {micro_batches} = {global_batch:,} rows"
+            f"{recompute}: {in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
+        )
+
+    def __str__(self) -> str:
+        table = Table(box=None, pad_edge=False)
+        recomputed = any(c.recompute for c in self.considered)
+        for column in ("batch_size", "micro-batches", "peak", "of the limit"):
+            table.add_column(column, justify="right")
+        table.add_column("")
+        for each in sorted(self.considered, key=lambda c: (bool(c.recompute), str(c.recompute), c.batch_size)):
+            chosen = (each.batch_size, each.recompute) == (self.batch_size, self.recompute)
+            said = "chosen" if chosen else "" if each.fits else "does not fit"
+            said += f"  {each.recompute or 'as it is'}" * recomputed
+            figures = f"{each.batch_size:,}", f"{each.accumulation_steps:,}", in_units(each.peak_bytes)
+            table.add_row(*figures, f"{each.peak_bytes / self.memory_limit:.0%}", said)
+        return f"{render(table)}\n{self.summary}"
+
+
+def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> list[int]:
+    """Returns the divisors of a number that are multiples of another, in rising order, none above `at_most`.
+
+    >>> divisors(24), divisors(24, multiple_of=2, at_most=12)
+    ([1, 2, 3, 4, 6, 8, 12, 24], [2, 4, 6, 8, 12])
+    """
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    found = sorted({*low, *(number // d for d in low)})
+    return [d for d in found if d % multiple_of == 0 and (at_most is None or d <= at_most)]
+
+
+def largest_that_fits(peak: Callable[[int], float], candidates: Sequence[int], limit: float) -> int | None:
+    """Bisects rising `candidates` for the largest whose peak is at most `limit`; returns None where none fits.
+
+    `peak` returns the bytes for a number of rows, and must not fall as the rows grow. It is called, once each, for the
+    candidate that is returned and for the next larger one, and for `log2(len(candidates) + 1)` candidates at most.
+
+    >>> largest_that_fits(lambda rows: 100 + 10 * rows, divisors(64), limit=300)
+    16
+    """
+    fitting = bisect_right(candidates, limit, key=peak)
+    return candidates[fitting - 1] if fitting else None
+
+
+def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
+    """Lists the micro-batches that make a global batch; raises ValueError if replicas do not divide it."""
     if global_batch_size % replicas:
         down = global_batch_size // replicas * replicas
         raise ValueError(
@@ -90,11 +185,7 @@ class Planner:
         raise self._nothing_fits(rows[0], policies)
 
     def _recomputing(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
-        """Applies a policy inside the block to the model's LayerStacks, or else to its blocks; None leaves it be.
-
-        Raises:
-            ValueError: raised if the model has neither.
-        """
+        """Applies a policy to the model's LayerStacks, or else its blocks; raises ValueError if it has neither."""
         stacks = [layer for layer in self._step.objective.model.layers if isinstance(layer, LayerStack)]
         if not stacks or policy is None:
             return recomputing(self._step.objective.model.model, policy)

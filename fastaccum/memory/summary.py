@@ -113,16 +113,7 @@ class Summary:
 
 
 def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
-    """Compiles a step for micro-batches like the sample; runs nothing.
-
-    Args:
-        step: a model's step.
-        sample: specs of one micro-batch, of all replicas' rows together.
-        layout: how stacks hold the rows.
-
-    Raises:
-        ValueError: raised if the number of rows is not known.
-    """
+    """Compiles a step for micro-batches like the sample, specs of all replicas' rows together; runs nothing."""
     rows = tf.nest.flatten(sample.x)[0].shape[0]
     if rows is None:
         raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")

@@ -24,7 +24,7 @@ from fastaccum.data.datasets import DatasetStacks
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.distribute import replicas
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
-from fastaccum.memory.plan import Plan
+from fastaccum.memory.planner import Plan
 from fastaccum.step import diagnosis, program
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step

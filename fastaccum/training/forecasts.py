@@ -12,7 +12,7 @@ from fastaccum.adapters.remat import installed
 from fastaccum.data.stacks import Batch
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
-from fastaccum.memory.plan import Plan
+from fastaccum.memory.planner import Plan
 from fastaccum.memory.summary import Summary, summary
 from fastaccum.step import compilable
 from fastaccum.step.options import Options

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastaccum.memory.search import divisors, largest_that_fits
+from fastaccum.memory.planner import divisors, largest_that_fits
 
 GLOBAL_BATCHES = st.one_of(
     st.sampled_from([64, 512, 720, 768, 1000, 1024, 1536, 2520, 4096, 5040]), st.integers(1, 1024)
