@@ -94,17 +94,12 @@ def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 class Optimizer:
-    """An optimizer as the train step uses it: `get` makes one, and `.optimizer` is the user's object.
-
-    Attributes:
-        trained: the weights that it was built with; while shared out over devices, those of one device.
-        elsewhere: ids of the weights and slots of other devices.
-    """
+    """An optimizer as the train step uses it: `get` makes one, and `.optimizer` is the user's object."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
-        self.trained: list[Variable] = []
-        self.elsewhere: set[int] = set()
+        self.trained: list[Variable] = []  # that it was built with; while shared out over devices, those of one
+        self.elsewhere: set[int] = set()  # ids of the weights and slots of other devices
         for part in self.parts:
             _require_supported(part)
 

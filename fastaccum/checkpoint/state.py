@@ -38,32 +38,23 @@ class Workers(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The parts of a fit that a checkpoint needs.
+    """The parts of a fit that a checkpoint needs."""
 
-    Attributes:
-        model: the user's model, for its `history` and `stop_training`.
-        variables: every variable that training changes: those of the groups "model", "optimizer", "loss_scale", "step".
-        description: what must be the same for a checkpoint to fit, as plain values.
-        cut: how a step's rows are cut, which may be otherwise when a checkpoint is taken up: "batch_size" (or the
-            "batches" of a dataset), "gradient_accumulation_steps" and "replicas".
-        split_sensitive_layers: what computes other numbers if the cut is another, by name.
-        unsaved_draws: operations whose random numbers no checkpoint can bring back, by name.
-        require_savable: returns False while steps are skipped until an error that is still to be read, and raises
-            ValueError if indices out of range were seen: neither leaves a state to go on from.
-        note_changes: called as the fit ends, to tell what training changed from what is changed after it.
-        workers: those that train together; None for a single process.
-    """
-
-    model: keras.Model
+    model: keras.Model  # the user's, for its `history` and `stop_training`
+    # All that training changes, by the groups "model", "optimizer", "loss_scale" and "step".
     variables: Mapping[str, Sequence[tf.Variable | keras.Variable]]
-    description: Json
+    description: Json  # what must be the same for a checkpoint to fit
+    # Of a step's rows, which may be otherwise when a checkpoint is taken up: "batch_size" (or the "batches" of a
+    # dataset), "gradient_accumulation_steps" and "replicas".
     cut: Mapping[str, int]
-    split_sensitive_layers: Sequence[str]
-    unsaved_draws: Sequence[str]
+    split_sensitive_layers: Sequence[str]  # by name: they compute other numbers if the cut is another
+    unsaved_draws: Sequence[str]  # operations whose random numbers no checkpoint can bring back
     stacks: ArrayStacks | DatasetStacks
     callbacks: Callbacks
+    # Returns False while steps are skipped until an error that is still to be read, and raises ValueError if indices
+    # out of range were seen: neither leaves a state to go on from.
     require_savable: Callable[[], bool]
-    note_changes: Callable[[], None]
+    note_changes: Callable[[], None]  # as the fit ends, to tell what training changed from what is changed after it
     workers: Workers | None = None
 
 

@@ -25,12 +25,7 @@ _strategies: list[tf.distribute.Strategy] = []  # that models have been trained 
 
 
 def replicas_for(model: Model) -> Replicas | None:
-    """Returns the replicas of a model that was made under a strategy's scope; None for another model.
-
-    Raises:
-        ValueError: raised if the strategy or a layer is not supported, or the scope was entered after the model was
-            made.
-    """
+    """Returns the replicas of a model that was made under a strategy's scope; None for another model."""
     strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
     outside = strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
     if not model.trains_on_replicas and (not outside or tf.distribute.has_strategy()):
@@ -167,11 +162,7 @@ class Replicas(Workers):
                     )
 
     def unmirror(self, holders: Sequence[object]) -> None:
-        """Replaces the distributed variables of objects by plain ones of equal value, which `synchronize` copies.
-
-        Args:
-            holders: Keras variables and loss scales that were made under the scope.
-        """
+        """Replaces the distributed variables of Keras variables and loss scales by plain ones of equal value."""
         for holder in holders:
             attributes = vars(holder)
             for name, own in list(attributes.items()):
@@ -294,12 +285,9 @@ class ReplicaProgram(TracedFunction):
 
     `program(*args)` traces the function, if need be; `program(*args)(i, *args)` calls it on local replica i, in a
     graph; `only` that replica calls it, if given.
-
-    Attributes:
-        last: the latest trace.
     """
 
-    last: TracedProgram
+    last: TracedProgram  # the latest trace
 
     def __init__(
         self,

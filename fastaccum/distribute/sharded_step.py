@@ -158,11 +158,7 @@ class ShardedStep(ReplicatedStep):
 
 
 class _Owner:
-    """The programs of the replica that owns some weights.
-
-    Attributes:
-        own: the places of these weights.
-    """
+    """The programs of the replica that owns the weights at some places."""
 
     def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, own: Sequence[int]):
         self.replica, self.own, self._step = replica, own, step

@@ -132,24 +132,19 @@ class Workers:
         return texts
 
     def _heard(self, this: int, other: int, end: float) -> str:
+        store = context.context()
         while True:
             try:
-                return context.context().get_config_key_value(_key("said", this, other), int(1000 * LOOK_EVERY_S))
-            except tf.errors.DeadlineExceededError:
-                self._require_alive()
+                with contextlib.suppress(tf.errors.DeadlineExceededError):
+                    return store.get_config_key_value(_key("said", this, other), int(1000 * LOOK_EVERY_S))
+                states = store.get_task_states([("worker", self.workers)])
             except tf.errors.OpError as error:  # of the chief, who keeps what is said
                 raise self._died("the chief", error) from error
+            for number, failure in enumerate(states):
+                if failure is not None:
+                    raise self._died(f"worker {number}", failure)
             if time.monotonic() > end:
                 raise self.lost(f"worker {other} has not come to where this one waits")
-
-    def _require_alive(self) -> None:
-        try:
-            states = context.context().get_task_states([("worker", self.workers)])
-        except tf.errors.OpError as error:
-            raise self._died("the chief", error) from error
-        for other, failure in enumerate(states):
-            if failure is not None:
-                raise self._died(f"worker {other}", failure)
 
     def _died(self, who: str, error: tf.errors.OpError) -> WorkerLostError:
         return WorkerLostError(
@@ -239,12 +234,9 @@ class _Watch(threading.Thread):
     """Watches a step's collective, which waits without end, and reports the workers that have not come to the step.
 
     A worker that waits for long says that it is in the step, so that a worker that computes for long is not missed.
-
-    Attributes:
-        at: the workers, and the part and the number of the step in which the process is; None between two steps.
     """
 
-    at: tuple[Workers, str] | None = None
+    at: tuple[Workers, str] | None = None  # with the part and the number of the step; None between two steps
 
     def __init__(self) -> None:
         super().__init__(name="fastaccum-workers", daemon=True)

@@ -54,7 +54,7 @@ def needs_shares(
     held, updated = (sum(_bytes(raw(v).shape, raw(v).dtype) for v in each) for each in (weights, trained))
     needed = held + (slots + 2) * updated
     sharing = len(devices) if "CPU" in devices[0] else 1
-    found = [available(device.rpartition("device:")[2]) for device in devices]
+    found = map(available, devices)
     return needed > min(m.total if m.source == LIMIT else m.free // sharing + held for m in found)
 
 

@@ -69,10 +69,7 @@ class StepMemory:
 def program_buffers(proto: HloProto, layers: Collection[str], trained: Iterable[tuple[int, ...]]) -> list[Buffer]:
     """Lists the buffers at a program's peak besides its arguments: temporary ones, and outputs that alias no input.
 
-    Args:
-        proto: an `HloProto` with its buffer assignment.
-        layers: the names of the model's layers.
-        trained: the shapes of the variables whose gradients the program accumulates.
+    `layers` are names; `trained` has the shapes of the variables whose gradients the program accumulates.
     """
     module = _Module(proto, layers, {tuple(shape) for shape in trained if len(shape)})
     assignment, found = proto.buffer_assignment, []

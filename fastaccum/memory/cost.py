@@ -11,16 +11,13 @@ from fastaccum.memory.buffers import HloProto
 
 
 class Cost(NamedTuple):
-    """The arithmetic of one run of a program.
+    """The arithmetic of one run of a program: the floating point operations of its matrix products and convolutions.
 
-    Attributes:
-        flops: floating point operations of its matrix products and convolutions, two for a multiplication and its
-            addition. Recomputed products count again; elementwise operations do not count.
-        at_least: true if XLA does not know the length of a loop with products, which counts as one turn.
+    A multiplication and its addition are two; recomputed products count again, and elementwise operations do not.
     """
 
     flops: int
-    at_least: bool = False
+    at_least: bool = False  # true if XLA does not know the length of a loop with products, which counts as one turn
 
 
 def count(protos: Iterable[HloProto]) -> Cost:

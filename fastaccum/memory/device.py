@@ -22,19 +22,12 @@ _GPU_RESERVE = {6: 500, 7: 1050, 8: 1536}
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device.
+    """Bytes of a device."""
 
-    Attributes:
-        total: bytes of the device, or of the limit on this process.
-        in_use: bytes that this process and others take of `total`.
-        free: bytes that this process may still take.
-        source: the limit or the device that these figures are of.
-    """
-
-    total: int
-    in_use: int
-    free: int
-    source: str
+    total: int  # of the device, or of the limit on this process
+    in_use: int  # by this process and others, of `total`
+    free: int  # for this process to take
+    source: str  # the limit or the device that these figures are of
 
 
 def available(device: str | None = None) -> DeviceMemory:
@@ -62,6 +55,7 @@ def available(device: str | None = None) -> DeviceMemory:
 def physical(device: str | None = None) -> DeviceMemory:
     """Looks up a device's memory as `available` does, but without FASTACCUM_MEMORY_LIMIT."""
     device = device or ("GPU:0" if has_gpu() else "CPU:0")
+    device = device.rpartition("device:")[2]
     return _gpu(device) if "GPU" in device else min([host(), *_pool()], key=lambda each: each.free)
 
 

@@ -82,10 +82,8 @@ def advice(
 ) -> list[str]:
     """Lists changes that save memory, a sentence each, the one that helps most first.
 
-    Args:
-        batch_size: one that fits, and the accumulation that makes the same rows an update of it.
-        outputs: with their losses.
-        limit: bytes of the device, of which a large share counts even where it is a small one of the peak.
+    `batch_size` is one that fits, with its accumulation. Of `limit`, the device's bytes, a large share counts even
+    where it is a small one of the peak.
     """
     kinds, peak = memory.by_kind, memory.peak_bytes
     much = min(peak, limit or peak) / 4

@@ -142,12 +142,7 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
 
 
 class Planner:
-    """Plans the micro-batches of one step, and notes what each program would take.
-
-    Args:
-        dispatched: train steps whose data a dispatch holds.
-        verbose: 0 to say nothing of what is compiled.
-    """
+    """Plans the micro-batches of one step, and notes what each program would take."""
 
     def __init__(
         self,
@@ -160,7 +155,7 @@ class Planner:
         verbose: Literal["auto", 0, 1, 2] = "auto",
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
-        self._dispatched, self._verbose = dispatched, bool(verbose)
+        self._dispatched, self._verbose = dispatched, bool(verbose)  # train steps whose data a dispatch holds
         self._started = time.monotonic()
         self._memory: dict[tuple[str, int], StepMemory] = {}
         self._considered: list[Considered] = []
@@ -195,7 +190,7 @@ class Planner:
         if given is not None:
             return device.parse_size(given)
         devices = [None] if self._replicas is None else self._replicas.devices
-        found = [device.available(each and each.rpartition("device:")[2]) for each in devices]
+        found = [device.available(each) for each in devices]
         limit = min(limit_of(self._step, memory) for memory in found)
         return limit if found[0].source == device.LIMIT else int(SHARE * limit)
 
