@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import reprlib
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -26,31 +27,30 @@ COUNTERS = {
 }
 
 
-def _stateful(callbacks: Callbacks) -> list[tuple[str, keras.callbacks.Callback]]:
-    """Lists the callbacks whose state is saved, by names that differ."""
-    found, counts = [], collections.Counter[str]()
+def _stateful(callbacks: Callbacks) -> Iterator[tuple[str, str | None, keras.callbacks.Callback]]:
+    """Yields the callbacks whose state is saved, by names that differ; the Keras class is None where `get_state` is."""
+    counts = collections.Counter[str]()
     for callback in callbacks.list.callbacks:
-        if _kind(callback) in COUNTERS or hasattr(callback, "get_state"):
+        kind = None if hasattr(callback, "get_state") else _kind(callback)
+        if kind is None or kind in COUNTERS:
             name = type(callback).__name__
             counts[name] += 1
-            found.append((name if counts[name] == 1 else f"{name}-{counts[name]}", callback))
-    return found
+            yield name if counts[name] == 1 else f"{name}-{counts[name]}", kind, callback
 
 
-def _kind(callback: keras.callbacks.Callback) -> str | None:
-    """Returns the name of the callback's class among Keras's own."""
-    names = (c.__name__ for c in type(callback).__mro__ if of_keras(c))
-    return next(names, None)
+def _kind(callback: keras.callbacks.Callback) -> str:
+    """Returns the name of the callback's class among Keras's own; "" where it has none."""
+    return next((c.__name__ for c in type(callback).__mro__ if of_keras(c)), "")
 
 
 def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]:
     """Returns each callback's plain values and Keras class, by name, and the arrays of all callbacks."""
     values: dict[str, Json] = {}
     arrays: dict[str, np.ndarray] = {}
-    for name, callback in _stateful(callbacks):
+    for name, kind, callback in _stateful(callbacks):
         own: Json = {}
-        values[name] = {"kind": _counted(callback), "state": own}
-        if hasattr(callback, "get_state"):
+        values[name] = {"kind": kind, "state": own}
+        if kind is None:
             given = callback.get_state()
             try:
                 is_json = isinstance(given, dict) and json.loads(json.dumps(given)) == given
@@ -60,7 +60,7 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
                 raise TypeError(f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back.")
             own.update(given)
             continue
-        for attribute in COUNTERS[_kind(callback) or ""]:
+        for attribute in COUNTERS[kind]:
             value = getattr(callback, attribute, None)
             if isinstance(value, list):  # weights
                 own[attribute] = {"arrays": len(value)}
@@ -70,18 +70,13 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
     return values, arrays
 
 
-def _counted(callback: keras.callbacks.Callback) -> str | None:
-    """Returns the Keras class whose counters are saved; None for a callback with `get_state`."""
-    return None if hasattr(callback, "get_state") else _kind(callback)
-
-
 def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.Tensor]) -> None:
     """Puts back what `state` returned; raises IncompatibleCheckpointError if a callback does not take its state."""
-    for name, callback in _stateful(callbacks):
+    for name, kind, callback in _stateful(callbacks):
         saved = values.get(name)
-        if saved is None or saved["kind"] != _counted(callback):
+        if saved is None or saved["kind"] != kind:
             warn(f"the callback {name} has no state in the checkpoint: it starts afresh.", UserWarning)
-        elif saved["kind"] is None:
+        elif kind is None:
             try:
                 callback.set_state(saved["state"])
             except Exception as error:

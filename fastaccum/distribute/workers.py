@@ -44,48 +44,44 @@ def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[C
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         replicas = self._replicas
-        try:
-            return method(self, *args, **kwargs)
-        except (WorkerLostError, WorkersDifferError):
-            raise
-        except BaseException as error:  # Ctrl-C and SIGTERM too
-            if replicas is None or replicas.workers == 1:
+        with _in_one_thread(self, method.__name__.strip("_")):
+            try:
+                return method(self, *args, **kwargs)
+            except (WorkerLostError, WorkersDifferError):
                 raise
-            if not isinstance(error, tf.errors.OpError) or "ollective" not in str(error):
-                replicas.report(error)
-                raise
-            updates = int(self.optimizer.iterations.numpy())
-            raise WorkerLostError(
-                f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
-                f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on "
-                "together: restart all of them, from the last checkpoint."
-            ) from error
-
-    return _in_one_thread(call)
-
-
-def _in_one_thread(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorates a Trainer's method to raise RuntimeError while another thread is in one; any number may predict."""
-    name = method.__name__.strip("_")
-
-    @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        mine = threading.current_thread(), name
-        with _entrance:
-            calls: list[tuple[threading.Thread, str]] = vars(self).setdefault("_calls", [])
-            for thread, running in tuple(calls):
-                if thread is not mine[0] and not running == name == "predict":
-                    raise RuntimeError(
-                        f"{name}: this Trainer is in use by {running} in the thread {thread.name!r}, and belongs to "
-                        "one thread at a time: wait for that call to end, or make another Trainer, of another model."
-                    )
-            calls.append(mine)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            calls.remove(mine)
+            except BaseException as error:  # Ctrl-C and SIGTERM too
+                if replicas is None or replicas.workers == 1:
+                    raise
+                if not isinstance(error, tf.errors.OpError) or "ollective" not in str(error):
+                    replicas.report(error)
+                    raise
+                updates = int(self.optimizer.iterations.numpy())
+                raise WorkerLostError(
+                    f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
+                    f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on "
+                    "together: restart all of them, from the last checkpoint."
+                ) from error
 
     return call
+
+
+@contextlib.contextmanager
+def _in_one_thread(trainer: Any, name: str) -> Iterator[None]:
+    """Raises RuntimeError while another thread is in a method of the Trainer; any number may predict."""
+    mine = threading.current_thread(), name
+    with _entrance:
+        calls: list[tuple[threading.Thread, str]] = vars(trainer).setdefault("_calls", [])
+        for thread, running in tuple(calls):
+            if thread is not mine[0] and not running == name == "predict":
+                raise RuntimeError(
+                    f"{name}: this Trainer is in use by {running} in the thread {thread.name!r}, and belongs to "
+                    "one thread at a time: wait for that call to end, or make another Trainer, of another model."
+                )
+        calls.append(mine)
+    try:
+        yield
+    finally:
+        calls.remove(mine)
 
 
 def _cause(error: tf.errors.OpError) -> str:

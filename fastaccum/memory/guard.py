@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from fastaccum.data.stacks import Batch
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
@@ -49,7 +48,7 @@ class Guard:
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
             with contextlib.suppress(ValueError):  # XLA cannot compile it: the run's own error says more
-                self._memory = self.measure(run)
+                self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
             if self._memory is None:
                 yield
                 return
@@ -67,10 +66,6 @@ class Guard:
             self._harmless = error
             raise
 
-    def measure(self, run: FirstRun) -> StepMemory:
-        """Compiles the programs of a run and measures their memory."""
-        return analysis.measure(self._step, analysis.compile_programs(run.programs))
-
     def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
         fits = self._fitting(run, limit) if run.training else None
         room = f"{in_units(limit)} are there ({device.source})"
@@ -85,7 +80,10 @@ class Guard:
         rows = accumulation * micro_batch
 
         def peak(size: int) -> float:
-            stacks = (_resized(run.dispatch.stacks[0], (*before, rows // size, size)),)
+            leading = *before, rows // size, size
+            stacks = tf.nest.map_structure(
+                lambda s: tf.TensorSpec([*leading, *s.shape[len(leading) :]], s.dtype), run.dispatch.stacks[:1]
+            )
             with contextlib.suppress(tf.errors.OpError, MemoryError), self._step.temporary_retrace():
                 return analysis.dispatch_memory(self._step, run.dispatch._replace(stacks=stacks)).peak_bytes
             return math.inf
@@ -126,7 +124,7 @@ class Guard:
         run, jit_compile = self._run, self._step.objective.options.uses_xla
         if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
-                self._memory = self.measure(run)
+                self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
         return self._memory
 
 
@@ -142,10 +140,6 @@ def _rehearse(memory: StepMemory | None) -> None:
 def _leading(run: FirstRun) -> tuple[int, ...]:
     """Returns the axes of a dispatch before those of an example: [steps,] micro-batches, rows."""
     return tuple(tf.nest.flatten(run.dispatch.stacks[0])[0].shape[: 2 + run.dispatch.is_multi_step])
-
-
-def _resized(stack: Batch, leading: tuple[int, ...]) -> Batch:
-    return tf.nest.map_structure(lambda s: tf.TensorSpec([*leading, *s.shape[len(leading) :]], s.dtype), stack)
 
 
 def _what(run: FirstRun) -> str:
