@@ -12,7 +12,7 @@ WORKLOADS = ("MLP 128", "MLP 2048", "GPT", "GPT 32k", "ConvNet", "Conv1D", "ResN
 AGAINST_OTHERS = {
     "fit: Keras GA default / ours": "`fit`: Keras 3's accumulation, its defaults / ours",
     "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",
-    "fit: Keras GA best tuned / ours tuned": "the same, ours with 10 steps per execution",
+    "fit: Keras GA best tuned / ours tuned": "`fit`: Keras 3's accumulation, tuned / ours with 10 steps per execution",
     "fit: gradient-accumulator / ours": "`fit`: tf-keras with `gradient-accumulator` / ours",
     "fit with Dropout: Keras GA, jit / ours": "`fit` with Dropout: Keras 3's accumulation, with XLA / ours",
     "fit with Dropout: Keras GA, no jit / ours": "`fit` with Dropout: Keras 3's accumulation, without XLA / ours",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -165,13 +166,13 @@ class Passes:
             try:
                 self._serialized()
             except tf.errors.OpError as error:
-                obstacle = str(error).splitlines()[0]
+                obstacle = re.sub(r"\{\{.*?\}\} |\[Op:.*", "", str(error).splitlines()[0]).strip()
         what = self._origin.what
         if obstacle is not None:
             warn(
-                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, what was used of a pass "
-                f"{'and all earlier passes are' if _moves_state(self._pipeline) else 'is'} read again and dropped: "
-                "exact if the dataset, made anew, yields the same in the same order."
+                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, fit reads again and drops what "
+                f"was used of a pass{' and all earlier passes' if _moves_state(self._pipeline) else ''}: exact, with "
+                "nothing to do, if the data are the same in the same order then, as lists and arrays are."
             )
         if _unseeded(self._pipeline):
             warn(

@@ -111,7 +111,9 @@ def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, s
             f"class_weight={class_weight} needs the labels as y, and there is none: weight the rows in the model."
         )
     if len(targets) != 1 or len(weights) > 1:
-        raise ValueError(f"class_weight={class_weight} needs a single output, but y holds several.")
+        raise ValueError(
+            f"class_weight={class_weight} needs a single output, but y holds several: pass sample_weight for each."
+        )
     labels = (y := targets[0])
     if sparse_labels is None and y.shape.rank > 1 and y.shape[-1] != 1:
         raise ValueError(
