@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_881,
+    "adapters": 4_922,
     "app": 671,
     "checkpoint": 1_073,
-    "data": 1_433,
-    "distribute": 1_279,
+    "data": 1_436,
+    "distribute": 1_284,
     "kernels": 3_985,
     "memory": 1_324,
-    "step": 2_833,
-    "training": 783,
+    "step": 2_832,
+    "training": 802,
     "": 1_187,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.

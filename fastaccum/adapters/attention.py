@@ -60,8 +60,10 @@ def _gemma_scale(layer: Any) -> float:
 _FLAG = "use_sliding_window_attention"
 _GEMMA = _HubLayer((), "dropout_layer", _FLAG, _gemma_scale)
 # Keras's own with dropout; those without call `dot_product_attention`.
-_KERAS = _HubLayer(dropout="_dropout_layer", scale=lambda layer: None)
-_KERAS_LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+_KERAS_LAYERS = {
+    keras.layers.MultiHeadAttention: _HubLayer((), "_dropout_layer", "", lambda layer: layer._inverse_sqrt_key_dim),
+    keras.layers.GroupQueryAttention: _HubLayer((), "_dropout_layer", "", lambda layer: layer._inverse_sqrt_head_dim),
+}
 # By module and class. Llama's also serves Llama 3; windows of Mistral and Mixtral come in the mask.
 _HUB_LAYERS = {
     "llama.llama_attention.LlamaAttention": _HubLayer(),
@@ -122,12 +124,11 @@ class FusedAttention:
         try:
             place = f"{type(layer).__module__}.{type(layer).__qualname__}"
             kind = _HUB_LAYERS.get(place.partition(".src.models.")[2]) if self._of_hub else None
-            if type(layer)._compute_attention in [each._compute_attention for each in _KERAS_LAYERS] and layer.dropout:
-                kind = _KERAS
-            if kind is not None:
+            of_keras = _keras_form(layer)
+            if (kind := kind or of_keras) is not None:
                 try:
                     output = self._compute(layer, kind, *args, **kwargs)
-                    return (output, None) if kind is _KERAS else output
+                    return output if of_keras is None else (output, None)
                 except _NotFused as left:
                     self._leave(str(left))
             result = call(*args, **kwargs)
@@ -264,6 +265,16 @@ class FusedAttention:
         output = attention(query, key, value, implementation=chosen, **options)
         self._note(f"fused: {chosen}")
         return output, sees
+
+
+def _keras_form(layer: Any) -> _HubLayer | None:
+    """Returns the form of a layer of Keras's with dropout, unless a subclass computes a part of it otherwise."""
+    for made, form in _KERAS_LAYERS.items():
+        same = all(getattr(type(layer), n, 0) is getattr(made, n) for n in ("_compute_attention", "_masked_softmax"))
+        if same and layer.dropout:
+            kinds = type(layer._softmax), type(layer._dropout_layer)
+            return form if kinds == (keras.layers.Softmax, keras.layers.Dropout) else None
+    return None
 
 
 def _make_causal_mask(call: Call, query: tf.Tensor, value: tf.Tensor | None = None) -> tf.Tensor:

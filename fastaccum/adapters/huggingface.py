@@ -54,7 +54,7 @@ def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
         (y,) = y
     if not isinstance(y, Mapping):
         if len(labels) != 1 or isinstance(y, (list, tuple)):
-            raise ValueError(f"{type(model).__name__} takes the labels {labels}: pass y as a dict of them.")
+            raise ValueError(f"{type(model).__name__} takes the labels {labels}: pass y as a dict, or among x.")
         return {labels[0]: y, **x}
     argument_of = {output: label for label, output in model.get_label_to_output_name_mapping().items()}
     named = {name if name in arguments else argument_of.get(name): value for name, value in y.items()}

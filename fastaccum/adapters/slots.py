@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +16,10 @@ from fastaccum.adapters.optimizers import Optimizer, is_users
 
 MOST_PER_WEIGHT = 8.0  # more numbers than the slots of any optimizer of Keras's hold for each of a weight
 # What a class of the user's own may override to compute one weight's update from another's.
-_OF_ALL_WEIGHTS = "apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step", "_clip_gradients"
+_OF_ALL_WEIGHTS = (
+    *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
+    *("_clip_gradients", "_apply_weight_decay"),
+)
 
 
 def indivisible(optimizer: Optimizer) -> str:
@@ -24,6 +29,8 @@ def indivisible(optimizer: Optimizer) -> str:
         return "has several optimizers, each with a count of its own updates"
     if own.global_clipnorm:
         return f"has global_clipnorm={own.global_clipnorm}: make it without, and pass Trainer(clip_norm=...)"
+    if any(isinstance(each, keras.random.SeedGenerator) for each in vars(own).values()):
+        return "has a SeedGenerator, of which each replica would draw for its own weights alone"
     overridden = (name for name in _OF_ALL_WEIGHTS if is_users(own, name))
     return "".join(
         f"overrides {name}, which sees all weights: override update_step instead" for name in [*overridden][:1]
@@ -44,7 +51,8 @@ def require_known_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> No
     for variable in optimizer.variables:
         if id(variable) not in known and (variable.shape.rank or of_user):
             what = f"{variable.name!r} of shape {variable.shape}"
-            raise ValueError(_refusal(optimizer, f"holds {what}, which is in no list with a slot for each weight"))
+            problem = f"holds {what}, which is in no list with a slot for each weight that is trained"
+            raise ValueError(_refusal(optimizer, problem))
 
 
 def slots_per_weight(optimizer: Optimizer) -> float:
@@ -53,6 +61,25 @@ def slots_per_weight(optimizer: Optimizer) -> float:
     copy = type(own).from_config(own.get_config())
     copy.build([keras.Variable(tf.zeros([size, size]), name="kernel")])
     return sum(math.prod(v.shape) for v in copy.variables if len(v.shape)) / size**2
+
+
+def refuse_updates_by_keras(optimizer: Optimizer) -> None:
+    """Lets `model.fit` raise under a strategy, where Keras would update a replica's own slots once per replica."""
+    optimizer.optimizer.apply_gradients = functools.partial(_apply_outside_strategies, optimizer.optimizer)
+
+
+def allow_updates_by_keras(optimizer: Optimizer) -> None:
+    """Takes back what `refuse_updates_by_keras` did."""
+    vars(optimizer.optimizer).pop("apply_gradients", None)
+
+
+def _apply_outside_strategies(own: keras.optimizers.Optimizer, grads_and_vars: Any) -> Any:
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"The slots of {type(own).__name__} are shared out over replicas (shard_optimizer), which Keras's own fit "
+            "cannot update. Train a step with Trainer(shard_optimizer=False) first: each replica has all slots then."
+        )
+    return type(own).apply_gradients(own, grads_and_vars)
 
 
 def _refusal(optimizer: Optimizer, problem: str) -> str:
@@ -71,7 +98,10 @@ def pair_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> Iterator[tu
         for held in lists:
             if isinstance(held, list) and len(held) == len(weights):
                 for slot, place in zip(held, weights, strict=True):
-                    if isinstance(slot, keras.Variable) and place is not None:
+                    if not isinstance(slot, keras.Variable) or place is None:
+                        continue
+                    # A user's scalars for matrices may be anything; Keras's Adafactor has some.
+                    if slot.shape or not trained[place].shape or not is_users(part, "build"):
                         yield slot, place
 
 

@@ -170,9 +170,9 @@ class Passes:
         what = self._origin.what
         if obstacle is not None:
             warn(
-                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, fit reads again and drops what "
-                f"was used of a pass{' and all earlier passes' if _moves_state(self._pipeline) else ''}: exact, with "
-                "nothing to do, if the data are the same in the same order then, as lists and arrays are."
+                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, fit reads again and "
+                f"drops what was used of a pass{' and all earlier passes' if _moves_state(self._pipeline) else ''}: "
+                "exact, with nothing to do, if the data are the same in the same order then, as lists and arrays are."
             )
         if _unseeded(self._pipeline):
             warn(

@@ -20,19 +20,21 @@ Tensors = Sequence[tf.Tensor | tf.TensorSpec | tf.Variable | None]
 def deal(sizes: Sequence[int], replicas: int) -> list[list[int]]:
     """Deals the places of weights out, the largest first, each to the replica with the least so far.
 
+    The first replica, whose memory is planned, gets the most.
+
     >>> deal([1, 8, 3, 4], 2)
     [[1], [3, 2, 0]]
     """
     owned: list[list[int]] = [[] for _ in range(replicas)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         min(owned, key=lambda own: sum(sizes[other] for other in own)).append(place)
-    return owned
+    return sorted(owned, key=lambda own: -sum(sizes[place] for place in own))
 
 
 def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> tuple[int, int]:
     """Returns the numbers in a segment, and of rounds."""
     line = max(sum(_size(tensors[place]) for place in own) for own in owned)
-    dtype = common_dtype(t for t in tensors if t is not None)
+    dtype = _dtype(tensors)
     segment = min(line, max(1, ROUND // (len(owned) * dtype.size)))
     return segment, -(-line // segment)
 
@@ -44,7 +46,7 @@ def round_bytes(total: int) -> int:
 
 def pack(own: Sequence[int], tensors: Tensors, number: int, segment: int) -> tf.Tensor:
     """Returns segment `number` of an owner's line."""
-    dtype = common_dtype(t for t in tensors if t is not None)
+    dtype = _dtype(tensors)
     parts = [
         tf.reshape(tf.cast(tensors[place], dtype), [-1])[start:stop]
         for place, at, start, stop in _line(own, tensors, segment)
@@ -77,6 +79,11 @@ def _line(own: Sequence[int], tensors: Tensors, segment: int) -> Iterator[tuple[
             start, stop = number * segment - position, (number + 1) * segment - position
             yield place, number, max(start, 0), min(stop, size)
         position += size
+
+
+def _dtype(tensors: Tensors) -> tf.DType:
+    dtype = common_dtype(t for t in tensors if t is not None)
+    return tf.float32 if dtype == tf.bfloat16 else dtype  # which no collective of TensorFlow's takes
 
 
 def _size(tensor: tf.Tensor | tf.TensorSpec | tf.Variable | None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters import slots
 from fastaccum.adapters.attributes import raw, replaced, restored
 from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.metrics import Metrics
@@ -112,6 +113,7 @@ class ReplicatedStep(Step):
             with self._replicas.strategy.scope():
                 optimizer.optimizer.build(model.trainable_variables)
         self._replicas.mirror(optimizer.optimizer.variables)
+        slots.allow_updates_by_keras(optimizer)
 
     def _make_ends(self) -> None:
         """Makes the programs of `_ends`."""
@@ -282,7 +284,7 @@ class ReplicatedStep(Step):
         """Admits a replica's programs with the first run of the graph that calls them."""
         stacks, _ = graph.structured_input_signature
         captured = [handle for each in programs for own in each.last.captured.values() for handle in own]
-        concrete = [each.last.concrete for each in programs if self.fullest in each.last.captured]
+        concrete = [each.last.concrete for each in programs if 0 in each.last.captured]
         return self._admit(FirstRun(concrete, captured, Dispatch(stacks[1:] if training else stacks), training))
 
     def retrace(self) -> None:
@@ -316,7 +318,7 @@ class ReplicatedStep(Step):
         counts = self._count(*stacks).outputs if self.objective.has_several_terms else None
         accumulate = self._accumulate(self._replicas.ids[0], counts, *stacks)
         ends = self._trace_ends(*accumulate.outputs)
-        return [accumulate.concrete, *(each.concrete for each in ends if self.fullest in each.captured)]
+        return [accumulate.concrete, *(each.concrete for each in ends if 0 in each.captured)]
 
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
         with self._replicas.in_step("evaluation"):

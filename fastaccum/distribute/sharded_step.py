@@ -57,19 +57,15 @@ class ShardedStep(ReplicatedStep):
         with slots.restricted(optimizer, self._trained, ()):
             shared = {id(v) for v in optimizer.variables}
         replicas.mirror([v for v in optimizer.optimizer.variables if id(raw(v)) in shared])
-        self.fullest = max(range(replicas.count), key=lambda replica: self._bytes(self._owned[replica]))
-
-    def _bytes(self, own: Sequence[int]) -> int:
-        pairs = slots.pair_slots(self._optimizer, self._trained)
-        return sum(raw(v).shape.num_elements() * raw(v).dtype.size for v, place in pairs if place in own)
+        slots.refuse_updates_by_keras(optimizer)
 
     def _make_ends(self) -> None:
         self._owners = [_Owner(self, self._replicas, i, own) for i, own in enumerate(self._owned)]
 
     @property
     def elsewhere(self) -> set[int]:
-        own, pairs = self._owned[self.fullest], slots.pair_slots(self._optimizer, self._trained)
-        return {id(raw(slot)) for slot, place in pairs if place not in own}
+        pairs = slots.pair_slots(self._optimizer, self._trained)
+        return {id(raw(slot)) for slot, place in pairs if place not in self._owned[0]}
 
     @property
     def exchanged_bytes(self) -> int:
@@ -92,7 +88,7 @@ class ShardedStep(ReplicatedStep):
             if not any(g is not None for g in mine["gradients"]):
                 names = [self._trained[place].path for place in owner.own]
                 raise ValueError(
-                    f"shard_optimizer=True: of the weights that replica {owner.replica} would own, {names}, none has a "
+                    f"shard_optimizer: of the weights that replica {owner.replica} would own, {names}, none has a "
                     "gradient. Pass shard_optimizer=False, or switch their `trainable` off."
                 )
             traced += [owner.measure(mine), owner.finish(mine, squares, own["state"], own["seen"])]

@@ -51,7 +51,6 @@ class Step(abc.ABC):
     cycle: TrainStep
     running: RunningState  # logs and counts that go on from step to step
     sharing: int = 1  # how many of this process's replicas share the memory of one device
-    fullest: int = 0  # the local replica that holds the most
     guard: MemoryGuard | None = None  # checks the memory of each program before its first run
 
     @property
@@ -61,7 +60,7 @@ class Step(abc.ABC):
 
     @property
     def elsewhere(self) -> Collection[int]:
-        """The ids of the optimizer's variables that the fullest replica does not hold."""
+        """The ids of the optimizer's variables that the first replica, which holds the most, does not."""
         return ()
 
     @property

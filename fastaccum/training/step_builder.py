@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum.adapters import jit_choice, own_loss, remat, slots
-from fastaccum.adapters.attributes import Nest, replaced
+from fastaccum.adapters.attributes import Nest, raw, replaced
 from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
@@ -46,6 +46,7 @@ class StepBuilder:
         # What the model's own loss computes otherwise if an update is split otherwise, by name.
         self.split_sensitive: list[str] = []
         self._moving: list[str] = []
+        self._slots: list[int] = []  # the identities of the variables that hold them
         self._recomputed: list[Interceptor] = []
 
     @graph_scoped_gradients()
@@ -67,11 +68,17 @@ class StepBuilder:
             with replicas.on_first_replica(self.recipe.replicas):
                 self.split_sensitive = probe(step.objective, sample)
             self._recomputed = remat.installed(self._model.model)
+            self._slots = self._places_of_slots()
             self.step, self.sample = step, sample  # last: a step that is refused may be built again with other options
         if self._recomputed != (now := remat.installed(self._model.model)):
             self._recomputed = now
             self.step.retrace()
         self.require_same_weights()
+        if self._slots != self._places_of_slots():
+            raise ValueError(
+                "The optimizer's slots have moved since this Trainer was built: another Trainer shares them out in "
+                "another way (shard_optimizer). Make a new Trainer, with this optimizer, to train on."
+            )
         if not self._model.takes_targets_apart:
             # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
             self.recipe.losses.require_targets(self._outputs, sample.y)
@@ -102,8 +109,17 @@ class StepBuilder:
         parts = model, self._outputs, losses, metrics, recipe.optimizer, options
         if recipe.replicas is None:
             return ModelStep(*parts)
-        kind = ShardedStep if self._shards(options) else ReplicatedStep
-        return kind(recipe.replicas, *parts)
+        if self._shards(options):
+            try:
+                return ShardedStep(recipe.replicas, *parts)
+            except ValueError:
+                if options.shard_optimizer is True:
+                    raise
+        return ReplicatedStep(recipe.replicas, *parts)
+
+    def _places_of_slots(self) -> list[int]:
+        variables = [] if self.recipe.replicas is None else self.recipe.optimizer.optimizer.variables
+        return [id(raw(v)) for v in variables if len(v.shape)]
 
     def _shards(self, options: Options) -> bool:
         """Decides if replicas share the optimizer's slots out."""
@@ -115,8 +131,11 @@ class StepBuilder:
         impossible = own.workers > 1 or len(trained) < own.count or slots.indivisible(optimizer)
         if impossible or not tight(slots.MOST_PER_WEIGHT):
             return False
-        with replicas.outside_scope():
-            return tight(slots.slots_per_weight(optimizer))
+        try:
+            with replicas.outside_scope():
+                return tight(slots.slots_per_weight(optimizer))
+        except Exception:  # of a class of the user's own, which cannot be made again
+            return False
 
     def _is_faster_compiled(self, x: Nest) -> bool:
         """Decides what `jit_compile="auto"` is for the model."""

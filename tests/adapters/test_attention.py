@@ -322,6 +322,38 @@ def test_dropout_takes_the_layers_own_seeds_and_is_resumed(tmp_path):
     np.testing.assert_allclose(loss, model.evaluate(x, y, batch_size=8, verbose=0), rtol=1e-6)  # nothing is dropped
 
 
+class Sharpened(keras.layers.MultiHeadAttention):
+    """Attention with a scale of its own, as muP has it."""
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        super().build(query_shape, value_shape, key_shape)
+        self._inverse_sqrt_key_dim = 2.0
+
+
+class Squared(keras.layers.MultiHeadAttention):
+    """Attention with weights of its own."""
+
+    def _masked_softmax(self, attention_scores, attention_mask=None):
+        return super()._masked_softmax(attention_scores, attention_mask) ** 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"), [(Sharpened, "fused: blockwise"), (Squared, "unfused: a formula of the layer's own")]
+)
+def test_what_a_subclass_computes_otherwise_is_computed(monkeypatch, kind, choice):
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    monkeypatch.setattr(adapter, "_SHORT_ON_CPU", 0)
+    x, y = padded()
+    found = []
+    for flash_attention in ("auto", False):
+        model = stock(DROPPING(kind))
+        trainer = fa.Trainer(model, "sgd", LOSS, flash_attention=flash_attention, jit_compile=False)
+        found.append(trainer.evaluate(x, y, batch_size=4, verbose=0))
+        if flash_attention == "auto":
+            assert [*trainer._builder.step.objective.attention.choices.values()] == [choice] * 2
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
 @pytest.mark.parametrize("times", [24, pytest.param(528, marks=pytest.mark.variant)])
 def test_on_a_cpu_dropout_of_few_tokens_is_left_to_the_layer(monkeypatch, times):
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)

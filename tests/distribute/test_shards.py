@@ -63,7 +63,7 @@ def test_lines_hold_every_number_once(monkeypatch):
     monkeypatch.setattr(deal, "ROUND", 48)
     tensors = [tf.range(13.0), None, tf.reshape(tf.range(6.0), [2, 3]) + 20.0, tf.constant(31.0), tf.range(4.0) + 40.0]
     owned = deal.deal([13, 5, 6, 1, 4], 3)
-    assert owned == [[0], [2, 3], [1, 4]]
+    assert owned == [[0], [1, 4], [2, 3]]
     segment, rounds = deal.segments(owned, tensors)
     assert (segment, rounds) == (4, 4)
     for own in owned:

@@ -238,28 +238,54 @@ def check_a_saved_model_has_all_slots():
     assert max(np.abs(v.numpy()).max() for v in trainer.optimizer.variables[2:]) > 0
 
 
+class Together(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+
+
+class Decays(keras.optimizers.SGD):
+    def _apply_weight_decay(self, variables):
+        super()._apply_weight_decay(variables)
+
+
+class Draws(keras.optimizers.SGD):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.generator = keras.random.SeedGenerator(1)
+
+
+class Counts(keras.optimizers.SGD):
+    def build(self, variables):
+        super().build(variables)
+        self.largest = self.add_variable(shape=(), name="largest")
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        self.assign(self.largest, tf.maximum(self.largest, tf.reduce_max(gradient)))
+
+
+class CountsInAList(Counts):
+    def build(self, variables):
+        super().build(variables)
+        self.counts = [self.add_variable(shape=(), name=f"count_{i}") for i in range(len(variables))]
+
+
+class NeedsMore(keras.optimizers.AdamW):
+    def __init__(self, factor, **options):
+        super().__init__(factor, **options)
+
+
 def check_refused():
     """What cannot be shared exactly, by name, before a weight moves."""
-
-    class Together(keras.optimizers.SGD):
-        def apply(self, grads, trainable_variables=None):
-            super().apply(grads, trainable_variables)
-
-    class Counts(keras.optimizers.SGD):
-        def build(self, variables):
-            super().build(variables)
-            self.largest = self.add_variable(shape=(), name="largest")
-
-        def update_step(self, gradient, variable, learning_rate):
-            super().update_step(gradient, variable, learning_rate)
-            self.assign(self.largest, tf.maximum(self.largest, tf.reduce_max(gradient)))
-
     several = keras.optimizers.MultiOptimizer({keras.layers.Dense: keras.optimizers.SGD(0.1)})
     cases = [
         (keras.optimizers.Adam(0.1, global_clipnorm=1.0), "global_clipnorm=1.0: make it without, and pass Trainer"),
         (several, "has several optimizers"),
         (Together(0.1), "Together overrides apply"),
+        (Decays(0.1), "Decays overrides _apply_weight_decay"),
+        (Draws(0.1), "Draws has a SeedGenerator"),
         (Counts(0.1), "Counts holds 'counts"),
+        (CountsInAList(0.1, momentum=0.9), "CountsInAList holds 'counts"),
     ]
     for optimizer, words in cases:
         model = replicated(deep)
@@ -284,6 +310,8 @@ def check_auto_shares_where_all_slots_would_not_fit():
         (5.1, keras.optimizers.AdamW(), False),
         (4.9, keras.optimizers.SGD(), False),
         (4.9, keras.optimizers.AdamW(global_clipnorm=1.0), False),
+        (4.9, NeedsMore(0.1), False),  # cannot be made again
+        (2.1, Counts(0.1, momentum=0.9), False),  # cannot be shared out
     ]
     for limit, optimizer, shares in cases:
         os.environ["FASTACCUM_MEMORY_LIMIT"] = str(int(limit * weights))
@@ -329,6 +357,36 @@ def check_another_trainer_takes_slots_over_with_shares_or_without():
     for shares in ((False, True), (True, False)):
         for ours, theirs in zip(train(*shares), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * (on_replicas.COUNT > 2))
+
+
+def check_slots_that_have_moved_are_refused():
+    model, optimizer = replicated(deep), adamw()
+    first, second = (
+        fa.Trainer(model, optimizer, "mse", shard_optimizer=shard, jit_compile=False) for shard in (True, False)
+    )
+    first.fit(X[:8], Y[:8], batch_size=4, verbose=0)
+    model.compile(optimizer, "mse")
+    try:
+        model.fit(X[:8], Y[:8], batch_size=4, verbose=0)
+    except ValueError as error:
+        assert "AdamW are shared out over replicas" in str(error), error
+    else:
+        raise AssertionError("Keras updated slots that are not its own")
+    second.evaluate(X[:8], Y[:8], batch_size=4, verbose=0)
+    assert_refused("slots have moved since this Trainer was built", first)
+    model.compile(optimizer, "mse")
+    model.fit(X[:8], Y[:8], batch_size=4, verbose=0)  # with all slots on each replica
+
+
+def check_the_replica_with_most_is_planned():
+    trainer = fa.Trainer(replicated(deep), adamw(), "mse", shard_optimizer=True)
+    found = trainer.summary(X[:8], Y[:8], batch_size=8, verbose=False)
+    trainer.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    slots = [v for v in trainer._optimizer.variables if v.shape.rank]
+    held = {}
+    for v in slots:
+        held[v.device] = held.get(v.device, 0) + 4 * v.shape.num_elements()
+    assert 0 <= found.memory.by_kind["optimizer slots"] - max(held.values()) < 64, (found.memory.by_kind, held)
 
 
 def assert_refused(words, trainer, **options):
