@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import types
 from typing import Any
 
 LAYERS = {
@@ -35,8 +34,7 @@ def register() -> None:
 def _register(keras: Any) -> None:
     for module, names in LAYERS.items():
         for name in names:
-            stand_in = types.SimpleNamespace(from_config=functools.partial(_make, module, name))
-            keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", stand_in)
+            keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", _StandIn(module, name))
     load = keras.optimizers.Optimizer.load_own_variables
 
     @functools.wraps(load)
@@ -47,8 +45,14 @@ def _register(keras: Any) -> None:
     keras.optimizers.Optimizer.load_own_variables = load_own_variables
 
 
-def _make(module: str, name: str, config: dict[str, object]) -> object:
-    return getattr(importlib.import_module(module), name).from_config(config)
+class _StandIn:
+    """A layer's class that is imported late. Others put it in sets, as KerasHub does."""
+
+    def __init__(self, module: str, name: str):
+        self._module, self._name = module, name
+
+    def from_config(self, config: dict[str, object]) -> object:
+        return getattr(importlib.import_module(self._module), self._name).from_config(config)
 
 
 class _KerasFinder:

@@ -159,3 +159,7 @@ def test_lora_that_keras_has_merged_is_warned_of(tmp_path, how):
     model.layers[0].lora_kernel_a.assign(np.ones((3, 2)))
     assert warned(lambda: trainer.fit(X, Y, verbose=0)) == []
     assert model.layers[0].lora_kernel_b.numpy().any()
+
+
+def test_keras_table_of_saved_layers_can_be_a_set():
+    assert set(keras.saving.get_custom_objects().values())  # which KerasHub makes of it to save a preset
