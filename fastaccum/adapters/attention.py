@@ -49,7 +49,7 @@ class _HubLayer(NamedTuple):
     unsupported: tuple[str, ...] = ()
     dropout: str | None = None
     window: str = ""
-    scale: Callable[[Any], float | None] = lambda layer: layer._inv_norm_factor
+    scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor
 
 
 def _gemma_scale(layer: Any) -> float:

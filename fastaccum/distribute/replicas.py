@@ -95,10 +95,10 @@ def outside_scope() -> Iterator[None]:
 
 
 class _Component:
-    """Stands in for `keras.Variable._value`: reads one local component of a distributed variable, mostly the first."""
+    """Stands in for `keras.Variable._value`: reads one local component of a distributed variable."""
 
     def __init__(self, replicas: Mapping[int, int]):
-        self._replicas = replicas  # by the id of a Keras variable
+        self._replicas = replicas  # by the id of a Keras variable; the first where there is none
 
     def __get__(self, variable: keras.Variable, owner: type | None = None) -> tf.Variable:
         value, replica = vars(variable)["_value"], self._replicas.get(id(variable), 0)

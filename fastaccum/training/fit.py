@@ -180,8 +180,19 @@ class Fit:
         options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)  # what "auto" chose
         describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)
         sensitive = [*model.split_sensitive_layers, *self._builder.split_sensitive]
-        described = model.model, variables, changes.begin(describe), cut, sensitive, model.unsaved_draws
-        return Training(*described, stacks, hooks, step.running.savable, changes.end, recipe.replicas)
+        return Training(
+            model.model,
+            variables,
+            changes.begin(describe),
+            cut,
+            sensitive,
+            model.unsaved_draws,
+            stacks,
+            hooks,
+            step.running.savable,
+            changes.end,
+            recipe.replicas,
+        )
 
 
 def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, float]:

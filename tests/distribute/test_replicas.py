@@ -18,36 +18,9 @@ ON_FOUR = ["tokens_weights_tails_and_clipping"]
 FIRST = ["tokens_weights_tails_and_clipping", "batch_norm", "refused"]
 
 
-@pytest.fixture(scope="module")
-def on_two():
-    return outcomes(2, FIRST)
-
-
-@pytest.fixture(scope="module")
-def others_on_two():
-    return outcomes(2, [name for name in CHECKS if name not in FIRST])
-
-
-@pytest.fixture(scope="module")
-def on_four():
-    return outcomes(4, ON_FOUR)
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_two_replicas(on_two, name):
-    assert on_two[name] is None, on_two[name]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in FIRST])
-def test_other_checks_on_two_replicas(others_on_two, name):
-    assert others_on_two[name] is None, others_on_two[name]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_replicas(on_four, name):
-    assert on_four[name] is None, on_four[name]
+@pytest.mark.parametrize(("count", "names", "name"), on_replicas.cases(CHECKS, FIRST, ON_FOUR))
+def test_replicas(count, names, name):
+    assert (failure := outcomes(count, names)[name]) is None, failure
 
 
 def test_shares_hold_every_row_once():

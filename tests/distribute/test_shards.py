@@ -3,7 +3,7 @@
 import on_shards
 import pytest
 import tensorflow as tf
-from on_replicas import outcomes
+from on_replicas import cases, outcomes
 
 import fastaccum as fa
 from fastaccum.distribute import deal
@@ -27,36 +27,9 @@ ON_FOUR = [
 ]
 
 
-@pytest.fixture(scope="module")
-def on_two():
-    return outcomes(2, FIRST, on_shards.__file__)
-
-
-@pytest.fixture(scope="module")
-def others_on_two():
-    return outcomes(2, [name for name in CHECKS if name not in (*FIRST, RESUMED)], on_shards.__file__)
-
-
-@pytest.fixture(scope="module")
-def on_four():
-    return outcomes(4, ON_FOUR, on_shards.__file__)
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_two_replicas(on_two, name):
-    assert on_two[name] is None, on_two[name]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in (*FIRST, RESUMED)])
-def test_other_checks_on_two_replicas(others_on_two, name):
-    assert others_on_two[name] is None, others_on_two[name]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_replicas(on_four, name):
-    assert on_four[name] is None, on_four[name]
+@pytest.mark.parametrize(("count", "names", "name"), cases(CHECKS, FIRST, ON_FOUR, alone=[RESUMED]))
+def test_shards(count, names, name):
+    assert (failure := outcomes(count, names, on_shards.__file__)[name]) is None, failure
 
 
 def test_lines_hold_every_number_once(monkeypatch):

@@ -18,6 +18,7 @@ import weakref
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import fastaccum as fa
@@ -708,6 +709,18 @@ def check_programs_are_traced_anew():
     np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-5)
 
 
+def cases(checks, first, on_four, alone=()):
+    """Those `first` on two replicas are among README's tests; those `alone` on four are not run on two."""
+    others = [name for name in checks if name not in (*first, *alone)]
+    runs = (2, first, ()), (2, others, pytest.mark.faults), (4, on_four, pytest.mark.faults)
+    return [
+        pytest.param(count, tuple(names), name, marks=marks, id=f"{count}-{name}")
+        for count, names, marks in runs
+        for name in names
+    ]
+
+
+@functools.cache
 def outcomes(count, names, path=__file__):
     """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
     root = pathlib.Path(__file__).parents[2]
