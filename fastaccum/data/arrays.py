@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
+import collections
 import functools
 import itertools
 import math
-import queue
-import threading
-import weakref
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -173,40 +171,15 @@ class ArrayStacks:
 
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
     """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator or the interpreter."""
-    # Written in C, where Queue is written in Python.
-    ready, wanted = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
-
-    def produce():
-        try:
-            while wanted.get():
-                ready.put(next(items))
-        except Exception as error:  # raised where the items are used
-            ready.put(error)
-
-    for _ in range(depth):
-        wanted.put(True)
-    thread = threading.Thread(target=produce, name="fastaccum-data", daemon=True)
-    thread.start()
-    _ahead_of_use[thread] = wanted
+    thread = futures.ThreadPoolExecutor(1, "fastaccum-data")
+    ready = collections.deque(thread.submit(next, items) for _ in range(depth))
     try:
         while True:
-            item = ready.get()
-            if isinstance(item, Exception):
-                raise item
-            wanted.put(True)
+            item = ready.popleft().result()
+            ready.append(thread.submit(next, items))
             yield item
     finally:
-        wanted.put(False)
-
-
-_ahead_of_use = weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]()
-
-
-@atexit.register
-def _end_threads() -> None:  # which would call a TensorFlow that is gone
-    for thread, wanted in list(_ahead_of_use.items()):
-        wanted.put(False)
-        thread.join()
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tuple]:

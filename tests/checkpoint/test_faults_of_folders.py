@@ -514,8 +514,6 @@ def test_two_fits_in_two_threads(run, tmp_path):
 
 
 def ends_with_rows_on_their_way():
-    import atexit
-
     from fastaccum.data import arrays
 
     def rows():
@@ -525,8 +523,8 @@ def ends_with_rows_on_their_way():
 
     ahead = arrays._ahead(rows())
     next(ahead)
-    thread = next(each for each in threading.enumerate() if each.name == "fastaccum-data")
-    atexit._run_exitfuncs()  # as the interpreter's end does
+    thread = next(each for each in threading.enumerate() if each.name.startswith("fastaccum-data"))
+    threading._shutdown()  # as the interpreter's end does
     assert not thread.is_alive()
 
 
