@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from typing import Any
+
+import wrapt
 
 LAYERS = {
     "fastaccum.adapters.head": ("LinearCrossEntropy",),
@@ -25,10 +26,7 @@ SKIPPED = "fastaccum_skipped"  # on an optimizer: whether Keras has skipped its 
 
 def register() -> None:
     """Enters the stand-ins in Keras's table: now if Keras has been imported, otherwise as soon as it is."""
-    if "keras" in sys.modules:
-        _register(sys.modules["keras"])
-    else:
-        sys.meta_path.insert(0, _KerasFinder())
+    wrapt.register_post_import_hook(_register, "keras")
 
 
 def _register(keras: Any) -> None:
@@ -53,23 +51,3 @@ class _StandIn:
 
     def from_config(self, config: dict[str, object]) -> object:
         return getattr(importlib.import_module(self._module), self._name).from_config(config)
-
-
-class _KerasFinder:
-    """Finds Keras as the finders after it do, and adds to its execution that the stand-ins are entered."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "keras":
-            return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _KerasFinder))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: Any) -> None:
-                execute(module)
-                if module.__name__ == "keras":  # one loader may serve several modules
-                    _register(module)
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
