@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 import keras
@@ -33,18 +33,15 @@ def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
 @contextmanager
 def replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     """Sets attributes, given as (object, name, value), and restores them on exit; blocks may be nested."""
-    attributes = list(attributes)
-    before = [(vars(owner), name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in attributes]
-    try:
+    with ExitStack() as undone:
         for owner, name, value in attributes:
-            vars(owner)[name] = value
-        yield
-    finally:
-        for own, name, had, value in before:
-            if had:
-                own[name] = value
+            own = vars(owner)
+            if name in own:
+                undone.callback(own.update, {name: own[name]})
             else:
-                own.pop(name, None)
+                undone.callback(own.pop, name, None)
+            own[name] = value
+        yield
 
 
 def package(thing: object) -> str:

@@ -361,17 +361,12 @@ def _enable(folder: Path) -> bool:
 @contextlib.contextmanager
 def silence_tensorflow() -> Iterator[None]:
     """Silences TensorFlow's log, of which loading an entry makes two harmless lines of error, inside the block."""
-    try:
-        level, set_level = (_library()[name] for name in _LOG_LEVEL)
-    except (OSError, AttributeError):  # another build, whose lines appear
+    with contextlib.ExitStack() as undone:
+        with contextlib.suppress(OSError, AttributeError):  # of another build, whose lines appear
+            level, set_level = (_library()[name] for name in _LOG_LEVEL)
+            undone.callback(set_level, level())
+            set_level(_FATAL)
         yield
-        return
-    before = level()
-    set_level(_FATAL)
-    try:
-        yield
-    finally:
-        set_level(before)
 
 
 def _library() -> ctypes.CDLL:

@@ -33,8 +33,13 @@ class TracedFunction:
 
     def trace(self, *args: object) -> ConcreteFunction:
         """Returns the concrete function for nests of tensors or specs; traces it if need be."""
-        with _interruptible(), _as_graphs(), graph_scoped_gradients(), without_collection(), self._numbered():
-            return self.function.get_concrete_function(*args)
+        with _interruptible(), graph_scoped_gradients(), without_collection(), self._numbered():
+            eagerly = tf.config.functions_run_eagerly()
+            tf.config.run_functions_eagerly(False)  # a trace calls nothing eagerly
+            try:
+                return self.function.get_concrete_function(*args)
+            finally:
+                tf.config.run_functions_eagerly(eagerly)
 
     def retrace(self) -> None:
         """Lets go of what was traced: each kind of call traces and compiles the function anew."""
@@ -44,13 +49,11 @@ class TracedFunction:
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Turns the garbage collector off inside the block: a trace makes many objects that stay."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with contextlib.ExitStack() as undone:
+        if gc.isenabled():
+            undone.callback(gc.enable)
+        gc.disable()
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
@@ -81,17 +84,6 @@ def _interruptible() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
     if interrupts:
         raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _as_graphs() -> Iterator[None]:
-    """Overrides `tf.config.run_functions_eagerly` inside the block: a trace calls nothing eagerly."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(False)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
