@@ -109,11 +109,10 @@ def _mend(addons: ModuleType) -> None:
 
 
 def _inline(module: ModuleType) -> None:
-    """Inlines a module's tf.functions into graphs that call them. Else the gradient of a `tf.tile` takes the shape from
-    a function's results, and XLA, to which a shape is a constant, compiles each step anew.
-    """
+    """Inlines a module's tf.functions into graphs that call them."""
     import tensorflow as tf
 
+    # Else the gradient of a `tf.tile` takes its shape from a function's results, and XLA compiles each step anew.
     function: Any = type(tf.function(lambda: None))
 
     class Inlined(function):

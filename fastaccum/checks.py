@@ -10,18 +10,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from fastaccum.kernels.checks import (  # noqa: F401
-    as_tensor,
-    fraction,
-    in_float32,
-    naming,
-    object_name,
-    one_of,
-    positive,
-    shown,
-    true_or_false,
-    whole_number,
-)
+from fastaccum.kernels.checks import *  # noqa: F403
+from fastaccum.kernels.checks import in_float32, positive, shown
 
 
 def positive_or_none(name: str, value: object) -> float | None:

@@ -82,9 +82,7 @@ def _list_pairs(queries: _Blocks, keys: _Blocks, form: Form) -> np.ndarray:
 def _make_mask(
     queries: _Blocks, keys: _Blocks, form: Form, groups: int, per_group: int
 ) -> Callable[[int | tf.Tensor, int | tf.Tensor], tf.Tensor | None]:
-    """Returns a function of the numbers of two blocks: the mask of the keys that each query sees, bool, to be broadcast
-    to [N, q, k]; None if all are seen.
-    """
+    """Returns a function of two blocks' numbers: which keys each query sees, bool, for [N, q, k]; None if all."""
     segments = form.segments
     if segments is not None:
         query_BTH1 = tf.repeat(segments[0][:, :, None, None], groups * per_group, 2)
@@ -130,9 +128,7 @@ def _make_dropout(form: Form, query: tf.Tensor, groups: int, queries: _Blocks, k
 
 
 def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
-    """Splits [B, T, H, K] into blocks [n, N, q, K], padded with zeros; the heads of a group become rows, head after
-    head.
-    """
+    """Splits [B, T, H, K] into blocks [n, N, q, K], padded with zeros; a group's heads become rows, one by one."""
     batch, _, heads, width = sizes(t)
     per_group = heads // groups
     t = tf.pad(t, [[0, 0], [0, blocks.padding], [0, 0], [0, 0]])

@@ -40,25 +40,16 @@ _LARGEST_MASK = 2**30
 
 
 class Call(NamedTuple):
-    """Call of attention, with all that decides whether cuDNN takes it.
+    """Call of attention, with all that decides whether cuDNN takes it."""
 
-    Attributes:
-        query_shape, key_shape: [B, T, H, K] and [B, S, G, K], None for sizes not known.
-        dtype: of query, key and value.
-        causal: whether query t sees keys up to t alone.
-        packed: whether a query sees keys of its own segment alone.
-    """
-
-    query_shape: tuple[Any, ...]
-    key_shape: tuple[Any, ...]
+    query_shape: tuple[Any, ...]  # [B, T, H, K], None for sizes not known
+    key_shape: tuple[Any, ...]  # [B, S, G, K]
     dtype: tf.DType
     causal: bool
-    packed: bool
+    packed: bool  # a query sees keys of its own segment alone
 
     def example(self) -> Call:
-        """Returns a small call of the same kind: two rows, one or two groups of heads, and of T and S above 512 what a
-        kernel's tiles leave over.
-        """
+        """Returns a small call of the same kind; of T and S above 512 what a kernel's tiles leave over."""
         queries, keys = (size if size <= 512 else 256 + size % 256 for size in (self.query_shape[1], self.key_shape[1]))
         (_, _, heads, width), groups = self.query_shape, min(self.key_shape[2], 2)
         query_shape = (2, queries, groups * (heads // self.key_shape[2]), width)
@@ -87,9 +78,7 @@ class Call(NamedTuple):
 
 
 def is_usable(call: Call) -> bool:
-    """Returns whether cuDNN takes the call on the device in use: tries each kind of call once in a process, with a
-    warning where that fails.
-    """
+    """Returns whether cuDNN takes the call on the device in use: tries each kind once, with a warning if it fails."""
     device = _device()
     return ":GPU:" in device and call.reason_against() is None and _tried(call.example(), device) is None
 

@@ -171,8 +171,9 @@ class FactoredAccumulator:
 def accumulator(
     total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices, steps: int, whole: Callable[[tf.Tensor], tf.Tensor | None]
 ) -> SumAccumulator | FactoredAccumulator:
-    """Chooses a `FactoredAccumulator` where the gradient is a product whose factors over all `steps` are no larger than
-    the accumulator; `whole(t)` returns the tensor of all micro-batches that a factor is a slice of, or None.
+    """Chooses a `FactoredAccumulator` where the factors of a product over all `steps` are no larger than the product.
+
+    `whole(t)` returns the tensor of all micro-batches that a factor is a slice of, or None.
     """
     factors = _factors(gradient)
     if factors is None or steps < FEWEST_STEPS or total.shape.num_elements() < SMALLEST_MATRIX:
@@ -250,10 +251,6 @@ def reduce(
     so that `accumulator * factor`, by which the optimizer's own pass begins, equals `tf.clip_by_global_norm(g,
     clip_norm)`. The denominator is the loss scale times the weight sum, a float32 scalar; 0 gives factor 0. `squared`
     has the `squares` of all accumulators where some are on other devices.
-
-    >>> reduced = reduce([tf.constant([6.0, 8.0])], denominator=tf.constant(2.0), clip_norm=1.0)
-    >>> float(reduced.norm), bool(reduced.finite), round(float(reduced.factor), 6)
-    (5.0, True, 0.1)
     """
     norm = tf.sqrt(tf.add_n(squares(accumulators, denominator) if squared is None else squared))
     factor = tf.math.reciprocal_no_nan(denominator)

@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_926,
-    "app": 671,
+    "adapters": 4_861,
+    "app": 668,
     "checkpoint": 1_073,
-    "data": 1_436,
+    "data": 1_409,
     "distribute": 1_284,
-    "kernels": 3_985,
-    "memory": 1_324,
-    "step": 2_832,
-    "training": 813,
-    "": 1_187,  # the modules directly in fastaccum
+    "kernels": 3_967,
+    "memory": 1_299,
+    "step": 2_815,
+    "training": 809,
+    "": 1_176,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

@@ -37,19 +37,12 @@ _UNREADABLE = "a mask that cannot be read as causal, a window or padding"
 
 
 class _HubLayer(NamedTuple):
-    """Attributes of a layer that computes `softmax(scale * query @ key) @ value` in `_compute_attention`.
+    """Names of attributes of a layer that computes `softmax(scale * query @ key) @ value` in `_compute_attention`."""
 
-    Attributes:
-        unsupported: names of attributes, each of which adds to the formula what the kernels lack if it is set.
-        dropout: name of the Dropout layer of the weights.
-        window: name of an attribute that turns on a symmetric window of `sliding_window_size`.
-        scale: computes the factor of the scores.
-    """
-
-    unsupported: tuple[str, ...] = ()
-    dropout: str | None = None
-    window: str = ""
-    scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor
+    unsupported: tuple[str, ...] = ()  # each adds to the formula what the kernels lack, if it is set
+    dropout: str | None = None  # the Dropout layer of the weights
+    window: str = ""  # turns on a symmetric window of `sliding_window_size`
+    scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor  # no name: computes the factor of the scores
 
 
 def _gemma_scale(layer: Any) -> float:
@@ -88,18 +81,14 @@ class _NotFused(Exception):
 class FusedAttention:
     """Computes attention by `kernels.attention` where that equals the layer's own formula.
 
-    Args:
-        mode: "auto" to leave small scores, and what the kernels lack, to the layer; True to fuse all scores, and to
-            refuse what the kernels lack.
-
-    Attributes:
-        choices: what computes each call, and why: by the layer's path, or by the name scope of a call without a layer.
+    The mode "auto" leaves small scores, and what the kernels lack, to the layer; True fuses all, or refuses.
     """
 
     def __init__(self, mode: Literal["auto", True]):
         self._mode = mode
         self._layer: keras.layers.Layer | None = None
         self._noted = False
+        # What computes each call, and why: by the layer's path, or by the name scope of a call without a layer.
         self.choices: dict[str, str] = {}
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
@@ -212,13 +201,9 @@ class FusedAttention:
         soft_cap: float | None = None,
         window: int | None = None,
     ) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Computes attention by the kernels, 0 for a query that sees nothing.
+        """Computes attention by the kernels; raises _NotFused if they cannot, exactly, or if it does not pay.
 
-        Returns:
-            The output [B, T, H, K]; and bool [B, T], whether a query sees any key, None if each does.
-
-        Raises:
-            _NotFused: raised if the kernels do not compute this exactly, or if it does not pay.
+        Returns the output, 0 for a query that sees nothing; and bool [B, T], which see a key, None if each does.
         """
         query, key, value = (tf.convert_to_tensor(each) for each in (query, key, value))
         if bias is not None or attn_logits_soft_cap is not None or flash_attention:

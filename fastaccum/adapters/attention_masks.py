@@ -19,18 +19,12 @@ Axes = tuple[str, ...]  # the names of the axes before the last two: "batch", "h
 
 
 class Mask(NamedTuple):
-    """Parts of a mask: a query sees the keys that all parts let it see.
+    """Parts of a mask: a query sees the keys that all parts let it see, and None lets it see all."""
 
-    Attributes:
-        before, after: query t sees keys from t - before to t + after; None for no bound. 0 after it is a causal mask.
-        queries: bool [B or 1, T], false for a query that sees nothing; None if each may see.
-        keys: bool [B or 1, S], false for a key that no query sees; None if each may be seen.
-    """
-
-    before: int | None = None
-    after: int | None = None
-    queries: tf.Tensor | None = None
-    keys: tf.Tensor | None = None
+    before: int | None = None  # query t sees keys from t - before
+    after: int | None = None  # to t + after: a causal mask has 0
+    queries: tf.Tensor | None = None  # bool [B or 1, T], false for a query that sees nothing
+    keys: tf.Tensor | None = None  # bool [B or 1, S], false for a key that no query sees
 
     def both(self, other: Mask) -> Mask:
         """Returns the mask that has the parts of this one and of the other."""
@@ -42,15 +36,9 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = F
     """Takes a symbolic mask apart: true, or a positive integer, where a query sees a key.
 
     A part that depends on no input of the graph is evaluated, such as a causal mask. A part of shape [B, 1, S] or
-    [B, T, 1] is padding, whatever its values. Parts are joined by `&` or `minimum`, and may get axes of size 1.
-
-    Args:
-        mask: bool or integers, to be broadcast to [B, H, queries, keys] as NumPy does.
-        queries, keys: T and S.
-        zero_or_one: whether integers that are cast to booleans are known to be 0 or 1.
-
-    Returns:
-        The parts; None if another part is among them, such as one that differs between heads.
+    [B, T, 1] is padding, whatever its values. Parts are joined by `&` or `minimum`, and may get axes of size 1. The
+    mask is broadcast to [B, H, queries, keys], as by NumPy; `zero_or_one` says that integers which are cast to booleans
+    are no others. Returns None if there is a part of another kind, such as one that differs between heads.
 
     >>> @tf.function
     ... def show(padding):

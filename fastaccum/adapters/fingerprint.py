@@ -231,9 +231,7 @@ def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[
 
 @functools.cache
 def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], frozenset[str]]:
-    """Reads the instructions of code; the attributes and texts that it reads; the globals that it only reads; and the
-    globals and attributes that it sets, as `object.attribute` if a variable other than the first argument holds them.
-    """
+    """Reads code: its instructions; attributes and texts that it reads; globals that it only reads; what it sets."""
     text, names, loaded, stored = [], set[str](), set[str](), set[str]()
     holder = ""
     for each in dis.get_instructions(code):
@@ -245,6 +243,7 @@ def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], fr
         loaded |= {value} if "GLOBAL" in each.opname else set()
         names |= {value} if each.opname == "LOAD_CONST" and isinstance(value, str) else set()
         stored |= {value} if each.opname == "STORE_GLOBAL" else set()
+        # As `object.attribute` if a variable other than the first argument holds it.
         stored |= {f"{holder}.{value}" if holder else value} if each.opname == "STORE_ATTR" else set()
         holder = ""
         if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")):

@@ -29,12 +29,9 @@ class Matched(NamedTuple):
 
 
 class Outputs:
-    """The outputs of a model: the leaves of the nest that it returns, in the order in which its Keras flattens it.
+    """The outputs of a model: the leaves of the nest `y_pred` that it returns, in the order of its Keras's flatten.
 
-    Args:
-        names: the model's own, in that order; empty or too few for a model that names none.
-        y_pred: symbolic outputs, a nest of tensors.
-        loss: as the user passes it: which outputs have one tells what fewer targets than outputs are for.
+    `names` are the model's own, empty or too few where it names none; the outputs with a `loss` get too few targets.
     """
 
     skips_missing_targets = False  # or an output without a target has no loss and no metrics, instead of an error

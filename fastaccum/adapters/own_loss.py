@@ -65,10 +65,7 @@ def require_any(model: Model, called: bool = False) -> None:
 
 
 class OwnLoss:
-    """The `compute_loss` that a model overrides, one scalar for each micro-batch, its rows' mean or sum.
-
-    The compiled loss and `self.losses` are given to it at a scale that makes them exact over all micro-batches.
-    """
+    """The `compute_loss` that a model overrides, given what Keras gives it at a scale that is exact over all rows."""
 
     def __init__(self, model: Model, reduction: Reduction):
         self._model, self.reduction = model, reduction

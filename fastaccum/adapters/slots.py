@@ -87,10 +87,7 @@ def _refusal(optimizer: Optimizer, problem: str) -> str:
 
 
 def pair_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> Iterator[tuple[keras.Variable, int]]:
-    """Yields each slot with its weight's place in `trained`.
-
-    Keras's optimizers keep slots in lists, in the order of the weights that they were built with.
-    """
+    """Yields each slot with its weight's place in `trained`: Keras's optimizers have lists in the weights' order."""
     for part in optimizer.parts:
         places = {part._var_key(v): j for j, v in enumerate(trained)}
         weights = [places.get(part._var_key(v)) for v in part._trainable_variables]

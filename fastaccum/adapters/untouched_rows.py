@@ -35,10 +35,7 @@ def treats_apart(optimizer: keras.optimizers.Optimizer) -> bool:
 def replace_dense_form(
     optimizer: keras.optimizers.Optimizer, looked_up: Mapping[Hashable, tf.Tensor]
 ) -> Iterator[tuple[object, str, Callable]]:
-    """Yields attributes to replace, for the dense form to update tables as the sparse one does.
-
-    `looked_up` has for each table, by its `ref()`, which of its rows were: bool [rows].
-    """
+    """Yields attributes to replace, so that rows stay that were not `looked_up`, bool [rows] by a table's `ref()`."""
     if not looked_up:
         return
     own, (dense, to_others) = optimizer._resource_apply_dense, _find_forms(optimizer)

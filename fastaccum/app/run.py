@@ -102,10 +102,9 @@ def resume(options: argparse.Namespace) -> Run:
 
 
 def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
-    """Makes the folder of a new run, with `config` in its config.json, and returns the path.
+    """Makes the folder of a new run, with config.json: `out`, or the first of default, default-2, ... not there.
 
-    The folder is `out`, or where that is None the first of default, default-2, ... that does not exist. An OSError or
-    ValueError is raised if `out` has files in it, or a run cannot be in it.
+    An OSError or ValueError is raised if `out` has files in it, or a run cannot be in it.
     """
     path = Path(default if out is None else out)
     with checks.naming(f"no run can be in {os.path.abspath(path)!r}"):

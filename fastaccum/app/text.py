@@ -57,10 +57,8 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
 
 
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Splits a list of `bytes` into `(train, held_out)`, uint8 arrays, always in the same way.
-
-    Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th of the joined text.
-    """
+    """Splits contents of files into `(train, held_out)`, uint8 arrays, always in the same way."""
+    # Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th of the joined text.
     held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
     total = sum(map(len, contents))
     if sum(map(len, held_out)) * 100 < total or len(contents) < HELD_OUT_EVERY:

@@ -59,10 +59,7 @@ def needs_shares(
 
 
 def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | None:
-    """Bounds `measure` from above without compiling: sums the results of all operations, as if none were freed.
-
-    Returns None where a graph does not say how large a result is.
-    """
+    """Bounds `measure` from above without compiling, as if no result were freed; None if a size is unknown."""
     total = resident_bytes(step) + step.exchanged_bytes
     for concrete in functions:
         if (computed := _computed(concrete)) is None:
@@ -77,10 +74,7 @@ _ALIASES |= {"BroadcastGradientArgs"}
 
 
 def _computed(concrete: ConcreteFunction) -> int | None:
-    """Sums the bytes of all results in a graph and the functions that it calls; returns None if a shape is unknown.
-
-    An element counts four bytes, or eight where an input is float64.
-    """
+    """Sums the bytes of all results in a graph and the functions that it calls; returns None if a shape is unknown."""
     graph = concrete.graph.as_graph_def(add_shapes=True)
     functions = {function.signature.name: function.node_def for function in graph.library.function}
 
@@ -102,7 +96,7 @@ def _computed(concrete: ConcreteFunction) -> int | None:
     def of_function(name: str) -> float:
         return of_nodes(functions[name])
 
-    wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)
+    wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)  # any element counts 8 bytes
     total = of_nodes(graph.node) * (8 if wide else 4)
     return None if math.isinf(total) else int(total)
 

@@ -33,18 +33,7 @@ class DeviceMemory(NamedTuple):
 def available(device: str | None = None) -> DeviceMemory:
     """Looks up a device's memory: the first GPU's if TensorFlow sees one, else the tightest limit on the host's.
 
-    The environment variable FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all other limits: the
-    process may take so much, whatever else is in use.
-
-    Args:
-        device: "CPU:0", "GPU:1", or None for where programs run.
-
-    Raises:
-        ValueError: raised if FASTACCUM_MEMORY_LIMIT is not a size.
-
-    >>> memory = available("CPU:0")
-    >>> 0 < memory.free <= memory.total
-    True
+    FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all other limits; ValueError if it is no size.
     """
     if text := os.environ.get(LIMIT):
         total = parse_size(text, LIMIT)

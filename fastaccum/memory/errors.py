@@ -80,13 +80,9 @@ def head_advice(memory: StepMemory, outputs: Sequence[Output]) -> list[str]:
 def advice(
     memory: StepMemory, batch_size: tuple[int, int] | None, outputs: Sequence[Output] = (), limit: int = 0
 ) -> list[str]:
-    """Lists changes that save memory, a sentence each, the one that helps most first.
-
-    `batch_size` is one that fits, with its accumulation. Of `limit`, the device's bytes, a large share counts even
-    where it is a small one of the peak.
-    """
+    """Lists changes that save memory, a sentence each, the one that helps most first; `batch_size` is one that fits."""
     kinds, peak = memory.by_kind, memory.peak_bytes
-    much = min(peak, limit or peak) / 4
+    much = min(peak, limit or peak) / 4  # of the device, even where it is a small share of the peak
     found = []
     if batch_size is not None:
         rows, steps = batch_size

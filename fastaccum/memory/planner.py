@@ -107,11 +107,7 @@ class Plan:
 
 
 def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> list[int]:
-    """Returns the divisors of a number that are multiples of another, in rising order, none above `at_most`.
-
-    >>> divisors(24), divisors(24, multiple_of=2, at_most=12)
-    ([1, 2, 3, 4, 6, 8, 12, 24], [2, 4, 6, 8, 12])
-    """
+    """Returns the divisors of a number that are multiples of another, in rising order, none above `at_most`."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     found = sorted({*low, *(number // d for d in low)})
     return [d for d in found if d % multiple_of == 0 and (at_most is None or d <= at_most)]

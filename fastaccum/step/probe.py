@@ -16,8 +16,8 @@ from fastaccum.step.model_objective import ModelObjective, warn_of_mixing
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """Traces one micro-batch like `sample`, a nest of specs, if the model computes losses or metrics itself.
 
-    Returns the names of losses that are no sum or mean over rows, with a warning; raises ValueError for a
-    `compute_loss` whose weights normalise a sum over the batch, or that assigns what no step could restore.
+    Returns the names of losses that are no sum or mean over rows, with a warning; raises ValueError for what is not
+    exact, or cannot be restored.
     """
     for output, operation in objective.losses.mixing.items():
         warn_of_mixing(f"The loss of output {output!r}", operation)

@@ -78,10 +78,6 @@ class Program(TracedFunction):
 
     Called with variables' handles that were looked up once, without TensorFlow's layers of Python. Programs of one
     training share `retraces`.
-
-    >>> double = Program(lambda x: 2.0 * x)
-    >>> float(double(tf.constant(1.0))), float(double(tf.constant(2.0))), double.traces
-    (2.0, 4.0, 1)
     """
 
     # Returns the scope of a concrete function's first run; an error of the scope keeps it from running.

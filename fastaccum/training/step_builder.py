@@ -52,11 +52,7 @@ class StepBuilder:
     @graph_scoped_gradients()
     @without_collection()
     def get_or_build(self, sample: Batch, options: Options) -> Step:
-        """Returns the step, built with the model from the specs of the first micro-batch.
-
-        A ValueError is raised if there is nothing to train or no loss, or if the model, its `trainable` attributes or
-        its targets are no longer those that the step was built for.
-        """
+        """Returns the step, built once from specs of a micro-batch; raises ValueError if the model has changed."""
         self._model.require_inputs(sample.x)
         if self.step is None:
             step = self._build(sample, options)
