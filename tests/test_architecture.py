@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_861,
+    "adapters": 4_854,
     "app": 668,
     "checkpoint": 1_073,
-    "data": 1_409,
+    "data": 1_407,
     "distribute": 1_284,
-    "kernels": 3_967,
+    "kernels": 3_966,
     "memory": 1_299,
-    "step": 2_815,
+    "step": 2_811,
     "training": 809,
     "": 1_176,  # the modules directly in fastaccum
 }

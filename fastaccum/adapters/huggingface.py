@@ -102,8 +102,7 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
         else:
             if getattr(model.config, "tf_legacy_loss", False):
                 raise ValueError(
-                    f"config.tf_legacy_loss=True of {type(model).__name__} selects tokens by a shape that XLA cannot "
-                    "know: set it to False, which computes the same mean."
+                    f"config.tf_legacy_loss=True of {type(model).__name__}: set it to False, the same mean under XLA."
                 )
             terms = [_mean(*each, valid) for each in sums(model.config, given["labels"], given["logits"])]
         seen.extend(terms)

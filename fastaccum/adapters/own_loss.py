@@ -58,9 +58,8 @@ def require_any(model: Model, called: bool = False) -> None:
     adds = model.added_reductions if called else model.may_do_more
     if not (adds or model.overrides("compute_loss") or model.returned_losses):
         raise ValueError(
-            f"loss=None, and {type(model.model).__name__} has no loss of its own: it was not compiled with one, adds "
-            "none (add_loss), and does not override compute_loss. Pass a Keras loss, its name, or a function "
-            "fn(y_true, y_pred) that returns one loss per example."
+            f"loss=None, and {type(model.model).__name__} has no loss of its own, compiled, added or in compute_loss. "
+            "Pass a Keras loss, its name, or a function fn(y_true, y_pred) that returns one loss per example."
         )
 
 

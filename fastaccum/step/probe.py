@@ -43,9 +43,8 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     known = (*objective.state, *objective.model.metric_variables, *objective.running.variables)
     if left := [v.name for v in traces.list_assigned(training.graph, []) if not any(v is each for each in known)]:
         raise ValueError(
-            f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or metrics: no layer has "
-            "them, so that a skipped step could not restore them, nor a checkpoint save them. Make them by "
-            "add_weight(..., trainable=False), or hold a keras.metrics.Metric."
+            f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or metrics, which no step "
+            "could restore. Make them by add_weight(..., trainable=False), or hold a keras.metrics.Metric."
         )
     return mixing if rows else [*mixing, *_require_sums(objective, training)]
 

@@ -99,8 +99,7 @@ class Program(TracedFunction):
         for leaf in leaves:
             if not tf.is_tensor(leaf):
                 raise TypeError(
-                    f"A program takes tensors in plain dicts, lists and tuples, and there is a "
-                    f"{type(leaf).__name__}: {leaf!r:.200}. Make it one of these."
+                    f"A program takes tensors in plain dicts, lists and tuples, not {type(leaf).__name__} {leaf!r:.99}."
                 )
         start = time.perf_counter()
         say = _announcer.get() if self.jit_compile else _say_nothing

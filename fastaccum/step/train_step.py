@@ -166,8 +166,7 @@ class TrainStep:
                 sums = self._loop(stack, prepared, sums)
         if all(gradient is None for gradient in sums.gradients):
             raise ValueError(
-                f"The loss reaches none of the {len(self.variables)} variables: every gradient is None. Compute it "
-                "with TensorFlow ops from the variables passed."
+                f"The loss reaches none of the {len(self.variables)} variables: compute it from these in TensorFlow."
             )
         return sums
 
