@@ -333,7 +333,7 @@ def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int |
         return
     raise ValueError(
         f"loss {_loss_name(loss)!r} returned {returned}. It must return a floating-point tensor, one loss per example "
-        "(or per token): drop a mean over the batch axis, or override compute_loss, which sees a micro-batch at a time."
+        "(or per token): drop a mean over the batch axis; or override the model's compute_loss, of one micro-batch."
     )
 
 
