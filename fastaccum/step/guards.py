@@ -122,7 +122,7 @@ class IndexChecks(tf.Module):
             self.reset()
             if low == NOT_WHOLE:
                 raise ValueError(
-                    f"{what}: a fraction or NaN was seen, and nothing was updated with it. Correct the data."
+                    f"{what}: a value that is no whole number was seen. Nothing was updated with it. Correct the data."
                 )
             room = f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
             raise ValueError(
