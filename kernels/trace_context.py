@@ -35,6 +35,7 @@ class TraceContext:
     accumulators: Accumulators | None = None  # that a kernel may add to in its backward pass
     casts: Casts = NO_CASTS  # half-precision casts of weights, made before the loop over micro-batches
     names: Names | None = None  # collects what `checkpoint_name` names, where somebody asks for it
+    hoists_keys: bool = False  # true where keys of random draws are derived outside the loop that draws
     attention: Callable[..., tf.Tensor] | None = None  # for `keras.ops.dot_product_attention`; None for Keras's formula
 
     @contextlib.contextmanager
