@@ -21,34 +21,21 @@ _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?|while(_\d+)?|.*__inferenc
 
 
 class Buffer(NamedTuple):
-    """A part of a device's memory.
-
-    Attributes:
-        bytes: its size.
-        kind: what it holds.
-        layer: the path of its layer, "" where it has none.
-        operation: TensorFlow's name of the operation that computes it, or the name of a variable.
-        shape: its shape, of a variable or tensor that has one.
-    """
+    """A part of a device's memory."""
 
     bytes: int
     kind: Kind
-    layer: str
-    operation: str
-    shape: tuple[int, ...] = ()
+    layer: str  # its path, "" where there is none
+    operation: str  # TensorFlow's name of the operation that computes it, or the name of a variable
+    shape: tuple[int, ...] = ()  # of a variable or tensor that has one
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """The memory of a train step at its peak, on one device.
+    """The memory of a train step at its peak, on one device."""
 
-    Attributes:
-        analysis: XLA's memory plan of the program, or of the largest of several.
-        buffers: all buffers alive at the peak.
-    """
-
-    analysis: MemoryAnalysis
-    buffers: tuple[Buffer, ...]
+    analysis: MemoryAnalysis  # XLA's memory plan of the program, or of the largest of several
+    buffers: tuple[Buffer, ...]  # alive at the peak
 
     @property
     def by_kind(self) -> dict[Kind, int]:

@@ -34,23 +34,14 @@ SHARE = 0.95  # of a device's memory, planned to be filled where no limit is giv
 
 
 class Considered(NamedTuple):
-    """A micro-batch that was compiled for a plan.
+    """A micro-batch that was compiled for a plan."""
 
-    Attributes:
-        batch_size: its rows, on all replicas together.
-        accumulation_steps: micro-batches that make the global batch.
-        recompute: the policy of `fastaccum.remat`; None for the model as it is.
-        peak_bytes: the most that each device would hold.
-        fits: whether the peak is within the limit.
-        flops: floating point operations of a train step's matrix products and convolutions.
-    """
-
-    batch_size: int
-    accumulation_steps: int
-    recompute: Policy
-    peak_bytes: int
-    fits: bool
-    flops: int = 0
+    batch_size: int  # rows, on all replicas together
+    accumulation_steps: int  # micro-batches that make the global batch
+    recompute: Policy  # of `fastaccum.remat`; None for the model as it is
+    peak_bytes: int  # the most that each device would hold
+    fits: bool  # whether the peak is within the limit
+    flops: int = 0  # floating point operations of a train step's matrix products and convolutions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +107,8 @@ def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> l
 def largest_that_fits(peak: Callable[[int], float], candidates: Sequence[int], limit: float) -> int | None:
     """Bisects rising `candidates` for the largest whose peak is at most `limit`; returns None where none fits.
 
-    `peak` returns the bytes for a number of rows, and must not fall as the rows grow. It is called, once each, for the
-    candidate that is returned and for the next larger one, and for `log2(len(candidates) + 1)` candidates at most.
-
-    >>> largest_that_fits(lambda rows: 100 + 10 * rows, divisors(64), limit=300)
-    16
+    `peak`, which must not fall as the rows grow, is called, once each, for the candidate that is returned and for the
+    next larger one, and for `log2(len(candidates) + 1)` candidates at most.
     """
     fitting = bisect_right(candidates, limit, key=peak)
     return candidates[fitting - 1] if fitting else None

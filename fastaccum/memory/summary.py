@@ -23,17 +23,11 @@ LARGEST = 3  # buffers that the table names
 
 
 class Compiled(NamedTuple):
-    """A program that has run.
+    """A program that has run."""
 
-    Attributes:
-        name: "train step", "train steps of a dispatch" or "evaluation".
-        shapes: of the program's inputs.
-        seconds: time of its first call, which traces, compiles and runs it.
-    """
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    seconds: float
+    name: str  # "train step", "train steps of a dispatch" or "evaluation"
+    shapes: tuple[tuple[int, ...], ...]  # of the program's inputs
+    seconds: float  # time of its first call, which traces, compiles and runs it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,20 +28,12 @@ Stage = Literal[
 
 
 class MemoryAnalysis(NamedTuple):
-    """Bytes of a compiled program, from XLA's buffer assignment; the names are those of JAX.
+    """Bytes of a compiled program, from XLA's buffer assignment; the names are those of JAX."""
 
-    Attributes:
-        argument_bytes: inputs: the stack, the variables and the optimizer's slots.
-        output_bytes: outputs, updated variables included.
-        alias_bytes: the part of the outputs that lives in the inputs' own buffers.
-        temp_bytes: everything in between: activations, accumulators, workspaces.
-        peak_bytes: argument + output - alias + temp.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
+    argument_bytes: int  # inputs: the stack, the variables and the optimizer's slots
+    output_bytes: int  # updated variables included
+    alias_bytes: int  # the part of the outputs that lives in the inputs' own buffers
+    temp_bytes: int  # everything in between: activations, accumulators, workspaces
 
     @property
     def peak_bytes(self) -> int:
