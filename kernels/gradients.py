@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -95,14 +93,6 @@ class AddedAccumulator(SumAccumulator):
 
     def add(self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
         return [_added(terms[0], terms[1:])]
-
-
-@contextlib.contextmanager
-def suppress_densify_warning() -> Iterator[None]:
-    """Silences TensorFlow's warning of `IndexedSlices` made dense: accumulators take such tables apart again."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
-        yield
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:

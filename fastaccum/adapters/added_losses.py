@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -38,14 +39,11 @@ def get_reduction(added_loss: tf.Tensor) -> str:
 
 def mark_regularizers(layers: list[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, str, Callable]]:
     """Returns attributes to replace, (layer, name, value), by which `reduction` knows the sums of regularisers."""
-    regularised = [] if _DIVIDES_BY_ROWS else [each for each in layers if each.activity_regularizer is not None]
-    return [(each, "activity_regularizer", _marked(each.activity_regularizer)) for each in regularised]
 
-
-def _marked(regularizer: Callable) -> Callable:
-    def marked(output):
+    def marked(regularizer, output):
         loss = regularizer(output)
         loss.sums_rows = True
         return loss
 
-    return marked
+    own = [] if _DIVIDES_BY_ROWS else [(each, each.activity_regularizer) for each in layers]
+    return [(each, "activity_regularizer", functools.partial(marked, of)) for each, of in own if of is not None]

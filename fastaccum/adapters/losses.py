@@ -77,7 +77,7 @@ class Losses:
                 "take over micro-batches. Call a Keras loss in compute_loss, and compile with none; or write the step "
                 "with fastaccum.TrainStep, whose loss function returns (model.compute_loss(...) * rows, rows)."
             )
-        several = outputs.takes_lists
+        several = outputs.takes_lists and len(outputs.names) > 1
         weights = outputs.match(self._loss_weights, "loss_weights", True, several)
         for i, of_output in outputs.placed(self._loss, "loss", True, several).items():
             name, target = outputs.names[i], targets[i]

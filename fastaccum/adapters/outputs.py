@@ -35,6 +35,8 @@ class Outputs:
     """
 
     skips_missing_targets = False  # or an output without a target has no loss and no metrics, instead of an error
+    takes_lists = True  # of losses for one of several outputs: for a single one Keras takes the first
+    _keep_order: tuple[type, ...] = (OrderedDict,)  # whose keys are flattened as they come, others' sorted
 
     def __init__(self, names: Sequence[str], y_pred: Nest, loss: LossArgument = None):
         self._paths: list[Path] = []
@@ -52,14 +54,11 @@ class Outputs:
         parts = [(*p[:-1], _key(p, name)) for name, p in zip(names, self._paths, strict=True)]
         return list(names), ["/".join(map(str, each)) for each in parts]
 
-    def _sort(self, nest: Mapping[str, Nest]) -> list[str]:
-        """Returns the keys of a dict of outputs in the order in which they are flattened."""
-        return list(nest) if isinstance(nest, OrderedDict) else sorted(nest)
-
     def _positions(self, nest: Nest, path: Path = ()) -> Positions:
         """Returns the nest with the positions of its leaves, and notes their paths in order."""
         if isinstance(nest, Mapping):
-            found = {key: self._positions(nest[key], (*path, key)) for key in self._sort(nest)}
+            keys = nest if isinstance(nest, self._keep_order) else sorted(nest)
+            found = {key: self._positions(nest[key], (*path, key)) for key in keys}
             return {key: found[key] for key in nest}
         if isinstance(nest, (list, tuple)):
             return tuple(self._positions(each, (*path, i)) for i, each in enumerate(nest))
@@ -135,11 +134,6 @@ class Outputs:
         placed = self.match(metrics, "metrics", repeat=may_be_one, several=True)
         return [tf.nest.flatten([] if each is None else each) for each in placed]
 
-    @property
-    def takes_lists(self) -> bool:
-        """True if one output may have a list of losses: for a single one Keras takes the first."""
-        return len(self.names) > 1
-
     def logs_each_loss(self, losses: int) -> bool:
         """Tells if each of so many losses is logged beside their sum."""
         return losses > 1
@@ -159,14 +153,12 @@ class TFKerasOutputs(Outputs):
 
     skips_missing_targets = True
     takes_lists = False
+    _keep_order = ()
 
     def _name(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
         if len(names) != len(self._paths):
             names = [_number(path) for path in self._paths]
         return list(names), list(names)
-
-    def _sort(self, nest: Mapping[str, Nest]) -> list[str]:
-        return sorted(nest)
 
     def placed(self, value: Any, what: str, repeat: bool = False, several: bool = False) -> dict[int, Any]:
         return dict(sorted(super().placed(value, what, repeat, several).items()))

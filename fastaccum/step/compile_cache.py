@@ -125,20 +125,16 @@ class CompileCache:
             self._prune()
 
     def _prune(self) -> None:
-        sized = []
-        for path in self.folder.glob("tensorflow-*/*"):
-            with contextlib.suppress(OSError):
-                status = path.lstat()
-                if path.suffix != _SEAL and not stat.S_ISDIR(status.st_mode):
-                    sized.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in sized)
-        for _, size, path in sorted(sized):
-            if total <= LIMIT:
-                break
-            for each in (path.with_name(path.name + _SEAL), path):
-                with contextlib.suppress(OSError):
-                    each.unlink()
-            total -= size
+        with contextlib.suppress(OSError):  # of what another process has removed since: the next one goes on
+            found = [path for path in self.folder.glob("tensorflow-*/*") if path.suffix != _SEAL and path.is_file()]
+            entries = sorted((status.st_mtime, status.st_size, path) for path in found if (status := path.lstat()))
+            total = sum(size for _, size, _ in entries)
+            for _, size, path in entries:
+                if total <= LIMIT:
+                    break
+                path.with_name(path.name + _SEAL).unlink(missing_ok=True)
+                path.unlink()
+                total -= size
 
 
 class _Process:

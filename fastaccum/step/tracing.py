@@ -75,15 +75,11 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, note)
     try:
         yield
-    except Exception as error:
-        if interrupts:
-            raise KeyboardInterrupt from error
-        raise
     finally:
         if signal.getsignal(signal.SIGINT) is note:
             signal.signal(signal.SIGINT, before)
-    if interrupts:
-        raise KeyboardInterrupt
+        if interrupts:
+            raise KeyboardInterrupt
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:

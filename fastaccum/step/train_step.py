@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -237,7 +238,8 @@ class TrainStep:
                 loss, weight = _scalars(self.objective.sums(micro_batch, prepared))
                 scaled = loss * tf.cast(scale, loss.dtype)
         offered.close()
-        with tf.name_scope("backward"), gradients.suppress_densify_warning():
+        with tf.name_scope("backward"), warnings.catch_warnings():  # accumulators take a table of slices apart again
+            warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
             return loss, weight, tape.gradient(scaled, self.variables)
 
     def squares(self, sums: Accumulated, own: Collection[int]) -> tf.Tensor:
