@@ -56,6 +56,9 @@ class ContextLimit(keras.layers.Layer):
             raise ValueError(f"{time} positions do not fit context={self.context}: cut the ids, or use a larger one.")
         return ids_BT
 
+    def compute_output_shape(self, ids_shape: Shape) -> Shape:
+        return ids_shape
+
     def get_config(self) -> dict[str, object]:
         return {**super().get_config(), "context": self.context}
 

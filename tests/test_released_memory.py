@@ -39,7 +39,7 @@ def assert_let_go(train):
 
 def held(trainer):
     """What a trainer holds, in a list that does not."""
-    programs = [each for each in vars(trainer._step).values() if hasattr(each, "traces")]
+    programs = [each for each in vars(trainer._step).values() if hasattr(each, "trace")]
     return [trainer, trainer._step, *programs, trainer.model, *[v.value for v in trainer.model.variables]]
 
 

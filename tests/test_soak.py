@@ -42,7 +42,7 @@ def counts(trainer):
     """What must not grow from one epoch to the next."""
     objects = gc.get_objects()
     return {
-        "traces": sum(p.traces for p in (trainer._step.compiled_execute, trainer._step.compiled_evaluate)),
+        "traces": sum(p.function.experimental_get_tracing_count() for p in trainer._step.programs.values()),
         "programs": len(trainer._step.compiled_execute._calls) + len(trainer._step.compiled_evaluate._calls),
         "graphs": sum(isinstance(each, tf.Graph) for each in objects),
         "functions": sum(isinstance(each, types.FunctionType) for each in objects),

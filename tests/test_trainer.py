@@ -62,7 +62,7 @@ def updates(trainer):
 
 
 def traces(trainer):
-    return trainer._step.compiled_execute.traces
+    return trainer._step.compiled_execute.function.experimental_get_tracing_count()
 
 
 def trainer_of(K, **options):

@@ -39,14 +39,6 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = F
     [B, T, 1] is padding, whatever its values. Parts are joined by `&` or `minimum`, and may get axes of size 1. The
     mask is broadcast to [B, H, queries, keys], as by NumPy; `zero_or_one` says that integers which are cast to booleans
     are no others. Returns None if there is a part of another kind, such as one that differs between heads.
-
-    >>> @tf.function
-    ... def show(padding):
-    ...     positions = tf.range(4)
-    ...     mask = read_mask((positions[:, None] >= positions) & padding[:, None, None], 4, 4)
-    ...     print(mask.after, mask.queries, mask.keys.shape)
-    >>> _ = show.get_concrete_function(tf.TensorSpec([2, 4], tf.bool))
-    0 None (2, 4)
     """
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):

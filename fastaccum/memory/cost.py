@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from fastaccum.memory.buffers import HloProto
 
 
@@ -92,12 +94,9 @@ def _meetings(window: HloProto, length: int, outputs: int) -> int:
     """Counts the pairs of an output and a weight that meet at an input, along one axis."""
     dilated = window.base_dilation or 1
     length = (length - 1) * dilated + 1
-    places = (
-        output * (window.stride or 1) + weight * (window.window_dilation or 1) - window.padding_low
-        for output in range(outputs)
-        for weight in range(window.size)
-    )
-    return sum(0 <= place < length and place % dilated == 0 for place in places)
+    outputs_1, weights = np.arange(outputs)[:, np.newaxis], np.arange(window.size)
+    places = outputs_1 * (window.stride or 1) + weights * (window.window_dilation or 1) - window.padding_low
+    return int(np.sum((places >= 0) & (places < length) & (places % dilated == 0)))
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

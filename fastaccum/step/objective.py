@@ -70,13 +70,10 @@ class LossFunction(Objective):
 
 def listed(name: str, values: Iterable[Variable]) -> list[Variable]:
     """Returns the values as a list; raises TypeError for what is no list."""
-    try:
-        if not isinstance(values, (str, bytes, Mapping)):
+    if not isinstance(values, (str, bytes, Mapping)):
+        with contextlib.suppress(Exception):  # of whatever was passed
             return list(values)
-        cause = None
-    except Exception as error:
-        cause = error
-    raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.") from cause
+    raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.")
 
 
 def tf_variables(name: str, variables: Iterable[Variable]) -> list[tf.Variable]:

@@ -131,11 +131,6 @@ class Program(TracedFunction):
         super().retrace()
         self._calls = {}
 
-    @property
-    def traces(self) -> int:
-        """The number of traces, since `retrace` if that was called."""
-        return self.function.experimental_get_tracing_count()
-
 
 def make_programs(functions: Iterable[Callable[..., object]], jit_compile: bool) -> list[Program]:
     """Makes the programs of one training, which warn once of too many shapes."""

@@ -44,7 +44,7 @@ def test_a_call_is_that_of_the_function(nest, jit_compile):
         assert list(returned) == list(expected), "keys come in another order"
         assert optree.tree_structure(returned) == optree.tree_structure(expected)
         assert optree.tree_map(float, returned) == optree.tree_map(float, expected)
-    assert program.traces == 1
+    assert program.function.experimental_get_tracing_count() == 1
 
 
 def test_the_order_of_an_ordered_dict_is_told_apart():
@@ -151,7 +151,7 @@ def test_one_warning_for_a_hundred_shapes():
         for stack in lengths(*range(1, 101)):
             first(stack)
             second(stack)
-    assert len(warned) == 1 and first.traces == 100
+    assert len(warned) == 1 and first.function.experimental_get_tracing_count() == 100
 
 
 def half_and_y(stack):
