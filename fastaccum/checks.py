@@ -35,8 +35,7 @@ def require_nest(name: str, nest: object) -> None:
         tf.nest.map_structure(lambda leaf: leaf, nest)
     except Exception as error:
         raise TypeError(
-            f"{name} is a {type(nest).__name__} that cannot be taken apart ({error}): pass lists, tuples and dicts by "
-            "name, of arrays where data is meant."
+            f"{name} is a {type(nest).__name__} that cannot be taken apart ({error}): pass lists, tuples and dicts."
         ) from error
 
 

@@ -79,10 +79,10 @@ class _AttentionLayer(keras.layers.Layer):
 
     def __init__(
         self,
-        heads: int,
-        key_value_heads: int | None = None,
-        rotary: bool = True,
-        residual_scale: float = 1.0,
+        heads: int,  # of queries; must divide the width
+        key_value_heads: int | None = None,  # fewer for grouped-query attention; by default `heads`
+        rotary: bool = True,  # turn queries and keys by their position (RoPE, Su et al. 2021; halves paired)
+        residual_scale: float = 1.0,  # factor on the spread of the output projection's initial values
         **kwargs: object,
     ):
         super().__init__(**kwargs)
@@ -104,12 +104,6 @@ class CausalSelfAttention(_AttentionLayer):
     """Multi-head causal self-attention: `[B, T, D] -> [B, T, D]`, by `fastaccum.kernels.attention`.
 
     Queries, keys and values come from one fused projection.
-
-    Args:
-        heads: heads of queries; must divide the width.
-        key_value_heads: heads of keys and values, fewer for grouped-query attention; by default `heads`.
-        rotary: turn queries and keys by their position (RoPE, Su et al. 2021; halves paired).
-        residual_scale: factor on the spread of the output projection's initial values.
     """
 
     def build(self, x_shape: Shape) -> None:
@@ -137,7 +131,7 @@ class CausalSelfAttention(_AttentionLayer):
 class TransformerBlock(_AttentionLayer):
     """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T, D]`.
 
-    The MLP is `gelu(x W_1) W_2`, four times as wide inside. Arguments are those of `CausalSelfAttention`.
+    The MLP is `gelu(x W_1) W_2`, four times as wide inside.
     """
 
     def build(self, x_shape: Shape) -> None:

@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_836,
+    "adapters": 4_828,
     "app": 668,
     "checkpoint": 1_073,
-    "data": 1_407,
+    "data": 1_405,
     "distribute": 1_284,
     "kernels": 3_937,
     "memory": 1_267,
     "step": 2_789,
     "training": 809,
-    "": 1_176,  # the modules directly in fastaccum
+    "": 1_169,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

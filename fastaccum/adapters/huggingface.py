@@ -120,8 +120,7 @@ def make_terms(
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} returned no loss: give it its labels, {list_label_names(model)}, as y or among "
-            "the inputs, or pass a loss to the Trainer."
+            f"{type(model).__name__} returned no loss: pass its labels, {list_label_names(model)}, or a loss."
         )
     if loss is seen.returned:
         return list(seen)

@@ -48,10 +48,7 @@ class Output(NamedTuple):
 
 
 class Losses:
-    """The losses of a model's outputs, `loss` and `loss_weights` as `Trainer` takes them.
-
-    The objective over a full batch is Keras's, `sum_o weight_o * loss_sum_o / weight_sum_o`.
-    """
+    """The losses of a model's outputs, `loss` and `loss_weights` as `Trainer` takes them."""
 
     def __init__(self, loss: Any, loss_weights: Any = None):
         for each in tf.nest.flatten(loss):

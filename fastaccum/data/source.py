@@ -52,8 +52,7 @@ def make_data_source(
         raise ValueError(f"{what} ({type(x).__name__}) yields y and sample_weight itself: leave them out.")
     if isinstance(x, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
         raise TypeError(
-            f"{what} is a {type(x).__name__}: pass the tf.data.Dataset itself, which a Trainer distributes if the "
-            "model was made under a strategy."
+            f"{what} is a {type(x).__name__}: pass the tf.data.Dataset itself, which a Trainer distributes."
         )
     if preprocess is not None:
         x = x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
@@ -123,8 +122,7 @@ def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, s
     if not sparse_labels and y.shape.rank > 1:
         if y.shape[-1] not in (None, 1) and max(class_weight) >= y.shape[-1]:
             raise ValueError(
-                f"class_weight={class_weight} names class {max(class_weight)}, but y has {y.shape[-1]} classes, "
-                f"from 0 to {y.shape[-1] - 1}."
+                f"class_weight={class_weight} names class {max(class_weight)}, but y has {y.shape[-1]} classes."
             )
         labels = tf.argmax(y, -1) if y.shape[-1] != 1 else tf.squeeze(y, -1)
     classes = tf.constant(list(class_weight), tf.int64)
