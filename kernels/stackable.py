@@ -63,8 +63,7 @@ def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
     for i, settings in enumerate(others, start=1):
         if settings != first:
             raise ValueError(
-                f"Layer {i} is configured as {settings}, but the first as {first}: one body stands for all, so that "
-                "only names, weights and seeds may differ."
+                f"Layer {i} is {settings}, but the first {first}: only names, weights and seeds may differ."
             )
 
 

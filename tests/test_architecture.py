@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_828,
-    "app": 668,
+    "adapters": 4_830,
+    "app": 667,
     "checkpoint": 1_073,
     "data": 1_405,
     "distribute": 1_284,
-    "kernels": 3_937,
+    "kernels": 3_936,
     "memory": 1_267,
-    "step": 2_789,
-    "training": 809,
+    "step": 2_788,
+    "training": 808,
     "": 1_169,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.

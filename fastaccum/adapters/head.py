@@ -56,8 +56,11 @@ class LinearCrossEntropy(keras.losses.Loss):
             maybe a `bias` [V]; they may be properties, as in a head tied to an embedding. None for the layer with the
             output's name, or else the last Dense layer.
         ignore_index: the label of tokens that count neither in the sum nor in its divisor: Keras's `ignore_class`.
-        label_smoothing, z_loss, chunk_size: as in `linear_cross_entropy`.
-        reduction, name: as in Keras's losses.
+        label_smoothing: as in `linear_cross_entropy`.
+        z_loss: as in `linear_cross_entropy`.
+        chunk_size: as in `linear_cross_entropy`.
+        reduction: as in Keras's losses.
+        name: as in Keras's losses.
 
     Raises:
         TypeError: raised if an argument is of another type.

@@ -127,8 +127,7 @@ def make_terms(
     if rows > 1 and loss.shape.num_elements() == 1:
         if getattr(model.config, "ctc_loss_reduction", None) == "sum" and "CTC" in type(model).__name__:
             raise ValueError(
-                f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, and a loss of the model's "
-                "own is a mean here: set it to 'mean'."
+                f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows: set it to 'mean'."
             )
         warn(
             f"{type(model).__name__} reduces its loss to a scalar by itself: it counts as the mean over the rows of "

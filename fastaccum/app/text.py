@@ -140,8 +140,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _check_length(ids: np.ndarray, context: int, what: str) -> None:
     if len(ids) < context + 1:
         raise ValueError(
-            f"the {what} has {len(ids)} bytes, but a window takes {context + 1} (context={context}, and one "
-            f"byte to predict): give more text. About one {HELD_OUT_EVERY}th of it is held out."
+            f"the {what} has {len(ids)} bytes, but a window takes {context + 1}: give more text, a 20th is held out"
         )
 
 

@@ -177,8 +177,7 @@ class StepBuilder:
             )
         if moved := sorted({*self._moving} ^ {*self._model.moving_layers}):
             raise ValueError(
-                f"`trainable` of {moved} was switched since this Trainer was built, whose step moves the statistics "
-                "that it moved then. Make a new Trainer, or switch it back."
+                f"`trainable` of {moved} was switched since this Trainer was built: switch back, or make a new Trainer."
             )
 
     def training_layout(self, options: Options) -> Layout:
