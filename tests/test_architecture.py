@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_830,
+    "adapters": 4_831,
     "app": 667,
     "checkpoint": 1_073,
-    "data": 1_405,
+    "data": 1_406,
     "distribute": 1_284,
     "kernels": 3_936,
     "memory": 1_267,
-    "step": 2_788,
+    "step": 2_789,
     "training": 808,
     "": 1_169,  # the modules directly in fastaccum
 }

@@ -40,7 +40,8 @@ def get(optimizer: keras.optimizers.Optimizer, named: types.ModuleType = keras.o
                 )
             return family(optimizer)
     raise TypeError(
-        f'optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass an optimizer, or a name such as "adamw"'
+        f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass a Keras 3, tf_keras or "
+        'tensorflow-addons optimizer, or a name such as "adamw"'
     )
 
 

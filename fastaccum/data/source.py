@@ -122,7 +122,8 @@ def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, s
     if not sparse_labels and y.shape.rank > 1:
         if y.shape[-1] not in (None, 1) and max(class_weight) >= y.shape[-1]:
             raise ValueError(
-                f"class_weight={class_weight} names class {max(class_weight)}, but y has {y.shape[-1]} classes."
+                f"class_weight={class_weight} names class {max(class_weight)}, but y has {y.shape[-1]} classes, "
+                f"from 0 to {y.shape[-1] - 1}."
             )
         labels = tf.argmax(y, -1) if y.shape[-1] != 1 else tf.squeeze(y, -1)
     classes = tf.constant(list(class_weight), tf.int64)

@@ -84,7 +84,8 @@ class Options:
             return new
         if repr(getattr(new, name)) != repr(getattr(self, name)):  # which tells loss scales apart by their arguments
             raise ValueError(
-                f"{name}={value!r} cannot be set: the step was built with {getattr(self, name)!r}. Make a new Trainer."
+                f"{name}={value!r} cannot be set: the train step was built with {getattr(self, name)!r}. Make a new "
+                "Trainer, with a new optimizer."
             )
         return self
 
