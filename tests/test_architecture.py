@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_831,
+    "adapters": 4_833,
     "app": 667,
     "checkpoint": 1_073,
-    "data": 1_406,
+    "data": 1_407,
     "distribute": 1_284,
     "kernels": 3_936,
     "memory": 1_267,

@@ -254,8 +254,9 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
-            f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for {classes} "
-            f"classes. Pass head=..., the layer that makes the logits; if these are several layers, use {KERAS_LOSS}."
+            f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
+            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits. Heads of "
+            f"several layers, as KerasHub's MaskedLMHead, are not taken: use {KERAS_LOSS}."
         )
     activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
     altered = activation != "linear" or (not _is_reversible(layer) and getattr(layer, "logit_soft_cap", None))

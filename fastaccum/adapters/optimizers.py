@@ -110,7 +110,8 @@ class Optimizer:
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(
-                    f"variable {variable.path!r} takes its gradient as value: train without float8 quantization"
+                    f"variable {variable.path!r} takes its gradient as value, which cannot be accumulated: train "
+                    "without float8 quantization"
                 )
             if self.trained or not self._knows(self._to_native(variable)):
                 raise ValueError(

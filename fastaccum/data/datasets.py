@@ -69,7 +69,8 @@ class DatasetSource:
             among = f"which {workers} workers share" if workers > 1 else "of its own"
             raise ValueError(
                 f"{self.what} yields batches {among}, and batch_size='auto' cannot cut them anew: pass one to "
-                "fastaccum.plan(trainer, (x, y), global_batch_size=...), and yield plan.batch_size rows at a time."
+                "fastaccum.plan(trainer, (x, y), global_batch_size=...), yield plan.batch_size rows at a time, and set "
+                "trainer.gradient_accumulation_steps = plan.accumulation_steps."
             )
         return None
 
