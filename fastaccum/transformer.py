@@ -20,7 +20,7 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.norms import gelu
 from fastaccum.kernels.rounded import table
-from fastaccum.kernels.xla_ops import unfolded
+from fastaccum.kernels.xla_ops import unfused
 
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
 _DEFAULTS |= {"tied": False, "stacked": False}
@@ -272,7 +272,7 @@ def _normal(fan_in, scale=1.0):
 def _rotary_angles(time, head_width):
     """float32 `[T, 1, K / 2]`: the angle `t * 10000**(-2 i / K)`."""
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
-    return ops.cast(unfolded(ops.arange(time)), "float32")[:, None, None] * inverse
+    return ops.cast(unfused(ops.arange(time)), "float32")[:, None, None] * inverse
 
 
 def _rotary_cos(time, head_width):

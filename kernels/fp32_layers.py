@@ -125,7 +125,9 @@ def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.
 
 
 def _convolution(layer: keras.layers.Layer, convolution: Call, inputs: tf.Tensor) -> tf.Tensor:
-    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(layer._kernel, inputs)))
+    of_one_pixel = {*layer.kernel_size} == {1} and layer.groups == 1 and layer.data_format == "channels_last"
+    pixels = (slice(None), *(slice(None, None, stride) for stride in layer.strides)) if of_one_pixel else None
+    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(layer._kernel, inputs), pixels))
 
 
 def _switched_from_base(layer: Any) -> Any:

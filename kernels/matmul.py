@@ -13,7 +13,7 @@ import tensorflow as tf
 from fastaccum.kernels.checks import as_tensor
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.rounded import rounded
-from fastaccum.kernels.xla_ops import HALF, dot, sizes
+from fastaccum.kernels.xla_ops import HALF, dot, product, sizes, unfused
 
 
 def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
@@ -90,11 +90,13 @@ def convolution_fp32_wgrad(
     x: tf.Tensor,
     kernel: tf.Tensor,
     copy: tf.Tensor | None = None,
+    pixels: tuple[slice, ...] | None = None,
 ) -> tf.Tensor:
     """Computes `convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient in float32.
 
     `dx` is that of autodiff; `dkernel` is that of `convolution`, which is linear in each argument, on float32 copies
-    of x and dy.
+    of x and dy. A kernel of one pixel, [1, ..., in, out], multiplies `x[pixels]`: its `dkernel` is one dot as in
+    `matmul_fp32_wgrad`, without copies.
     """
     x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
     _require_dtypes(x, kernel)
@@ -112,7 +114,11 @@ def convolution_fp32_wgrad(
 
         def gradient(dy):
             dx, _ = gradients(x, half, dy)
-            _, dkernel = gradients(tf.cast(x, tf.float32), kernel, tf.cast(dy, tf.float32))
+            if pixels is not None:
+                x_TI, dy_TO = (tf.reshape(t, [-1, n]) for t, n in zip((x[pixels], dy), kernel.shape[-2:], strict=True))
+                return dx, tf.reshape(product(tf.transpose(x_TI), dy_TO), kernel.shape)
+            # Else XLA would write x's copy where it computes x, and keep it from there on.
+            _, dkernel = gradients(tf.cast(unfused(x), tf.float32), kernel, tf.cast(dy, tf.float32))
             return dx, dkernel
 
         return convolution(x, half), gradient

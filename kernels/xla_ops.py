@@ -92,9 +92,10 @@ def _allocates(device: str) -> bool:
         return False
 
 
-def unfolded(t: tf.Tensor) -> tf.Tensor:
-    """Returns `t`, and keeps XLA on a GPU from computing a constant of what follows."""
-    return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else t
+@custom_gradient
+def unfused(t: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Returns `t`, and keeps XLA on a GPU from computing what follows in one kernel with `t`, or as a constant."""
+    return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else tf.identity(t), lambda dy: dy
 
 
 def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:

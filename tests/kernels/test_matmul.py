@@ -1,5 +1,7 @@
+import contextlib
 import re
 
+import h200
 import keras
 import numpy as np
 import pytest
@@ -216,6 +218,10 @@ LAYERS = {
     "conv2d": (lambda: keras.layers.Conv2D(5, 3, strides=2, padding="same"), (7, 6, 3)),
     "conv2d, dilated": (lambda: keras.layers.Conv2D(5, 2, dilation_rate=2, use_bias=False), (7, 6, 3)),
     "conv2d, grouped": (lambda: keras.layers.Conv2D(4, (3, 2), groups=2), (7, 6, 4)),
+    "conv1d, one pixel": (lambda: keras.layers.Conv1D(5, 1, padding="causal"), (12, 3)),
+    "conv2d, one pixel": (lambda: keras.layers.Conv2D(5, 1, strides=2, padding="same"), (7, 6, 3)),
+    "conv2d, one pixel, grouped": (lambda: keras.layers.Conv2D(4, 1, groups=2), (7, 6, 4)),
+    "conv2d, one pixel, channels first": (lambda: keras.layers.Conv2D(5, 1, data_format="channels_first"), (3, 7, 6)),
     "inside another layer": (OfOnesOwn, (6, 7)),
     "attention": (lambda: SelfAttention(2, 4), (6, 7)),
 }
@@ -471,6 +477,43 @@ def test_weight_gradients_of_convolutions_are_float32_and_nothing_is_computed_in
     assert len(re.findall(convolutions, trainer.compiler_ir(IMAGES))) == 5
     assert trainer.train_step(IMAGES).grads_finite
     assert types(trainer.model) == (["Fp32Conv2D"] if switched_before else ["Conv2D"]) * 2 + ["Dense"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_weight_gradients_of_convolutions_have_second_derivatives(size, gpu):
+    layer = keras.layers.Conv2D(4, size, padding="same", dtype="mixed_float16")
+    layer.build((None, 8, 7, 3))
+    fa.kernels.fp32_weight_gradients(layer)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def gradients(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(tf.cast(layer(x), tf.float32) ** 2)
+            penalty = tf.reduce_sum(inner.gradient(loss, layer.kernel.value) ** 2)
+        return penalty, outer.gradient(penalty, x)
+
+    x = draw((2, 8, 7, 3), "float16")
+    with h200.as_on_a_gpu() if gpu else contextlib.nullcontext():
+        gradients.get_concrete_function(x)
+    if not gpu:  # the penalty is of degree 4 in x, the inner gradient of degree 2
+        penalty, second = gradients(x)
+        np.testing.assert_allclose(tf.reduce_sum(tf.cast(second * x, tf.float32)), 4 * penalty, rtol=0.02)
+
+
+def test_the_weight_gradient_of_a_convolution_of_one_pixel_is_a_float32_dot():
+    trainer = make_trainer(
+        "mixed_float16",
+        lambda: keras.layers.Conv2D(4, 1, strides=(2, 1)),
+        keras.layers.Flatten,
+        shape=(8, 7, 3),
+        jit_compile=True,
+    )
+    products = re.findall(r"= (\w+)\[(\S+?)\]\S* (dot|convolution)\(", trainer.compiler_ir(IMAGES, stage="hlo"))
+    assert ("f32", "3,4", "dot") in products
+    assert not any(shape == "1,1,3,4" for _, shape, _ in products)
 
 
 def test_the_switch_must_be_true_or_false():
