@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.h200 import golden, models, programs, report, roofline, summary
+from benchmarks.h200 import beside_jax, golden, models, programs, report, roofline, summary, vision
 from fastaccum.kernels.recomputed_function import POLICIES
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     golden_parser.set_defaults(run=lambda options: golden.renew(options.names or list(golden.PROGRAMS)))
     _add_report(commands.add_parser("report", help="ours and JAX's against the bars, with pictures"))
     _add_models(commands.add_parser("models", help="Keras's and KerasHub's models, with attention fused and as it is"))
+    _add_images(commands.add_parser("images", help="models of images beside Keras's own JAX backend"))
     options = parser.parse_args(argv)
     try:
         options.run(options)
@@ -71,6 +72,25 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 def compare_models(options: argparse.Namespace) -> None:
     names = options.names or list(models.MODELS)
     for line in models.table(names, _rates(options), options.layers, options.batch, options.context):
+        print(line, flush=True)
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    known = [name for name in vision.MODELS if name != "tiny"]
+    parser.add_argument("names", nargs="*", choices=[[], *vision.MODELS], metavar="NAME", help=", ".join(known))
+    for field in dataclasses.fields(beside_jax.Sizes):
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, type=_whole, default=field.default, help="(%(default)s)")
+    why = "multiply by cuBLAS alone: without a device, XLA's Triton finds no tiles for an odd number of tokens"
+    parser.add_argument("--no-triton", action="store_true", help=why)
+    _add_rates(parser)
+    parser.set_defaults(run=compare_with_jax)
+
+
+def compare_with_jax(options: argparse.Namespace) -> None:
+    sizes = beside_jax.Sizes(options.size, options.batch, options.micro_batches)
+    flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
+    for line in beside_jax.table(options.names or ["resnet50", "vit"], sizes, _rates(options), **flags):
         print(line, flush=True)
 
 

@@ -5,23 +5,18 @@ No value of a weight is ever made: parameters, optimizer state and tokens are sh
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax._src.cudnn import fused_attention_stablehlo
 
 from benchmarks import stablehlo
 from benchmarks.h200 import parts, programs
+from benchmarks.h200.described_cudnn import cudnn_of_the_described_gpu
 from benchmarks.h200.programs import JaxGpt
 from benchmarks.peers import jax_gpt
 from benchmarks.peers.jax_models import scan_train_step
-
-CUDNN_VERSION, CAPABILITY = 91000, (9, 0)  # what the description of the H200 says
 
 
 def gpt(options: JaxGpt) -> programs.Compiled:
@@ -51,23 +46,3 @@ def export(options: JaxGpt) -> bytes:
     with cudnn_of_the_described_gpu():
         traced = scan_train_step(loss_fn, optimizer).trace(params, opt_state, ids, ids)
         return stablehlo.serialized(traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
-
-
-@contextlib.contextmanager
-def cudnn_of_the_described_gpu() -> Iterator[None]:
-    """Answers for the device that JAX asks, while it traces, whether its cuDNN has flash attention.
-
-    JAX looks at the machine that it runs on, although the program may be for another: these three functions of
-    jax._src.cudnn.fused_attention_stablehlo are all that it asks.
-    """
-
-    def capability(of):
-        return tuple(int(part) for part in of.split("."))
-
-    with mock.patch.multiple(
-        fused_attention_stablehlo,
-        check_cudnn_version=lambda: CUDNN_VERSION,
-        check_compute_capability=lambda at_least: capability(at_least) <= CAPABILITY,
-        is_cuda_compute_capability_equal=lambda to: capability(to) == CAPABILITY,
-    ):
-        yield

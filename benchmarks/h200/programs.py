@@ -124,14 +124,15 @@ def gpt(options: Gpt) -> Compiled:
     return dataclasses.replace(program, flops=options.flops)
 
 
-def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...]) -> Compiled:
+def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...], **flags: Any) -> Compiled:
     """The program of a trainer's step, traced as on a GPU.
 
     Args:
         trainer: one that has not been used yet.
         stack: as `trainer.train_step` takes it.
+        **flags: XLA's debug options.
     """
-    text, memory = compiled(h200.export_step(trainer, stack))
+    text, memory = compiled(h200.export_step(trainer, stack), **flags)
     return Compiled(text, memory, len(stack[0]), matrices=tuple(_matrices(trainer.model)))
 
 
@@ -143,15 +144,15 @@ def _matrices(model: Any) -> Iterator[tuple[int, int]]:
             yield from (depth or 1) * [shape] if len(shape) == 2 else ()
 
 
-def compiled(exported: bytes) -> tuple[str, MemoryAnalysis]:
+def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
     """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE` afterwards."""
-    compiler = importlib.metadata.version("jaxlib"), h200.H200
+    compiler = importlib.metadata.version("jaxlib"), h200.H200, *sorted(flags.items())
     key = hashlib.sha256(repr((exported, compiler)).encode()).hexdigest()
     path = CACHE / f"{key[:32]}.json.gz"
     if path.exists():
         text, memory = json.loads(gzip.decompress(path.read_bytes()))
         return text, MemoryAnalysis(*memory)
-    text, memory = h200.compile_for_h200(exported)
+    text, memory = h200.compile_for_h200(exported, **flags)
     CACHE.mkdir(mode=0o700, exist_ok=True)
     whole = path.with_suffix(f".{os.getpid()}")
     whole.write_bytes(gzip.compress(json.dumps([text, memory]).encode(), 1))
