@@ -46,7 +46,9 @@ def train_all(folder, cases, begun):
 
 # Data and steps per execution. The batches of a PyDataset are the same, whoever makes them.
 IN_PROCESSES = ("PyDataset in processes", 1)
-CASES = [(kind, 1) for kind in killed.DATA if kind not in ("arrays", "dataset", "cache in a file", IN_PROCESSES[0])]
+CASES = [
+    (kind, 1) for kind in killed.DATA if kind not in ("arrays", "dataset", "shares", "cache in a file", IN_PROCESSES[0])
+]
 CASES += [("PyDataset", 2), ("endless", 2)]
 
 

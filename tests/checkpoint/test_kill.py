@@ -41,11 +41,11 @@ def uninterrupted(context, tmp_path_factory):
     ("seed", "kind"),
     [
         pytest.param(seed, kind, marks=pytest.mark.sample if seed == 1 else (), id=f"{seed}-{kind}")
-        for seed, kind in enumerate(["arrays", "dataset", "arrays", "dataset", "arrays"])
+        for seed, kind in enumerate(["arrays", "dataset", "arrays", "dataset", "arrays", "shares"])
     ],
 )
 def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
-    """Five kills of one training, each followed by a new process; 25 in all, 10 of them certain to be within a save."""
+    """Five kills of one training, each followed by a new process; 30 in all, 12 of them certain to be within a save."""
     moments, folder = random.Random(seed), tmp_path / "checkpoints"
     within = set(moments.sample(range(KILLS_OF_A_TRAINING), 2))
     steps = []

@@ -1,5 +1,6 @@
 """A training in a process of its own, which others kill."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -102,6 +103,7 @@ DATA = {
         "x": sliced(x, y).shuffle(50).map(doubled, tf.data.AUTOTUNE).batch(4, num_parallel_calls=2).prefetch(3)
     },
     "callbacks": lambda x, y, place: {"x": x, "y": y, "batch_size": 4, **watching(place)},
+    "shares": lambda x, y, _: {"x": x, "y": y, "batch_size": 4},  # on two devices that share the slots out
 }
 
 
@@ -120,6 +122,12 @@ def kill_self_at(event, count, folder, number=signal.SIGKILL, named=""):
     sys.addaudithook(hook)
 
 
+def on_two_devices():
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 def train(folder, kind, begun, result=None, kill=None, after=1, epochs=EPOCHS, steps_per_execution=1):
     """Fits with checkpoints in `folder`, in this process; writes what came out to `result`.
 
@@ -133,11 +141,12 @@ def train(folder, kind, begun, result=None, kill=None, after=1, epochs=EPOCHS, s
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(ROWS, 4)).astype("float32")
     y = x.sum(1, keepdims=True)
-    layers = [keras.layers.Dense(4, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
+    with on_two_devices().scope() if kind == "shares" else contextlib.nullcontext():
+        layers = [keras.layers.Dense(4, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
     rule = fa.DynamicLossScale(init_scale=8.0, growth_interval=7)
     options = {"gradient_accumulation_steps": 3, "loss_scale": rule, "jit_compile": False}
-    options["steps_per_execution"] = steps_per_execution
+    options |= {"steps_per_execution": steps_per_execution, "shard_optimizer": kind == "shares" or "auto"}
     trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", **options)
     data = DATA[kind](x, y, folder or result)
     hold = 5.0 if kind == "cache in a file" and result is None else 0.0  # until it is killed, with the cache as it is
@@ -147,7 +156,7 @@ def train(folder, kind, begun, result=None, kill=None, after=1, epochs=EPOCHS, s
     options = {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": 2, "keep": 2}
     history = trainer.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks, **options)
     variables = [*model.variables, *trainer.optimizer.variables, rule.current_scale, rule.good_steps]
-    state = [np.asarray(v).tobytes().hex() for v in variables]
+    state = [v.numpy().tobytes().hex() for v in variables]
     if result is not None:
         with open(result, "w") as file:
             json.dump({"state": state, "history": history.history}, file)
