@@ -85,7 +85,7 @@ class Trainer:
         on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale
             is left to try. Such a step never changes anything. "skip" goes on, and raises `NonFiniteError` after 10 of
             them in a row. "raise" raises it at the first.
-        shard_optimizer: under MirroredStrategy, share the optimizer's slots out over the replicas, each of which then
+        shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas, each of which then
             updates the weights whose slots it has. The result is the same; see docs/distributed.md. "auto" does so
             where all slots would not fit each device.
         own_loss_reduction: whether a scalar that the model computes itself (in `compute_loss`, or for `add_loss`) is

@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_833,
+    "adapters": 4_865,
     "app": 667,
-    "checkpoint": 1_073,
+    "checkpoint": 1_136,
     "data": 1_407,
-    "distribute": 1_284,
+    "distribute": 1_304,
     "kernels": 3_945,
     "memory": 1_267,
-    "step": 2_789,
-    "training": 808,
+    "step": 2_795,
+    "training": 802,
     "": 1_169,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.

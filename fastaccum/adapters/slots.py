@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import Variable, kinds, raw, replaced
 from fastaccum.adapters.optimizers import Optimizer, is_users
+from fastaccum.lines import warn
 
 MOST_PER_WEIGHT = 8.0  # more numbers than the slots of any optimizer of Keras's hold for each of a weight
 # What a class of the user's own may override to compute one weight's update from another's.
@@ -63,14 +64,45 @@ def slots_per_weight(optimizer: Optimizer) -> float:
     return sum(math.prod(v.shape) for v in copy.variables if len(v.shape)) / size**2
 
 
-def refuse_updates_by_keras(optimizer: Optimizer) -> None:
+@contextlib.contextmanager
+def placed(optimizer: Optimizer, place: Callable[[keras.Variable, keras.Variable], None]) -> Iterator[None]:
+    """Calls `place` inside the block with each slot, as soon as Keras has made it, and the weight that it is like."""
+    make = optimizer.optimizer.add_variable_from_reference
+
+    def make_and_place(reference_variable: keras.Variable, *args: Any, **options: Any) -> keras.Variable:
+        place(slot := make(reference_variable, *args, **options), reference_variable)
+        return slot
+
+    with replaced([(optimizer.optimizer, "add_variable_from_reference", make_and_place)]):
+        yield
+
+
+def keep_from_keras(optimizer: Optimizer) -> None:
     """Lets `model.fit` raise under a strategy, where Keras would update a replica's own slots once per replica."""
-    optimizer.optimizer.apply_gradients = functools.partial(_apply_outside_strategies, optimizer.optimizer)
+    own = optimizer.optimizer
+    own.apply_gradients = functools.partial(_apply_outside_strategies, own)
+    if not _are_all_here(own):
+        own.save_own_variables = functools.partial(_save_none, own)
 
 
-def allow_updates_by_keras(optimizer: Optimizer) -> None:
-    """Takes back what `refuse_updates_by_keras` did."""
-    vars(optimizer.optimizer).pop("apply_gradients", None)
+def return_to_keras(optimizer: Optimizer) -> None:
+    """Takes back what `keep_from_keras` did; raises ValueError where other workers have some of the slots."""
+    own = optimizer.optimizer
+    if not _are_all_here(own):
+        raise ValueError(
+            f"The slots of {type(own).__name__} are shared out over workers, of which none has all. To train on "
+            "without shares, start all workers anew with shard_optimizer=False and the same checkpoint_dir."
+        )
+    vars(own).pop("apply_gradients", None)
+
+
+def _are_all_here(own: keras.optimizers.Optimizer) -> bool:
+    return all(raw(v).is_initialized() for v in own.variables)
+
+
+def _save_none(own: keras.optimizers.Optimizer, store: object) -> None:
+    name = type(own).__name__
+    warn(f"{name} is saved without its slots, which workers share out: checkpoint_dir has them all.", UserWarning)
 
 
 def _apply_outside_strategies(own: keras.optimizers.Optimizer, grads_and_vars: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
+import secrets
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,7 +34,8 @@ class Saver:
 
     The state is copied between two train steps and written by a thread, one write at a time. While entered, SIGTERM
     saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the others go on after
-    SIGTERM for as long as the chief does, which would wait in vain for the one that had left.
+    SIGTERM for as long as the chief does, which would wait in vain for the one that had left. Where workers have
+    variables that no other has, each writes its own, and SIGTERM to one ends all after the same step.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, every: int | None, keep: int):
@@ -50,6 +53,8 @@ class Saver:
         self._cut_short = False  # of the epoch
         self._process = os.getpid()
         self._is_chief = True
+        self._workers: Any = None
+        self._own: Collection[str] = ()  # names of the tensors that this worker alone has, where each has some
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
         self._write: concurrent.futures.Future | None = None
         self._preemption = EndRequest(signal.SIGTERM, "SIGTERM: ending after this step, to save the training state")
@@ -95,18 +100,23 @@ class Saver:
         if self.directory is None:
             return self._position
         self._training = fit = training()
-        self._variables = state.name_variables(fit.variables)
+        named = state.name_variables(fit.variables).items()
+        variables = {f"{group}/{name}": v for group, own in named for name, v in own.items()}
+        self._workers = workers = fit.workers
+        holders = {name: fit.holders[id(v)] for name, v in variables.items() if id(v) in fit.holders}
+        elsewhere = {name for name, holder in holders.items() if holder != self._workers.worker}
+        self._own = holders.keys() - elsewhere
+        self._variables = {name: v for name, v in variables.items() if name not in elsewhere}
         fit.stacks.track()
         callback_state.require_one_resume(fit.callbacks)
-        workers = fit.workers
         if workers is not None:
             self._is_chief = workers.is_chief
-            workers.barrier()  # an earlier fit's last checkpoint may still be on its way
+            self._fit = f"{workers.gather([secrets.randbits(32)])[0][0]:08x}"  # waits for an earlier fit's last save
         if self._is_chief:
             self._lock.acquire()
             store.remove_leftovers(self.directory)
         found = store.latest(self.directory)
-        self._tensors = {} if found is None else found.tensors()
+        self._tensors = {} if found is None else found.tensors(without=elsewhere)
         if workers is not None:
             # Also holds the chief back, whose next checkpoint may take the place of the one that others still read.
             step = -1 if found is None else found.step
@@ -184,9 +194,8 @@ class Saver:
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
         history.history = dict(self._resumed.history)
-        for group, named in self._variables.items():
-            for name, variable in named.items():
-                variable.assign(self._tensors[f"{group}/{name}"])
+        for name, variable in self._variables.items():
+            variable.assign(self._tensors[name])
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
         """Yields the dispatches of an epoch, and saves between them: one is executed before the next is asked for."""
@@ -222,17 +231,19 @@ class Saver:
 
     def _due(self) -> bool:
         crossed = self.every is not None and self._done // self.every > self._saved // self.every
-        return crossed or (self._preemption.requested and self._is_chief)
+        return crossed or self._is_ending()
+
+    def _is_ending(self) -> bool:
+        """Tells if SIGTERM has come: to the chief, or where workers write together to any of them."""
+        if self._own:
+            return any(said for (said,) in self._workers.gather([self._preemption.requested]))
+        return self._preemption.requested and self._is_chief
 
     def _state(self, stopped: bool) -> tuple[Json, dict[str, tf.Tensor | np.ndarray]] | None:
         """Copies a manifest and tensors to host memory; returns None where there is no state to go on from."""
         if not self._training.require_savable():
             return None
-        tensors = {
-            f"{group}/{name}": np.array(variable.read_value())
-            for group, named in self._variables.items()
-            for name, variable in named.items()
-        }
+        tensors = {name: np.array(variable.read_value()) for name, variable in self._variables.items()}
         data, more = self._training.stacks.position()
         tensors.update({f"data/{name}": tensor for name, tensor in more.items()})
         callbacks, arrays = callback_state.state(self._training.callbacks)
@@ -253,14 +264,27 @@ class Saver:
     def _save(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
         self._wait()
         self._saved = manifest["progress"]["step"]
-        if not self._is_chief:
-            return
-        self._write = self._writer.submit(store.write, self.directory, manifest, tensors, self.keep)
-        if self._preemption.requested:
+        if self._own:
+            self._write = self._writer.submit(self._write_with_others, manifest, tensors)
+        elif self._is_chief:
+            self._write = self._writer.submit(store.write, self.directory, manifest, tensors, self.keep)
+        if self._is_ending():
             self._wait()
             path = self._path(self._saved)
             print(f"saved {path}: the same fit goes on from there", file=sys.stderr, flush=True)
             raise Preempted(path)
+
+    def _write_with_others(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
+        """Writes what this worker alone has, and waits for the checkpoint; the chief writes all else and ends it."""
+        workers, about = self._workers, f"share/{self._fit}/{self._saved}"
+        if self._is_chief:
+            others = [functools.partial(workers.hear, about, other) for other in range(1, workers.workers)]
+            store.write(self.directory, manifest, tensors, self.keep, self._fit, others)
+        else:
+            store.write_share(self._path(self._saved), self._fit, workers.worker, {n: tensors[n] for n in self._own})
+        workers.tell(about)
+        if not self._is_chief:
+            workers.hear(about, 0)  # this worker must not leave before
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"

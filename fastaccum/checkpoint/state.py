@@ -30,10 +30,15 @@ PACKAGES = ("tensorflow", "keras", "numpy", "fastaccum")
 class Workers(Protocol):
     """The workers that train together: `Replicas`, of a room above."""
 
+    worker: int
+    workers: int
+
     @property
     def is_chief(self) -> bool: ...
-    def barrier(self) -> None: ...
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]: ...
     def require_same(self, advice: str, **numbers: float) -> None: ...
+    def tell(self, about: str) -> None: ...
+    def hear(self, about: str, worker: int) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Training:
     # out of range were seen: neither leaves a state to go on from.
     require_savable: Callable[[], bool]
     note_changes: Callable[[], None]  # as the fit ends, to tell what training changed from what is changed after it
-    workers: Workers | None = None
+    workers: Workers | None
+    holders: Mapping[int, int]  # the worker of each variable that one worker alone has, by its id
 
 
 class ChangesOfTraining:

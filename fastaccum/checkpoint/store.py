@@ -6,7 +6,8 @@
         state.data-00000-of-00001   tf.train.load_checkpoint("step-00000050/state") reads them
 
 The tensors hold the manifest's checksum too, so that the files of two checkpoints are not taken for one. Nothing here
-is pickled: a manifest is JSON, and a tensor file holds numbers.
+is pickled: a manifest is JSON, and a tensor file holds numbers. Where several workers share the optimizer's slots out,
+each writes a file of tensors; state.index tells which tensor is in which, and the manifest names the files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,14 @@ class Checkpoint:
                 "be those of an uninterrupted one."
             )
 
-    def tensors(self) -> dict[str, tf.Tensor]:
-        """Reads every tensor, by name, to host memory; CorruptCheckpointError unless they are as they were written."""
+    def tensors(self, without: Container[str] = ()) -> dict[str, tf.Tensor]:
+        """Reads the tensors, by name, to host memory; CorruptCheckpointError unless they are as they were written."""
         prefix = str(self.path / TENSORS)
+        if missing := [name for name in self.manifest.get("shares", ()) if not (self.path / name).is_file()]:
+            raise CorruptCheckpointError(f"its shares {missing} are missing, which workers had written")
         try:
             dtypes = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
+            dtypes = {name: dtype for name, dtype in dtypes.items() if name not in without}
             with tf.device("CPU:0"):
                 values = tf.raw_ops.RestoreV2(
                     prefix=prefix,
@@ -88,7 +92,8 @@ class Checkpoint:
                     dtypes=list(dtypes.values()),
                 )
         except (tf.errors.OpError, ValueError, RuntimeError, IndexError) as error:
-            raise CorruptCheckpointError(f"its tensors cannot be read: {str(error)[:200]}") from error
+            reason = re.sub(r"^\{\{.*?\}\} ", "", str(error)).replace(prefix, TENSORS)[:200]
+            raise CorruptCheckpointError(f"its tensors cannot be read: {reason}") from error
         tensors = dict(zip(dtypes, values, strict=True))
         seal = tensors.pop(SEAL, None)
         if seal is None or seal.shape.rank or seal.numpy() != self.manifest["sha256"].encode():
@@ -182,24 +187,33 @@ def _digest(manifest: Json) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.ndarray], keep: int) -> Path:
+def write(
+    directory: Path,
+    manifest: Json,
+    tensors: Mapping[str, tf.Tensor | np.ndarray],
+    keep: int,
+    fit: str = "",
+    others: Sequence[Callable[[], None]] = (),
+) -> Path:
     """Writes one checkpoint, all of it or nothing, then removes all but the `keep` newest; returns its folder.
 
     Everything goes to a hidden folder beside it, is flushed to the disk, and then takes its name in one operation of
-    the file system. If that fails, older checkpoints are as they were.
+    the file system. If that fails, older checkpoints are as they were. Each of `others` waits for another worker of the
+    `fit`, which writes its tensors by `write_share`.
     """
     path = directory / f"step-{manifest['progress']['step']:08d}"
-    temporary = _hidden(path, "writing")
+    temporary = _hidden(path, "writing", fit)
+    shares = [f"{temporary}/share-{worker}" for worker in range(1 + len(others))]
+    if others:
+        manifest = {**manifest, "shares": [f"{TENSORS}.data-{i:05d}-of-{len(shares):05d}" for i in range(len(shares))]}
     try:
-        temporary.mkdir()
-        sealed = _sealed(manifest)
-        with tf.device("CPU:0"):
-            tf.raw_ops.SaveV2(
-                prefix=str(temporary / TENSORS),
-                tensor_names=[*tensors, SEAL],
-                shape_and_slices=[""] * (len(tensors) + 1),
-                tensors=[tf.convert_to_tensor(value) for value in (*tensors.values(), sealed["sha256"])],
-            )
+        temporary.mkdir(exist_ok=bool(others))
+        sealed, prefix = _sealed(manifest), str(temporary / TENSORS)
+        _save(shares[0] if others else prefix, {**tensors, SEAL: sealed["sha256"]})
+        for wait in others:
+            wait()
+        if others:
+            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=shares, destination_prefix=prefix)
         (temporary / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n")
         for each in (*temporary.iterdir(), temporary):
             flush(each)
@@ -214,6 +228,25 @@ def write(directory: Path, manifest: Json, tensors: Mapping[str, tf.Tensor | np.
     for older in [each for each in paths(directory) if _step(each) < step][keep - 1 :]:
         _remove(older)
     return path
+
+
+def write_share(path: Path, fit: str, worker: int, tensors: Mapping[str, tf.Tensor | np.ndarray]) -> None:
+    """Writes the tensors of another worker than the first, for the checkpoint that the first writes to `path`."""
+    folder = _hidden(path, "writing", fit)
+    folder.mkdir(exist_ok=True)
+    _save(f"{folder}/share-{worker}", tensors)
+    for each in folder.glob(f"share-{worker}.*"):
+        flush(each)
+
+
+def _save(prefix: str, tensors: Mapping[str, tf.Tensor | np.ndarray | str]) -> None:
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=prefix,
+            tensor_names=list(tensors),
+            shape_and_slices=[""] * len(tensors),
+            tensors=[tf.convert_to_tensor(value) for value in tensors.values()],
+        )
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -241,9 +274,9 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hidden(path: Path, what: str) -> Path:
+def _hidden(path: Path, what: str, by: str = "") -> Path:
     """Returns a name beside `path` that nobody else has."""
-    return path.with_name(f".{path.name}.{what}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{path.name}.{what}-{by or f'{os.getpid()}-{secrets.token_hex(4)}'}")
 
 
 def _remove(path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.framework import ops
-from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable, get_eager_safe_handle_data
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.models import Model
@@ -95,28 +95,24 @@ def outside_scope() -> Iterator[None]:
 
 
 class _Component:
-    """Stands in for `keras.Variable._value`: reads one local component of a distributed variable."""
-
-    def __init__(self, replicas: Mapping[int, int]):
-        self._replicas = replicas  # by the id of a Keras variable; the first where there is none
+    """Stands in for `keras.Variable._value`: reads the first local component of a distributed variable."""
 
     def __get__(self, variable: keras.Variable, owner: type | None = None) -> tf.Variable:
-        value, replica = vars(variable)["_value"], self._replicas.get(id(variable), 0)
-        return value.values[replica] if isinstance(value, values.DistributedVariable) else value
+        value = vars(variable)["_value"]
+        return value.values[0] if isinstance(value, values.DistributedVariable) else value
 
     def __set__(self, variable: keras.Variable, value: tf.Variable) -> None:
         vars(variable)["_value"] = value
 
 
 @contextlib.contextmanager
-def first_components(others: Mapping[int, int] = {}) -> Iterator[None]:
+def first_components() -> Iterator[None]:
     """Lets every Keras variable inside the block be that of the first local replica, and hides the strategy.
 
-    A program is so traced for one device; `Replicas.on` then finds the variables of another. `others` has the replica
-    of a variable that shall be another's, by the variable's id.
+    A program is so traced for one device; `Replicas.on` then finds the variables of another.
     """
     with outside_scope():
-        keras.Variable._value = _Component(others)
+        keras.Variable._value = _Component()
         try:
             yield
         finally:
@@ -172,12 +168,21 @@ class Replicas(Workers):
                         attributes[name] = tf.Variable(value, trainable=False, name=own_name, dtype=own.dtype)
 
     def place(self, variable: keras.Variable, replica: int) -> None:
-        """Moves a Keras variable to the device of one local replica, which alone has it then."""
-        own, device = variable.value, self.devices[replica]
-        if isinstance(own, values.DistributedVariable) or own.device != device:
-            value, name = own.numpy(), own.name.split(":")[0]
-            with outside_scope(), tf.device(device):
-                variable._value = tf.Variable(value, dtype=own.dtype, trainable=own.trainable, name=name)
+        """Moves a Keras variable to the device of one replica, which alone has it then.
+
+        On the other workers it has a shape and no value, nor memory for one.
+        """
+        own, here = variable.value, range(len(self.devices))
+        known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name.split(":")[0]}
+        with outside_scope():
+            if replica - self.first not in here:
+                if not isinstance(own, UninitializedVariable):
+                    variable._value = UninitializedVariable(shape=own.shape, **known)
+                return
+            device = self.devices[replica - self.first]
+            if isinstance(own, values.DistributedVariable) or own.device != device:
+                with tf.device(device):
+                    variable._value = tf.Variable(own.read_value(), **known)
 
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
         """Returns the handle of a replica's variable, from the handle of the first local replica's.

@@ -112,8 +112,8 @@ class ReplicatedStep(Step):
         if not optimizer.optimizer.built:
             with self._replicas.strategy.scope():
                 optimizer.optimizer.build(model.trainable_variables)
+        slots.return_to_keras(optimizer)
         self._replicas.mirror(optimizer.optimizer.variables)
-        slots.allow_updates_by_keras(optimizer)
 
     def _make_ends(self) -> None:
         """Makes the programs of `_ends`."""
@@ -271,8 +271,8 @@ class ReplicatedStep(Step):
 
     @property
     def advice(self) -> list[str]:
-        one_host = self._replicas.workers == 1 and self._replicas.count > 1
-        return ["shard_optimizer=True leaves each device its share of the optimizer's slots."] * one_host
+        said = "shard_optimizer=True leaves each device its share of the optimizer's slots."
+        return [said] * (self._replicas.count > 1)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -368,6 +368,8 @@ class ReplicatedStep(Step):
             yield from dispatches
             return
         known = stacks.steps_per_epoch
+        if self.holders and training and not known:
+            raise ValueError("Workers that share slots out need data of known length: pass steps_per_epoch.")
         if training:
             rates = [tf.convert_to_tensor(raw(each.learning_rate)).numpy().item() for each in self._optimizers]
             advice = "Give a callback that sets it to all, or to none."

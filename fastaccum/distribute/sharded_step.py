@@ -43,29 +43,39 @@ class ShardedStep(ReplicatedStep):
                 f"shard_optimizer=True: the model has {len(self._trained)} trainable variables, and there are "
                 f"{replicas.count} replicas, each of which must own one. Pass shard_optimizer=False."
             )
-        owner = {place: replica for replica, own in enumerate(self._owned) for place in own}
+        if replicas.workers > 1 and optimizer.optimizer.use_ema:
+            raise ValueError("use_ema=True: none of several workers has all averages. Pass shard_optimizer=False.")
+        owner = {id(self._trained[place]): replica for replica, own in enumerate(self._owned) for place in own}
         if not optimizer.optimizer.built:
-            alone = {id(v): owner[place] for place, v in enumerate(self._trained)}
-            # Keras makes a slot on the device of its weight, here of the owner's component.
-            with first_components(alone), self._alone():
+            # Keras makes a slot on the device of its weight, which has no room for those of all.
+            placed = slots.placed(optimizer, lambda slot, weight: replicas.place(slot, owner[id(weight)]))
+            with first_components(), self._alone(), placed:
                 optimizer.optimizer.build(self._trained)
         optimizer.build(self._trained)  # raises where it was built on others
         slots.require_known_slots(optimizer, self._trained)
         for slot, place in list(slots.pair_slots(optimizer, self._trained)):
-            replicas.place(slot, owner[place])
+            replicas.place(slot, owner[id(self._trained[place])])
         self._optimizer = optimizer
         with slots.restricted(optimizer, self._trained, ()):
             shared = {id(v) for v in optimizer.variables}
         replicas.mirror([v for v in optimizer.optimizer.variables if id(raw(v)) in shared])
-        slots.refuse_updates_by_keras(optimizer)
+        slots.keep_from_keras(optimizer)
 
     def _make_ends(self) -> None:
-        self._owners = [_Owner(self, self._replicas, i, own) for i, own in enumerate(self._owned)]
+        replicas = self._replicas
+        self._owners = [_Owner(self, replicas, i, own) for i, own in enumerate(self._owned[replicas.shards])]
 
     @property
     def elsewhere(self) -> set[int]:
         pairs = slots.pair_slots(self._optimizer, self._trained)
-        return {id(raw(slot)) for slot, place in pairs if place not in self._owned[0]}
+        return {id(raw(slot)) for slot, place in pairs if place not in self._owned[self._replicas.first]}
+
+    @property
+    def holders(self) -> dict[int, int]:
+        if self._replicas.workers == 1:
+            return {}
+        worker = {j: i // len(self._replicas.devices) for i, own in enumerate(self._owned) for j in own}
+        return {id(raw(slot)): worker[place] for slot, place in slots.pair_slots(self._optimizer, self._trained)}
 
     @property
     def exchanged_bytes(self) -> int:
@@ -83,14 +93,15 @@ class ShardedStep(ReplicatedStep):
     def _trace_ends(self, shared: Shared, own: dict[str, Any]) -> list[TracedProgram]:
         squares, specs = tf.TensorSpec([len(self._trained)], tf.float32), shared["gradients"]
         traced = []
+        for replica, places in enumerate(self._owned):
+            if all(specs[place] is None for place in places):
+                raise ValueError(
+                    f"shard_optimizer: of the weights that replica {replica} would own, "
+                    f"{[self._trained[place].path for place in places]}, none has a gradient. Pass "
+                    "shard_optimizer=False, or switch their `trainable` off."
+                )
         for owner in self._owners:
             mine = {**shared, "gradients": [g if j in owner.own else None for j, g in enumerate(specs)]}
-            if not any(g is not None for g in mine["gradients"]):
-                names = [self._trained[place].path for place in owner.own]
-                raise ValueError(
-                    f"shard_optimizer: of the weights that replica {owner.replica} would own, {names}, none has a "
-                    "gradient. Pass shard_optimizer=False, or switch their `trainable` off."
-                )
             traced += [owner.measure(mine), owner.finish(mine, squares, own["state"], own["seen"])]
         return traced
 
@@ -124,40 +135,41 @@ class ShardedStep(ReplicatedStep):
             totals = totals or reduced
             for i, each in enumerate(reduced):
                 with tf.device(replicas.devices[i]):
-                    mine = each["gradients"][i * segment : (i + 1) * segment]
+                    mine = each["gradients"][(replicas.first + i) * segment :][:segment]
                     parts[i].append(tf.raw_ops.DeepCopy(x=mine))
         for i, total in enumerate(totals):
             with tf.device(replicas.devices[i]):
-                total["gradients"] = unpack(owned[i], parts[i], specs)
+                total["gradients"] = unpack(self._owners[i].own, parts[i], specs)
         return totals
 
     def _exchange(self, weights: list[list[tf.Tensor]]) -> None:
         """Assigns the new weights of each owner on all other replicas."""
         replicas, owned, variables = self._replicas, self._owned, [raw(v) for v in self._trained]
         segment, rounds = segments(owned, variables)
-        new = [dict(zip(own, mine, strict=True)) for own, mine in zip(owned, weights, strict=True)]
+        new = [dict(zip(owner.own, mine, strict=True)) for owner, mine in zip(self._owners, weights, strict=True)]
         gathered: list[list[tf.Tensor]] = [[] for _ in weights]
         for number in range(rounds):
             mine = []
-            for i, own in enumerate(owned):
+            for i, owner in enumerate(self._owners):
                 with tf.device(replicas.devices[i]), tf.control_dependencies(gathered[i][-1:]):
-                    mine.append(pack(own, [new[i].get(j, v) for j, v in enumerate(variables)], number, segment))
+                    mine.append(pack(owner.own, [new[i].get(j, v) for j, v in enumerate(variables)], number, segment))
             for i, each in enumerate(replicas.all_gather(mine, number)):
                 gathered[i].append(each)
         for i, device in enumerate(replicas.devices):
-            for replica, own in enumerate(owned):
+            others = (replica for replica in range(replicas.count) if replica != replicas.first + i)
+            for replica in others:
                 with tf.device(device):
                     parts = [each[replica * segment : (replica + 1) * segment] for each in gathered[i]]
-                    for place, value in enumerate(unpack(own, parts, variables)) if replica != i else ():
+                    for place, value in enumerate(unpack(owned[replica], parts, variables)):
                         if value is not None:
                             variables[place].values[i].assign(value)
 
 
 class _Owner:
-    """The programs of the replica that owns the weights at some places."""
+    """The programs of the local replica that owns the weights at some places."""
 
     def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, own: Sequence[int]):
-        self.replica, self.own, self._step = replica, own, step
+        self.own, self._step = own, step
         jit_compile = step.objective.options.uses_xla
         self.measure, self.finish = (
             ReplicaProgram(function, replicas, jit_compile, scope=self._alone, only=replica)

@@ -120,19 +120,24 @@ class Workers:
         """Returns every worker's text; raises WorkerLostError if a worker has failed, or does not come in time."""
         if self.workers == 1:
             return [text]
-        store, this, end = context.context(), next(_rounds), time.monotonic() + timeout()
-        store.set_config_key_value(_key("said", this, self.worker), text)
-        texts = [text if other == self.worker else self._heard(this, other, end) for other in range(self.workers)]
+        this, end = next(_rounds), time.monotonic() + timeout()
+        self.tell(f"said/{this}", text)
+        texts = [text if i == self.worker else self.hear(f"said/{this}", i, end) for i in range(self.workers)]
         if this:  # all are here, so all have read what was said before
-            store.delete_config_key_value(_key("said", this - 1, self.worker))
+            context.context().delete_config_key_value(_key(f"said/{this - 1}", self.worker))
         return texts
 
-    def _heard(self, this: int, other: int, end: float) -> str:
-        store = context.context()
+    def tell(self, about: str, text: str = "") -> None:
+        """Leaves a text for all workers, once; any thread may, and `hear`."""
+        context.context().set_config_key_value(_key(about, self.worker), text)
+
+    def hear(self, about: str, worker: int, end: float | None = None) -> str:
+        """Returns what a worker tells, and waits for it; raises as `exchange`."""
+        store, end = context.context(), time.monotonic() + timeout() if end is None else end
         while True:
             try:
                 with contextlib.suppress(tf.errors.DeadlineExceededError):
-                    return store.get_config_key_value(_key("said", this, other), int(1000 * LOOK_EVERY_S))
+                    return store.get_config_key_value(_key(about, worker), int(1000 * LOOK_EVERY_S))
                 states = store.get_task_states([("worker", self.workers)])
             except tf.errors.OpError as error:  # of the chief, who keeps what is said
                 raise self._died("the chief", error) from error
@@ -140,7 +145,7 @@ class Workers:
                 if failure is not None:
                     raise self._died(f"worker {number}", failure)
             if time.monotonic() > end:
-                raise self.lost(f"worker {other} has not come to where this one waits")
+                raise self.lost(f"worker {worker} has not come to where this one waits")
 
     def _died(self, who: str, error: tf.errors.OpError) -> WorkerLostError:
         return WorkerLostError(
@@ -160,10 +165,6 @@ class Workers:
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Waits for all workers and returns the numbers of each."""
         return [json.loads(text) for text in self.exchange(json.dumps(list(numbers)))]
-
-    def barrier(self) -> None:
-        """Waits until every worker has come here."""
-        self.gather([])
 
     def report(self, error: BaseException) -> None:
         """Reports an error to the other workers, whose present and later waits raise it."""
@@ -203,7 +204,7 @@ class Workers:
         missing = []
         for other in range(self.workers):
             try:
-                context.context().get_config_key_value(_key("in", step, other), 1000)
+                context.context().get_config_key_value(_key(f"in/{step}", other), 1000)
             except tf.errors.DeadlineExceededError:
                 missing.append(other)
         return missing
@@ -251,7 +252,7 @@ class _Watch(threading.Thread):
             (workers, step), waited = at, time.monotonic() - since
             with contextlib.suppress(tf.errors.OpError):  # of a cluster that is no more: the step fails by itself
                 if not said and waited > grace:
-                    context.context().set_config_key_value(_key("in", step, workers.worker), "")
+                    context.context().set_config_key_value(_key(f"in/{step}", workers.worker), "")
                     said = True
                 if said and waited > timeout() + grace and (missing := workers.missing(step)):
                     workers.lost(f"workers {missing} have not come to the step that worker {workers.worker} is in")
@@ -261,5 +262,5 @@ class _Watch(threading.Thread):
 _watch = functools.cache(_Watch)
 
 
-def _key(what: str, number: int | str, worker: int) -> str:
-    return f"fastaccum/{what}/{number}/{worker}"
+def _key(what: str, worker: int) -> str:
+    return f"fastaccum/{what}/{worker}"

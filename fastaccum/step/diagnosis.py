@@ -87,7 +87,8 @@ def warn_of_zero_lora(layers: Sequence[keras.layers.Layer]) -> None:
 
 def _findings(step: _Failed) -> list[str]:
     """Describes what is not finite, where it begins, and what to do about it, in a line for each."""
-    if spoilt := [v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if _is_bad(v).numpy()]:
+    held = [v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if v.is_initialized()]
+    if spoilt := [v for v in held if _is_bad(v).numpy()]:
         return [
             f"The variables {_some(_name(step, v) for v in spoilt)} themselves hold NaN or inf: an earlier update "
             "overflowed, from a gradient that was finite, or they were set so.",

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -62,6 +62,11 @@ class Step(abc.ABC):
     def elsewhere(self) -> Collection[int]:
         """The ids of the optimizer's variables that the first replica, which holds the most, does not."""
         return ()
+
+    @property
+    def holders(self) -> Mapping[int, int]:
+        """The worker of each variable that one worker alone has, by its id."""
+        return {}
 
     @property
     def exchanged_bytes(self) -> int:

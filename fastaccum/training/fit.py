@@ -112,7 +112,8 @@ class Fit:
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
             fit = training()
-            checksums = state.checksums(fit.variables)
+            alone = {"optimizer": [v for v in fit.variables["optimizer"] if id(v) not in fit.holders]}
+            checksums = state.checksums({**fit.variables, **alone})
             builder.fingerprint.require_alike("fit, built", **fit.description, cut=fit.cut, checksums=checksums)
         model.stop_training = False
         step.running.stuck_steps.reset()
@@ -192,6 +193,7 @@ class Fit:
             step.running.savable,
             changes.end,
             recipe.replicas,
+            step.holders,
         )
 
 

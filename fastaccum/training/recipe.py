@@ -55,18 +55,11 @@ class Recipe:
         return self.given["loss"] is not None and not self.model.overrides("compute_loss")
 
     def require_replicas(self, options: Options) -> None:
-        """Raises ValueError for an optimizer that is to be shared out, with no replicas of this process to share it."""
-        if options.shard_optimizer is not True:
-            return
-        if self.replicas is None:
+        """Raises ValueError for an optimizer that is to be shared out, with no replicas to share it."""
+        if options.shard_optimizer is True and self.replicas is None:
             raise ValueError(
                 "shard_optimizer=True, and the model was made outside the scope of a tf.distribute strategy: make it "
                 "inside, or pass 'auto'."
-            )
-        if self.replicas.workers > 1:
-            raise ValueError(
-                f"shard_optimizer=True, and there are {self.replicas.workers} workers, of which none could save all "
-                "slots: pass 'auto' or False, or use MirroredStrategy, on one host."
             )
 
     def takes_text(self, options: Options) -> bool:

@@ -124,14 +124,13 @@ class StepBuilder:
             return own is not None and own.count > 1 and options.shard_optimizer is True
         trained = model.trainable_variables
         tight = functools.partial(needs_shares, model.variables, trained, own.devices)
-        impossible = own.workers > 1 or len(trained) < own.count or slots.indivisible(optimizer)
-        if impossible or not tight(slots.MOST_PER_WEIGHT):
-            return False
+        needed = len(trained) >= own.count and not slots.indivisible(optimizer) and tight(slots.MOST_PER_WEIGHT)
         try:
             with replicas.outside_scope():
-                return tight(slots.slots_per_weight(optimizer))
+                needed = needed and tight(slots.slots_per_weight(optimizer))
         except Exception:  # of a class of the user's own, which cannot be made again
-            return False
+            needed = False
+        return any(said for (said,) in own.gather([needed]))  # the worker with the least room decides
 
     def _is_faster_compiled(self, x: Nest) -> bool:
         """Decides what `jit_compile="auto"` is for the model."""

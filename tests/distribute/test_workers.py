@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 import worker
 
 import fastaccum as fa
+from fastaccum.checkpoint import store
+from fastaccum.checkpoint.errors import CorruptCheckpointError
 
 pytestmark = [pytest.mark.long, pytest.mark.faults]
 
@@ -94,11 +97,6 @@ def test_a_plan_is_for_the_worker_with_the_least_room(two):
     (outcome, other), *_ = two
     assert outcome["planned"] == other["planned"] and outcome["planned"][:2] == [2, 2**20]
     assert "memory_limit: 1048576 on" in outcome["plans differ"] or "2097152 on" in outcome["plans differ"]
-
-
-def test_slots_are_shared_by_the_devices_of_one_host_alone(two):
-    for outcome in two[0]:
-        assert "there are 2 workers" in outcome["shares"]
 
 
 @pytest.mark.parametrize(
@@ -259,3 +257,165 @@ def test_another_workers_label_out_of_range_is_an_error_on_all(tmp_path):
     assert "Another worker has seen labels or ids that are out of range" in chief[0]
     assert "values from 0 to 5 were seen, but only 0 to 2 exist" in other[0]
     assert chief[1:] == other[1:] == [0, False]
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory):
+    """What came of `worker.shares` on both, and the models that they saved."""
+    folder = tmp_path_factory.mktemp("shares")
+    return outcomes_of("shares", folder), [folder / f"model{i}.keras" for i in range(2)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "sgd", "adafactor"])
+def test_slots_shared_by_workers_equal_slots_on_all(sharing, name):
+    """Equal bit for bit after 20 steps, 5 of them skipped: weights, logs, and the slots, of which each has its own."""
+    for outcome in sharing[0]:
+        assert outcome["steps"][name] == [15, [1.0] * 5]
+        assert len(outcome["differences"][name]) > 6 and set(outcome["differences"][name]) == {0.0}
+    here = [each["here"][name] for each in sharing[0]]
+    held = [sum(pair) for pair in zip(*here, strict=True)]
+    assert set(held[2:]) == {1} and held[:2] == [2, 2]  # each slot once, but iterations and learning rate
+    assert all(False in each for each in here)
+
+
+def test_what_workers_cannot_share_is_refused(sharing):
+    for outcome in sharing[0]:
+        assert "use_ema=True" in outcome["averages"]
+        assert "need data of known length" in outcome["length"]
+        assert "start all workers anew with shard_optimizer=False" in outcome["taken back"]
+
+
+def test_a_model_is_saved_without_the_slots_of_others(sharing):
+    for outcome, path in zip(*sharing, strict=True):
+        assert any("Adafactor is saved without its slots" in each for each in outcome["warned"])
+        with pytest.warns(UserWarning, match="Skipping variable loading for optimizer 'adafactor"):
+            loaded = keras.saving.load_model(path)
+        assert loaded.count_params() == worker.make(keras, seed=0).count_params()
+
+
+@pytest.fixture(scope="module")
+def saved_shares(tmp_path_factory):
+    """The folder of two workers that trained to the end, with shares."""
+    folder = tmp_path_factory.mktemp("whole")
+    ((codes, said),) = saved(folder, mode="saved shares")
+    assert codes == [0, 0], said[-4000:]
+    return folder
+
+
+def assert_same_end(folder, whole):
+    for index in range(2):
+        ours, theirs = (dict(np.load(each / f"weights{index}.npz")) for each in (folder, whole))
+        assert len(ours) == len(theirs) > 6
+        for name in theirs:
+            np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+def test_workers_with_shares_go_on_bit_by_bit(saved_shares, tmp_path):
+    """A worker killed, then SIGTERM to one that is not the chief: both save their shares after the same step."""
+
+    def kill(processes):
+        processes[1].send_signal(signal.SIGKILL)
+
+    def terminate(processes):
+        processes[1].send_signal(signal.SIGTERM)
+
+    (killed, _), (terminated, told), (last, said) = saved(tmp_path, (14, kill), (28, terminate), mode="saved shares")
+    assert killed[1] == -9 and killed[0] not in (0, None)
+    assert terminated == [143, 143] and told.count("the same fit goes on from there") == 2, told[-4000:]
+    assert last == [0, 0], said[-4000:]
+    assert said.count("resumed from ") == 2
+    assert_same_end(tmp_path, saved_shares)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_killed_while_it_writes_its_share(saved_shares, tmp_path, victim):
+    """The checkpoint before is taken, and the training ends as if nothing had happened."""
+    with workers(f"killed in share {victim}", tmp_path) as processes:
+        codes = [process.wait(BOUND + 60) for process in processes]
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, None)
+    left = [each.name for each in (tmp_path / "checkpoints").iterdir()]
+    assert store.latest(tmp_path / "checkpoints").step == 7 and "step-00000014" not in left
+    ((codes, said),) = saved(tmp_path, mode="saved shares")
+    assert codes == [0, 0] and said.count("step-00000007: 7 train steps") == 2, said[-4000:]
+    assert not [each for each in (tmp_path / "checkpoints").iterdir() if each.name.startswith(".step")]
+    assert_same_end(tmp_path, saved_shares)
+
+
+def alone(folder, epochs=worker.EPOCHS):
+    """Trains on one device, from the checkpoints in the folder."""
+    model = worker.make(keras, seed=0)
+    trainer = worker.with_shares(model, worker.adamw(keras), fa, shard="auto")
+    x, y = worker.data()
+    trainer.fit(x, y, batch_size=5, epochs=epochs, verbose=0, checkpoint_dir=folder, checkpoint_every=7)
+    return [*model.get_weights(), *(v.numpy() for v in trainer.optimizer.variables)]
+
+
+def assert_close(ours, theirs):
+    """To the rounding of a sum over two workers or one, after 60 steps of Adam. The largest difference relative to the
+    largest number of a variable was 2.4e-7 in weights."""
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.shape]
+    found = [np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in pairs]
+    print("largest difference", max(found))
+    assert max(found) < 1e-6, found
+
+
+@pytest.fixture
+def broken_off(saved_shares, tmp_path):
+    """A copy of the checkpoints of two workers with shares, of which the newest is in mid-epoch."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved_shares / "checkpoints", folder)
+    for path in store.paths(folder):
+        if int(path.name[-8:]) % 5 == 0:
+            shutil.rmtree(path)
+    return folder
+
+
+def test_one_device_goes_on_from_shares(saved_shares, broken_off, tmp_path):
+    whole = alone(tmp_path / "whole")
+    assert_close(alone(broken_off), whole)
+
+
+def test_workers_with_shares_go_on_from_one_device(saved_shares, tmp_path):
+    alone(tmp_path / "checkpoints", epochs=5)
+    ((codes, said),) = saved(tmp_path, mode="saved shares")
+    assert codes == [0, 0] and said.count("resumed from ") == 2, said[-4000:]
+    for index in range(2):
+        resumed, whole = (np.load(folder / f"weights{index}.npz") for folder in (tmp_path, saved_shares))
+        assert_close(list(resumed.values()), list(whole.values()))
+
+
+def test_a_checkpoint_of_shares_names_its_files(broken_off):
+    newest = store.latest(broken_off)
+    assert newest.manifest["shares"] == [f"state.data-0000{i}-of-00002" for i in range(2)]
+    assert {each.name for each in newest.path.iterdir()} == {"manifest.json", "state.index", *newest.manifest["shares"]}
+
+
+def remove(share, older):
+    share.unlink()
+
+
+def damage(share, older):
+    held = bytearray(share.read_bytes())
+    held[len(held) // 2] ^= 1
+    share.write_bytes(held)
+
+
+def exchange(share, older):
+    shutil.copy(older / share.name, share)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"), [(remove, "missing"), (damage, "shard {}.*Checksum"), (exchange, "shard {}.*Checksum")]
+)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_share_that_is_missing_damaged_or_of_another_step(broken_off, harm, says, number):
+    newest, older, *_ = store.paths(broken_off)
+    harm(newest / f"state.data-0000{number}-of-00002", older)
+    says = says.format(number)
+    with pytest.warns(RuntimeWarning, match=f"{newest.name} is passed over: .*{says}"):
+        assert store.latest(broken_off).path == older
+    for each in store.paths(broken_off):
+        if each != newest:
+            shutil.rmtree(each)
+    with pytest.warns(RuntimeWarning), pytest.raises(CorruptCheckpointError, match=f"None of the 1 .*{says}"):
+        alone(broken_off)

@@ -5,8 +5,9 @@ what came of it in FOLDER; with "forever" it trains until something ends it; wit
 FOLDER and goes on from them, and leaves its weights there, with "plain" the same without dropout; with "differ" it
 tries what DIFFERENT lists, one after the other; with "absent" the second worker never trains; with "stuck" it is held
 up in the fourth step, as data or a callback may hold it up; with "slow" a step takes long on both, and the chief alone
-reads its logs; with "other's label" it alone is given one that is out of
-range.
+reads its logs; with "other's label" it alone is given one that is out of range; with "shares" it trains with the
+optimizer's slots on all workers and shared out; with "saved shares" as with "plain", with shares; with "killed in share
+INDEX" likewise, and that worker kills itself while it writes its share of the second checkpoint.
 """
 
 import itertools
@@ -15,6 +16,7 @@ import os
 import pathlib
 import sys
 import time
+import warnings
 
 import numpy as np
 
@@ -162,6 +164,69 @@ def differing(keras, fa, strategy, x, y, **own):
     return error, any((a != b).any() for a, b in zip(model.get_weights(), before, strict=bool(first)))
 
 
+def adamw(keras):
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def with_shares(model, optimizer, fa, shard=True):
+    options = {"gradient_accumulation_steps": 2, "clip_norm": 0.5, "loss_scale": fa.DynamicLossScale(4.0, 2)}
+    return fa.Trainer(model, optimizer, "mse", ["mae"], **options, shard_optimizer=shard, jit_compile=False)
+
+
+def refused(trainer, x, y):
+    """What a `fit` raises before a weight is moved; on all workers alike, so that it need not end their cluster."""
+    before = trainer.model.get_weights()
+    try:
+        type(trainer).fit.__wrapped__(trainer, x, y, batch_size=None if y is None else 5, verbose=0)
+    except ValueError as error:
+        assert all(map(np.array_equal, before, trainer.model.get_weights()))
+        return str(error)
+
+
+def shares(keras, tf, fa, strategy, x, y, folder, index):
+    """Trains with slots on all workers and shared out, by each optimizer, and tells what came of it."""
+    optimizers = {
+        "adamw": lambda: adamw(keras),
+        "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.01),
+        "muon": lambda: keras.optimizers.Muon(0.01),
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    }
+    x[11] = np.inf  # a step in each epoch that all skip
+    outcome = {"differences": {}, "steps": {}, "here": {}}
+    for name, make_optimizer in optimizers.items():
+        found = []
+        for shard in (False, True):
+            with strategy.scope():
+                model = make(keras, seed=1)
+            trainer = with_shares(model, make_optimizer(), fa, shard)
+            keras.utils.set_random_seed(3)
+            history = trainer.fit(x[:33], y[:33], batch_size=5, epochs=STEPS // 4, verbose=0).history
+            found.append((model.get_weights(), history, trainer))
+            outcome["steps"][name] = int(trainer.optimizer.iterations.numpy()), history["skipped_steps"]
+        (plain, logs, of_all), (sharded, sharded_logs, trainer) = found
+        here = [bool(v.value.is_initialized()) for v in trainer.optimizer.variables]
+        slots = zip(trainer.optimizer.variables, of_all.optimizer.variables, here, strict=True)
+        pairs = [*zip(sharded, plain, strict=True), *((a.numpy(), b.numpy()) for a, b, held in slots if held)]
+        outcome["differences"][name] = [float(np.abs(a - b).max()) for a, b in pairs]
+        np.testing.assert_equal(sharded_logs, logs)
+        outcome["here"][name] = here
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.model.save(f"{folder}/model{index}.keras")
+    outcome["warned"] = [str(each.message) for each in caught]
+    again = with_shares(trainer.model, trainer.optimizer, fa, shard=False)
+    outcome["taken back"] = refused(again, x, y)
+    with strategy.scope():
+        model = make(keras, seed=1)
+    outcome["averages"] = refused(with_shares(model, keras.optimizers.Adam(use_ema=True), fa), x, y)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(5).filter(lambda *batch: True)
+    outcome["length"] = refused(with_shares(model, adamw(keras), fa), batches, None)
+    return outcome
+
+
 def reading(keras):
     """A callback that waits for each step."""
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: float(logs["loss"]))
@@ -211,6 +276,10 @@ def main(ports, index, mode, folder):
     if mode == "other's label":
         (pathlib.Path(folder) / f"outcome{index}.json").write_text(json.dumps(out_of_range(keras, fa, strategy, index)))
         return
+    if mode == "shares":
+        outcome = shares(keras, tf, fa, strategy, x, y, folder, index)
+        (pathlib.Path(folder) / f"outcome{index}.json").write_text(json.dumps(outcome))
+        return
     if mode == "absent" and index:
         time.sleep(600)
     if mode in ("forever", "absent", "stuck"):
@@ -233,13 +302,21 @@ def main(ports, index, mode, folder):
         trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=2, jit_compile=False)
         trainer.fit(x[:40], y[:40], batch_size=4, epochs=2, verbose=0, callbacks=[] if index else [reading(keras)])
         return
-    if mode in ("saved", "plain"):
-        adam = keras.optimizers.Adam(0.01)
-        trainer = fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False)
+    if mode in ("saved", "plain", "saved shares") or mode.startswith("killed in share"):
+        if mode == f"killed in share {index}":
+            import killed
+
+            killed.kill_self_at("open", 1, f"{folder}/checkpoints", named="step-00000014.writing-")
+        if mode in ("saved", "plain"):
+            adam = keras.optimizers.Adam(0.01)
+            trainer = fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False)
+        else:
+            trainer = with_shares(model, adamw(keras), fa)
         slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
         saved = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_every": 7}
         trainer.fit(x, y, batch_size=5, epochs=EPOCHS, callbacks=[slow], verbose=2, **saved)
-        arrays = [*model.get_weights(), *(v.numpy() for v in trainer.optimizer.variables)]
+        held = [v for v in trainer.optimizer.variables if v.value.is_initialized()]
+        arrays = [*model.get_weights(), *(v.numpy() for v in held)]
         np.savez(pathlib.Path(folder) / f"weights{index}.npz", *arrays)
         return
     trainer, losses = trained(model, keras.optimizers.Adam(0.01), fa, x, y)
@@ -251,11 +328,7 @@ def main(ports, index, mode, folder):
         "broadcast": trainer._replicas.gather([index + 7])[0],
     }
     predicted = trainer.predict(x, batch_size=6, verbose=0)
-    try:
-        fa.Trainer(model, "adam", "mse", shard_optimizer=True)
-    except ValueError as error:
-        outcome["shares"] = str(error)
-    trainer._replicas.barrier()
+    trainer._replicas.gather([])
     outcome["refused"] = refusals(trainer, x, y, index, tf)
     os.environ["FASTACCUM_MEMORY_LIMIT"] = f"{index + 1} MiB"  # the first worker has less
     plan = fa.plan(trainer, (x[:1], y[:1]), global_batch_size=2)
