@@ -60,8 +60,8 @@ class RecomputedFunction:
 
     def keep(self, policy: Policy) -> None:
         """Chooses the `residuals` by a policy of `LayerStack`; raises ValueError for a name that no value has."""
-        known = {"attention", "projection", *self._names.values()}
-        if not isinstance(policy, str) and (unknown := sorted({*policy} - known)):
+        chosen = set() if isinstance(policy, str) else {*policy}
+        if unknown := sorted(chosen - (known := {"attention", "projection", *self._names.values()})):
             raise ValueError(
                 f"policy={list(policy)}: no value of a layer has the name {unknown[0]!r}. There are {sorted(known)}; "
                 "the layer's own call gives one, by checkpoint_name."
@@ -75,7 +75,7 @@ class RecomputedFunction:
             if policy == "everything_saveable":
                 return t.name in read
             name = self._names.get(t.name) or ("projection" if self._is_projection(t) else None)
-            return name is not None and (policy == "auto" or name in policy)
+            return name is not None and (policy == "auto" or name in chosen)
 
         kept, seen = [], set()
         while pending:

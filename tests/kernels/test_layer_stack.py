@@ -1,5 +1,6 @@
 """LayerStack against the plain layers that it stands for: values, gradients, training, and what XLA makes of it."""
 
+import functools
 import gc
 import re
 import weakref
@@ -234,9 +235,13 @@ def test_the_way_back_reads_what_is_kept(plain_outcome, monkeypatch):
 class Wave(layers.Layer):
     """sin(exp(x)), of which one value has a name, and one has it in a loop, where nothing can be kept."""
 
+    def __init__(self, called="wave"):
+        super().__init__()
+        self.called = called
+
     def call(self, x):
-        _, x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, checkpoint_name(tf.cos(x), "wave")), [0, x])
-        return tf.sin(checkpoint_name(tf.exp(x), "wave")) * x
+        _, x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, checkpoint_name(tf.cos(x), self.called)), [0, x])
+        return tf.sin(checkpoint_name(tf.exp(x), self.called)) * x
 
 
 def kept(make_layer, policy="auto", training=True):
@@ -264,6 +269,8 @@ def kept(make_layer, policy="auto", training=True):
         (mlp_block, "nothing_saveable", [1]),
         (Wave, "auto", [1, 1]),
         (Wave, ["wave"], [1, 1]),
+        (functools.partial(Wave, "save"), "nothing_saveable", [1]),
+        (functools.partial(Wave, "save"), ["save"], [1, 1]),
     ],
 )
 def test_what_is_kept_of_each_layer(make_layer, policy, sizes):
