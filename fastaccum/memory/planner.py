@@ -28,8 +28,8 @@ from fastaccum.memory.tables import in_units, render
 from fastaccum.step.step import Step
 
 Policy = str | Sequence[str] | None  # of `fastaccum.remat`
-# Policies of recomputation, the cheapest first: none; all but products with weights; everything.
-RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], "nothing_saveable")
+# Policies of recomputation, the cheapest first: none; all but products with weights; all but attention; everything.
+RECOMPUTED: tuple[Policy, ...] = (None, ["projection", "attention"], ["attention"], "nothing_saveable")
 SHARE = 0.95  # of a device's memory, planned to be filled where no limit is given: allocators leave gaps
 
 
@@ -140,10 +140,10 @@ class Planner:
     ):
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
         self._dispatched, self._verbose = dispatched, bool(verbose)  # train steps whose data a dispatch holds
-        self._started = time.monotonic()
+        self._stacks = [layer for layer in step.objective.model.layers if isinstance(layer, LayerStack)]
+        self._started, self._limit = time.monotonic(), 0
         self._memory: dict[tuple[str, int], StepMemory] = {}
         self._considered: list[Considered] = []
-        self._limit = 0
 
     def plan(self, rows: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]) -> Plan:
         """Plans among micro-batches of `rows`, rising, with the first policy under which one of them fits."""
@@ -164,11 +164,12 @@ class Planner:
         raise self._nothing_fits(rows[0], policies)
 
     def _recomputing(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
-        """Applies a policy to the model's LayerStacks, or else its blocks; raises ValueError if it has neither."""
-        stacks = [layer for layer in self._step.objective.model.layers if isinstance(layer, LayerStack)]
-        if not stacks or policy is None:
+        """Applies a policy to the model's LayerStacks, or else its blocks; raises ValueError if it would do nothing."""
+        if policy and not (self._stacks or self._step.objective.options.uses_xla):
+            raise ValueError("The step runs without XLA, where no block is computed again: try jit_compile=True.")
+        if not self._stacks or policy is None:
             return recomputing(self._step.objective.model.model, policy)
-        return replaced([each for stack in stacks for each in ((stack, "policy", policy), (stack, "unroll", False))])
+        return replaced([each for s in self._stacks for each in ((s, "policy", policy), (s, "unroll", False))])
 
     def _limit_of(self, given: int | str | None) -> int:
         if given is not None:
@@ -226,12 +227,11 @@ class Planner:
             f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it takes "
             f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. Nothing was changed."
         )
-        objective = self._step.objective
-        saves = has_gpu() or any(isinstance(layer, LayerStack) for layer in objective.model.layers)  # as XLA compiles
+        saves = has_gpu() or self._stacks  # as XLA compiles
         if saves and not (more or tried) and memory.by_kind["activations"]:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
         more = [*more, *self._step.advice]
-        return explain(message, memory, self._limit, objective.losses.outputs, more=more)
+        return explain(message, memory, self._limit, self._step.objective.losses.outputs, more=more)
 
 
 def _reason(error: ValueError) -> str:

@@ -466,9 +466,16 @@ def test_a_layer_with_the_name_of_one_of_keras_hub(monkeypatch):
     assert choices == ["unfused: a formula of the layer's own"] * 2
 
 
-def test_keras_own_switch_raises_as_in_keras():
-    with pytest.raises(ValueError, match="Flash attention is not supported in tensorflow backend"):
-        trained(stock(stock_attention(flash_attention=True)), *padded(), "auto")
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (stock_attention(flash_attention=True), "Flash attention is not supported in tensorflow backend"),
+        (lambda: Asks(attn_logits_soft_cap=2.0), "attn_logits_soft_cap is only supported for JAX on TPU"),
+    ],
+)
+def test_what_keras_refuses_on_tensorflow_raises_as_in_keras(attend, message):
+    with pytest.raises(ValueError, match=message):
+        trained(stock(attend), *padded(), "auto")
 
 
 def test_arguments_by_position():
