@@ -65,13 +65,22 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", choices=[[], *models.MODELS], metavar="NAME", help=", ".join(models.MODELS))
     for name, default in (("layers", 4), ("batch", 8), ("context", 2048)):
         parser.add_argument(f"--{name}", type=_whole, default=default, help="(%(default)s)")
+    parser.add_argument(
+        "--remat",
+        nargs="+",
+        type=lambda text: None if text == "None" else _policy(text),
+        default=[],
+        metavar="POLICY",
+        help='fused, with each of these of fa.remat; names as "a,b,c"; "None" for as it is',
+    )
     _add_rates(parser)
     parser.set_defaults(run=compare_models)
 
 
 def compare_models(options: argparse.Namespace) -> None:
     names = options.names or list(models.MODELS)
-    for line in models.table(names, _rates(options), options.layers, options.batch, options.context):
+    sizes = options.layers, options.batch, options.context
+    for line in models.table(names, _rates(options), sizes, options.remat):
         print(line, flush=True)
 
 

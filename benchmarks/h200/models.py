@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ import fastaccum as fa
 from benchmarks.h200 import programs, roofline
 from benchmarks.stablehlo import h200
 
+Policy = str | Sequence[str] | None  # of `fa.remat`
 VOCABULARY, WIDTH, HEADS = 50_304, 2048, 16
 BERT_VOCABULARY = 30_522
 SIZES = {"vocabulary_size": VOCABULARY, "hidden_dim": WIDTH, "intermediate_dim": 4 * WIDTH}
@@ -55,13 +56,21 @@ def bert(layers: int, context: int) -> keras.Model:
     return models.BertTextClassifier(backbone, num_classes=2)
 
 
+def own_gpt(layers: int, context: int) -> keras.Model:
+    """Builds `fa.gpt` of plain layers, which the others are compared with."""
+    return fa.gpt(VOCABULARY, context, WIDTH, layers, HEADS, tied=True, stacked=False)
+
+
+OF_IDS = "keras-gpt", "fa.gpt"  # models whose one input is ids
 MODELS: dict[str, Callable[[int, int], keras.Model]] = {
+    "fa.gpt": own_gpt,
     "keras-gpt": keras_gpt,
     "gpt2": _hub("GPT2", num_heads=HEADS, dropout=0.0),
     "gpt2-dropout": _hub("GPT2", num_heads=HEADS),  # 0.1, as it is by default
     "bert": bert,
     "llama": _hub("Llama", num_query_heads=HEADS, num_key_value_heads=HEADS),
     "mistral": _hub("Mistral", **GROUPED, sliding_window=4096),
+    "qwen": _hub("Qwen", **GROUPED),
     "gemma2": _hub(
         "Gemma",
         num_query_heads=8,
@@ -74,29 +83,32 @@ MODELS: dict[str, Callable[[int, int], keras.Model]] = {
 }
 
 
-def compile_step(name: str, flash_attention: Any, layers: int, batch: int, context: int) -> programs.Compiled:
-    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, and, but for the classifier "bert",
-    `fa.LinearCrossEntropy`.
+def compile_step(
+    name: str, layers: int, batch: int, context: int, flash_attention: Any = "auto", policy: Policy = None
+) -> programs.Compiled:
+    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, accuracy and, but for the classifier
+    "bert", `fa.LinearCrossEntropy`; `policy` is that of `fa.remat`.
     """
-    policy = keras.config.dtype_policy()
+    before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with h200.weightless():
-            model = MODELS[name](layers, context)
+            model = fa.remat(MODELS[name](layers, context), policy)
             classifies = name == "bert"
             loss = (
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True) if classifies else fa.LinearCrossEntropy()
             )
             optimizer = keras.optimizers.AdamW(3e-4, weight_decay=0.1)
-            trainer = fa.Trainer(model, optimizer, loss, clip_norm=1.0, flash_attention=flash_attention)
+            options = {"clip_norm": 1.0, "flash_attention": flash_attention}
+            trainer = fa.Trainer(model, optimizer, loss, weighted_metrics=["accuracy"], **options)
             ids = np.zeros((8, batch, context), "int32")
-            x = ids if name == "keras-gpt" else {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+            x = ids if name in OF_IDS else {"token_ids": ids, "padding_mask": np.ones_like(ids)}
             x = {**x, "segment_ids": ids} if classifies else x
             program = programs.of_trainer(trainer, (x, ids[..., 0] if classifies else ids))
             kernels = (w.shape for w in model.trainable_variables if w.path.endswith("kernel"))
             inner = sum(math.prod(shape) for shape in kernels if VOCABULARY not in shape)
     finally:
-        keras.config.set_dtype_policy(policy)
+        keras.config.set_dtype_policy(before)
         keras.backend.clear_session()
     # Of a token: 6 for each parameter of a product, and for each layer, channel and position of causal attention.
     per_token = 6 * (inner + VOCABULARY * WIDTH) + 6 * layers * WIDTH * context
@@ -105,12 +117,20 @@ def compile_step(name: str, flash_attention: Any, layers: int, batch: int, conte
     return dataclasses.replace(program, flops=float(ids.size * per_token))
 
 
-def table(names: Iterable[str], rates: roofline.Rates, layers: int, batch: int, context: int) -> Iterator[str]:
-    """Yields the lines of a table in Markdown: MFU and temporary memory of each model, fused and as it is."""
-    sizes = f"{layers} layers, {batch} x {context:,} tokens"
-    yield f"| {sizes} | MFU, unfused | MFU, fused | temp GB, unfused | temp GB, fused |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+def table(
+    names: Iterable[str], rates: roofline.Rates, sizes: Sequence[int], policies: Sequence[Policy] = ()
+) -> Iterator[str]:
+    """Yields the lines of a table in Markdown: MFU and temporary memory of each model, fused and as it is; or fused,
+    with each of the policies of `fa.remat`.
+    """
+    named = [each if isinstance(each, str) else ", ".join(each or ["nothing recomputed"]) for each in policies]
+    forms = {name: {"policy": policy} for name, policy in zip(named, policies, strict=True)}
+    forms = forms or {"unfused": {"flash_attention": False}, "fused": {}}
+    layers, batch, context = sizes
+    titles = [f"{what}, {form}" for what in ("MFU", "temp GB") for form in forms]
+    yield f"| {' | '.join([f'{layers} layers, {batch} x {context:,} tokens', *titles])} |"
+    yield f"| --- |{' ---: |' * len(titles)}"
     for name in names:
-        steps = [compile_step(name, fused, layers, batch, context) for fused in (False, "auto")]
+        steps = [compile_step(name, *sizes, **form) for form in forms.values()]
         mfu = [f"{roofline.predict(step.kernels, rates).mfu(step.flops or 0):.0%}" for step in steps]
         yield f"| {' | '.join([name, *mfu, *(f'{step.memory.temp_bytes / 1e9:.1f}' for step in steps)])} |"
