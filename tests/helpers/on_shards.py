@@ -210,7 +210,11 @@ def train_on(devices, shard, folder=None, callbacks=()):
 
 
 def check_resumed_on_other_devices_and_shares():
-    """From any of 1, 2 and 4 replicas, with shares and without, to any, in mid-epoch; bit for bit to the same."""
+    """From any of 1, 2 and 4 replicas, with shares and without, to any, in mid-epoch.
+
+    Bit for bit to the same, and on two between shares and none. Other numbers of replicas add up in another order,
+    which Adam's division enlarges: 5.2e-7 of the largest number of a variable at most, and without shares as much.
+    """
     kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)]
     whole = {kind: train_on(*kind) for kind in kinds if kind[0] <= on_replicas.COUNT}
     for kind in whole:
@@ -220,12 +224,12 @@ def check_resumed_on_other_devices_and_shares():
                 shutil.copytree(f"{folder}/saved", f"{folder}/{other}")
                 resumed = train_on(*other, f"{folder}/{other}")
                 for ours, theirs in zip(resumed, whole[other], strict=True):
-                    if kind == other:
+                    if kind == other or kind[0] == other[0] == 2:
                         np.testing.assert_array_equal(ours, theirs)
                     else:
                         difference = np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-3)
                         print(kind, other, difference, file=sys.stderr)
-                        assert difference < 1e-6, (kind, other, difference)
+                        assert difference < 8e-7, (kind, other, difference)
 
 
 def check_a_saved_model_has_all_slots():
