@@ -39,8 +39,9 @@ def remat(
 
     Args:
         model: a Keras 3 or tf_keras model that has its weights.
-        policy: what is kept of a block besides its inputs, as in `fastaccum.kernels.LayerStack`: "nothing_saveable",
-            "auto" for every value that has a name, or a list of names. None or "everything_saveable" undoes `remat`.
+        policy: what is kept of a block besides its inputs, as in `fastaccum.kernels.LayerStack`: "nothing_saveable";
+            ["attention"] for fused attention's output and log-sum-exp, or other names; or "auto" for every value that
+            has a name, products with weights among them. None or "everything_saveable" undoes `remat`.
         layer_names: the names of the layers to use as blocks, instead of those that are found.
 
     Returns:
@@ -105,8 +106,7 @@ def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[Block
         return [Block(layer) for layer in _named(model, layer_names)]
     if not model.weights:
         raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
-    found = blocks.find(model)
-    if not found:
+    if not (found := blocks.find(model)):
         parts = [part for part in model._flatten_layers() if part.weights]
         why = [f"{part.name!r} {reason}" for part in parts if (reason := blocks.refusal(part))]
         raise ValueError(

@@ -13,6 +13,7 @@ import tf_keras
 import fastaccum as fa
 from fastaccum.adapters import blocks
 from fastaccum.adapters.remat import installed, recomputing
+from fastaccum.kernels import blockwise_attention, recompute
 
 layers = keras.layers
 VOCABULARY, LENGTH, WIDTH, CLASSES = 11, 6, 8, 5
@@ -200,6 +201,80 @@ def test_a_policy_says_what_is_kept(names):
     assert products(["projection"]) == products("auto") == plain, "what is kept is not computed again"
     with pytest.raises(ValueError, match=r"no value of a layer has the name 'projections'.*'projection'"):
         products(["projections"])
+
+
+LONG = 160  # tokens: two blocks of attention on a CPU, so that its loops stay loops
+
+
+class Attending(layers.Layer):
+    def __init__(self, rate):
+        super().__init__()
+        self.norm, self.supports_masking = layers.LayerNormalization(), True
+        self.attention = layers.MultiHeadAttention(2, 8, dropout=rate, seed=3)
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        y = self.norm(x)
+        return x + self.attention(y, y, use_causal_mask=True)
+
+
+def of_attention(policy, rate=0.0, padded=False, dtype="float32"):
+    """A trainer of two blocks of fused attention, and a stack of two micro-batches of two rows."""
+
+    def make():
+        ids = keras.Input((LONG,), dtype="int32")
+        x = layers.Embedding(VOCABULARY, WIDTH, mask_zero=padded)(ids)
+        return keras.Model(ids, layers.Dense(VOCABULARY)(Attending(rate)(Attending(rate)(x))))
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {"flash_attention": True, "jit_compile": True, "gradient_accumulation_steps": 2}
+    trainer = fa.Trainer(fa.remat(made(make, dtype), policy), keras.optimizers.SGD(0.1), loss, **options)
+    x = np.reshape(np.arange(4 * LONG) % VOCABULARY, (2, 2, LONG))
+    return trainer, (x * (np.arange(LONG) < LONG // 2) if padded else x, x)
+
+
+def stepped(*case):
+    trainer, stack = of_attention(*case)
+    trainer.train_step(stack)
+    assert set(trainer._builder.step.objective.attention.choices.values()) == {"fused: blockwise"}
+    return state(trainer.model)
+
+
+def are_equal(some, others):
+    return all(np.array_equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rate", "padded"), [pytest.param(0.0, False, marks=pytest.mark.variant), (0.3, True)], ids=str
+)
+def test_attention_that_is_kept_changes_no_bit(rate, padded, monkeypatch):
+    again = stepped("nothing_saveable", rate, padded)
+    assert are_equal(stepped(["attention"], rate, padded), again)
+    forward = recompute._Block.forward
+
+    def spoiled(self, values):
+        y, kept = forward(self, values)
+        return y, [1.5 * t for t in kept]
+
+    monkeypatch.setattr(recompute._Block, "forward", spoiled)
+    assert not are_equal(stepped(["attention"], rate, padded), again), "the backward pass reads what is kept"
+
+
+def test_attention_that_is_kept_is_not_computed_again(monkeypatch):
+    """Each of two blocks has a loop over its scores forward and one backward."""
+
+    def loops(policy):
+        trainer, stack = of_attention(policy)
+        return trainer.compiler_ir(stack, "hlo").count(" while(")
+
+    plain = loops(None)
+    assert loops("nothing_saveable") == plain + 2
+    assert loops(["attention"]) == plain
+    monkeypatch.setattr(blockwise_attention, "checkpoint_name", lambda t, _: t)
+    assert loops(["attention"]) == plain + 2, "nothing has the name"
 
 
 def test_what_a_model_is_stays_as_it_was(tmp_path):
