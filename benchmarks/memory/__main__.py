@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "peak": "predicted memory beside what was measured",
     "remat": "recomputation: temp memory, gradients, and time of a step",
     "warm": "a second process's first step beside the first's",
+    "shares": "what a device holds that shares the optimizer's slots with others, by XLA's plan for an H200",
     "formula": "the formula of docs/memory.md beside XLA's plan for an H200",
 }
 
