@@ -8,7 +8,6 @@ from fastaccum.adapters.head import replacement
 from fastaccum.adapters.losses import Output
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
-from fastaccum.memory.tables import in_units
 
 SHOWN = 5
 _VOCABULARY = 4096  # classes from which on it pays not to hold the logits
@@ -39,6 +38,14 @@ class OutOfMemoryError(MemoryError):
     def by_kind(self) -> dict[Kind, int]:
         """Bytes of each kind."""
         return {} if self.memory is None else self.memory.by_kind
+
+
+def in_units(size: float) -> str:
+    """Formats a number of bytes: "3.2 GiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 2**10:,.1f} KiB"
 
 
 def explain(

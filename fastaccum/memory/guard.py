@@ -12,9 +12,8 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physical
-from fastaccum.memory.errors import OutOfMemoryError, explain
+from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
 from fastaccum.memory.planner import divisors, largest_that_fits
-from fastaccum.memory.tables import in_units
 from fastaccum.step.compiler_ir import MemoryAnalysis
 from fastaccum.step.program import preserve_variables
 from fastaccum.step.step import FirstRun, Step

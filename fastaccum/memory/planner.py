@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 from tensorflow.types.experimental import ConcreteFunction
 
@@ -23,8 +24,7 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.memory import cost, device
 from fastaccum.memory.analysis import bytes_at_most, compile_programs, dispatch_of, limit_of, measure
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.errors import OutOfMemoryError, explain
-from fastaccum.memory.tables import in_units, render
+from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
 from fastaccum.step.step import Step
 
 Policy = str | Sequence[str] | None  # of `fastaccum.remat`
@@ -95,6 +95,14 @@ class Plan:
             figures = f"{each.batch_size:,}", f"{each.accumulation_steps:,}", in_units(each.peak_bytes)
             table.add_row(*figures, f"{each.peak_bytes / self.memory_limit:.0%}", said)
         return f"{render(table)}\n{self.summary}"
+
+
+def render(table: Table) -> str:
+    """Renders a table as plain text of 100 columns."""
+    console = Console(width=100, force_terminal=False, force_jupyter=False, markup=False, emoji=False)
+    with console.capture() as printed:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
 def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> list[int]:

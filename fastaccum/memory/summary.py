@@ -15,8 +15,8 @@ from fastaccum.data.stacks import Batch, Layout
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.errors import head_advice
-from fastaccum.memory.tables import in_units, render
+from fastaccum.memory.errors import head_advice, in_units
+from fastaccum.memory.planner import render
 from fastaccum.step.step import Step
 
 LARGEST = 3  # buffers that the table names
