@@ -8,9 +8,14 @@ import signal
 import sys
 from pathlib import Path
 
-# Most tests wait for LLVM, whose optimisations change neither XLA's passes nor its buffers. An XLA_FLAGS that is set is
-# kept, also an empty one: CI runs test_exactness.py with it, on the code that users run.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most tests wait for XLA to make machine code: for MLIR's emitters of fusions, and for LLVM, which optimises a program
+# in up to 32 modules. Without them operations and buffers are the same. An XLA_FLAGS that is set is kept, also an empty
+# one: CI runs test_exactness.py with it, on the code that users run.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
 
 import keras
 import pytest
