@@ -195,8 +195,8 @@ class RecomputedFunction:
 
     @functools.cached_property
     def _varying(self) -> set[str]:
-        """The names of the tensors that are computed from the roots."""
-        varying = {*self._root_names}
+        """The names of the tensors that are computed from the roots, but for those captured, such as weights' casts."""
+        varying = self._root_names - {t.name for _, t in self._graph.captures}
         for op in self._graph.get_operations():
             for t in op.outputs:
                 inputs = [op.inputs[t.value_index]] if op.type == "IdentityN" else op.inputs

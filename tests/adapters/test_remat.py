@@ -185,11 +185,19 @@ def test_a_trainer_that_has_a_program_traces_it_anew():
     assert len(installed(model)) == 2
 
 
-@pytest.mark.parametrize("names", [None, ["second", "third"]], ids=["a graph", "layers"])
-def test_a_policy_says_what_is_kept(names):
-    own = [layers.Dense(64, "tanh", name=name) for name in ("first", "second", "third", "fourth")]
-    model = keras.Sequential([keras.Input((64,)), *own, *(layers.Dense(64, "tanh") for _ in range(4)), layers.Dense(1)])
-    trainer, x = fa.Trainer(model, "sgd", "mse"), np.ones((1, 4, 64), "float32")
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [(None, "float32"), (["second", "third"], "float32"), (["second", "third"], "mixed_bfloat16")],
+    ids=["a graph", "layers", "layers, in mixed precision"],
+)
+def test_a_policy_says_what_is_kept(names, dtype):
+    def make():
+        own = [layers.Dense(64, "tanh", name=name) for name in ("first", "second", "third", "fourth")]
+        others = [*(layers.Dense(64, "tanh") for _ in range(4)), layers.Dense(1)]
+        return keras.Sequential([keras.Input((64,)), *own, *others])
+
+    model = made(make, dtype)
+    trainer, x = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2), np.ones((2, 4, 64), "float32")
     assert blocks.find(model)[0].segments
 
     def products(policy):
