@@ -150,6 +150,22 @@ def test_a_named_value_is_not_computed_again():
     assert products("nothing_saveable") - products(["hidden"]) == 1
 
 
+def test_a_product_with_a_weight_that_is_cast_outside_is_kept():
+    w = tf.Variable(tf.ones([D, D]))
+
+    def products(policy):
+        @jitted
+        def step(x):
+            with tf.GradientTape() as tape:
+                rounded = tf.cast(w, tf.bfloat16)
+                y = recomputed(lambda x: tf.tanh(tf.tanh(x @ rounded) @ rounded), x, policy=policy)
+            return tape.gradient(y, w)
+
+        return step.experimental_get_compiler_ir(tf.ones([4, D], tf.bfloat16))(stage="stablehlo").count("stablehlo.dot")
+
+    assert products("nothing_saveable") - products(["projection"]) == 2
+
+
 def test_nests_go_in_and_out():
     w, count = tf.Variable(tf.ones([T, D])), tf.Variable(1.0)
     outside = tf.Variable(2.0)
