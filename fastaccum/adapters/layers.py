@@ -12,8 +12,6 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import Nest, kinds, of_keras
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.kernels import fp32_layers
-from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.norms import layer_norm, rms_norm
 from fastaccum.kernels.xla_ops import HALF
@@ -21,17 +19,11 @@ from fastaccum.kernels.xla_ops import HALF
 Call = Callable[..., tf.Tensor]  # a layer's method
 
 
-def make_forms(layers: Iterable[keras.layers.Layer], uses_xla: bool) -> list[Interceptor]:
-    """Returns interceptors for layers that have a form that XLA compiles in a loop, or in less memory.
-
-    Without XLA, for those whose gradient is one operation of TensorFlow's on a CPU.
-    """
+def make_forms(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
+    """Returns interceptors for layers that have a form that XLA compiles in a loop, or in less memory."""
     found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
-        if not uses_xla:
-            if _is_plain_batch_norm(layer) and not has_gpu():
-                found.append((layer, "call", _normalize_batch))
-        elif type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
+        if type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
             found.append((layer, "call", _normalize_layer))
         elif type(layer) is keras.layers.RMSNormalization:
             found.append((layer, "call", _normalize_rms))
@@ -72,49 +64,6 @@ def _normalize_rms(layer: keras.layers.Layer, call: Call, x: tf.Tensor) -> tf.Te
     if not _over_last_axis(layer, x):
         return call(x)
     return rms_norm(x, tf.cast(layer.scale, accumulator_dtype(x.dtype)), epsilon=layer.epsilon)
-
-
-def _is_plain_batch_norm(layer: keras.layers.Layer) -> bool:
-    plain = type(layer) is keras.layers.BatchNormalization and layer.variable_dtype == "float32"
-    return plain and not (layer.synchronized or getattr(layer, "renorm", False))  # older versions have no renorm
-
-
-def _normalize_batch(
-    layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, training: Any = None, mask: Any = None
-) -> tf.Tensor:
-    floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32)
-    last = floating and layer.axis in (-1, inputs.shape.rank - 1)
-    if not (last and training and layer.trainable and mask is None):
-        return call(inputs, training=training, mask=mask)
-    x = tf.cast(inputs, tf.float32)
-    size = layer.moving_mean.shape
-    axes = list(range(x.shape.rank - 1))
-
-    @custom_gradient
-    def normalize(x, gamma, beta):
-        mean, variance = tf.nn.moments(x, axes)
-
-        def gradient(dy, *_):  # without XLA each of TensorFlow's dozen operations would pass over the memory
-            dy, rows = (tf.reshape(each, [-1, 1, 1, *size]) for each in (dy, x))
-            dx, *others = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=dy,
-                x=rows,
-                scale=gamma,
-                reserve_space_1=mean,
-                reserve_space_2=variance,
-                reserve_space_3=[],
-                epsilon=layer.epsilon,
-            )[:3]
-            return tf.reshape(dx, tf.shape(x)), *others
-
-        return (tf.nn.batch_normalization(x, mean, variance, beta, gamma, layer.epsilon), mean, variance), gradient
-
-    gamma = layer.gamma if layer.scale else tf.ones(size)
-    beta = layer.beta if layer.center else tf.zeros(size)
-    y, mean, variance = normalize(x, tf.convert_to_tensor(gamma), tf.convert_to_tensor(beta))
-    for moving, of_batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        moving.assign(moving * layer.momentum + of_batch * (1.0 - layer.momentum))
-    return tf.cast(y, layer.compute_dtype)
 
 
 def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
