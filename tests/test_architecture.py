@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_916,
+    "adapters": 4_865,
     "app": 667,
-    "checkpoint": 1_136,
-    "data": 1_407,
+    "checkpoint": 1_146,
+    "data": 1_409,
     "distribute": 1_304,
     "kernels": 3_945,
     "memory": 1_259,

@@ -265,14 +265,24 @@ class Saver:
         self._wait()
         self._saved = manifest["progress"]["step"]
         if self._own:
-            self._write = self._writer.submit(self._write_with_others, manifest, tensors)
+            self._submit(self._write_with_others, manifest, tensors)
         elif self._is_chief:
-            self._write = self._writer.submit(store.write, self.directory, manifest, tensors, self.keep)
+            self._submit(store.write, self.directory, manifest, tensors, self.keep)
         if self._is_ending():
             self._wait()
             path = self._path(self._saved)
             print(f"saved {path}: the same fit goes on from there", file=sys.stderr, flush=True)
             raise Preempted(path)
+
+    def _submit(self, write: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._write = self._writer.submit(write, *arguments)
+        except RuntimeError:  # the main thread has ended: Python starts no call in another
+            self._write = concurrent.futures.Future()
+            try:
+                self._write.set_result(write(*arguments))
+            except Exception as error:  # for `_wait`, as from a thread
+                self._write.set_exception(error)
 
     def _write_with_others(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
         """Writes what this worker alone has, and waits for the checkpoint; the chief writes all else and ends it."""

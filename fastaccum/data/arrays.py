@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -172,12 +173,13 @@ class ArrayStacks:
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
     """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator or the interpreter."""
     thread = futures.ThreadPoolExecutor(1, "fastaccum-data")
-    ready = collections.deque(thread.submit(next, items) for _ in range(depth))
+    ready: collections.deque[futures.Future[Dispatch]] = collections.deque()
     try:
         while True:
-            item = ready.popleft().result()
-            ready.append(thread.submit(next, items))
-            yield item
+            with contextlib.suppress(RuntimeError):  # once the main thread has ended, Python starts no call in another
+                while len(ready) <= depth:
+                    ready.append(thread.submit(next, items))
+            yield ready.popleft().result() if ready else next(items)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
 

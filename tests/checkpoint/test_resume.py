@@ -3,6 +3,8 @@
 import collections
 import functools
 import itertools
+import subprocess
+import sys
 import time
 import warnings
 
@@ -593,3 +595,34 @@ def test_rows_in_another_order_are_seen_between_epochs(tmp_path):
     fit(4, 2, 1)
     with pytest.raises(ValueError, match=r"cannot go on in other pieces .* in another order"):
         fit(2, 4, 2)
+
+
+AFTER_MAIN = """
+import concurrent.futures, sys, threading, keras, numpy as np, fastaccum as fa
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2)
+x, y, executor = np.ones((16, 2)), np.zeros((16, 1)), concurrent.futures.ThreadPoolExecutor(1)
+threading.excepthook = lambda args: print("failed", args.exc_value, flush=True)
+
+class Wait(keras.callbacks.Callback):  # until Python starts no call in another thread any more
+    def on_epoch_begin(self, epoch, logs=None):
+        try:
+            while epoch:
+                executor.submit(int).result()
+        except RuntimeError:
+            pass
+
+def work():
+    trainer.fit(x, y, batch_size=2, epochs=3, verbose=0, callbacks=[Wait()], checkpoint_dir=sys.argv[1])
+    print("trained", len(model.history.epoch), flush=True)
+
+threading.Thread(target=work).start()
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.sample
+def test_a_fit_in_a_thread_goes_on_and_saves_after_the_main_thread_has_ended(tmp_path):
+    done = subprocess.run([sys.executable, "-c", AFTER_MAIN, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "trained 3\n", done.stdout + done.stderr[-2000:]
+    assert fa.checkpoint.latest(tmp_path).step == 12
