@@ -29,11 +29,11 @@ class StepResult(NamedTuple):
     """The results of one train step: scalars on the device. Reading one waits for the step.
 
     Attributes:
-        loss: the loss over all micro-batches, float32: the sum of the losses divided by `weight`, or 0 if that is 0.
-        weight: the sum of the weights, float32.
+        loss: float32, the sum of all micro-batches' losses divided by `weight`, 0 if that is 0; and the penalty.
+        weight: the denominator, float32: the sum of the weights; for a Keras loss that is a sum, 1, or 0 without rows.
         grad_norm: the global norm of the gradient before clipping, float32.
         grads_finite: whether the gradient's norm, the loss and the new state are finite, bool. If not, the step was
-            skipped: only the loss scale may have moved, down where the norm was not finite.
+            skipped, as is one of weight 0: only the loss scale may have moved, down where the norm was not finite.
         loss_scale: the loss scale after the step, float32.
     """
 
@@ -53,7 +53,7 @@ class Accumulated(NamedTuple):
     weight_sum: tf.Tensor  # float32 scalar
     scale: tf.Tensor  # float32 scalar, the same on every device: what the losses of `gradients` were multiplied by
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
-    looked_up: dict[int, tf.Tensor]  # bool [rows of a table], by its variable's place; where the optimizer must know
+    looked_up: dict[int, tf.Tensor]  # bool [rows of a table], by its variable's place: the rows that were looked up
 
 
 class Share(NamedTuple):
@@ -274,7 +274,7 @@ class TrainStep:
         # A loss or a variance can overflow where the gradient is still finite.
         finite = reduced.finite & tf.math.is_finite(loss) & _still_finite(objective.state, sums.state)
         ok = finite & counted
-        # Without XLA an operation that fails ends the step wherever the others are: none may have assigned by then.
+        # Without XLA an operation may fail while others run: the variables are assigned after all that can.
         with tf.name_scope("update"), tf.control_dependencies([ok]):
             final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
             self.optimizer.apply(final, self.trained, ok, looked_up)

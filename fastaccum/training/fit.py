@@ -53,7 +53,7 @@ class Fit:
         validation_data: object,
         shuffle: bool,
         class_weight: Mapping[int, float] | None,
-        **arguments: object,
+        **others: object,
     ) -> Plan | None:
         """Makes the source of the data, `given` as x, y and sample_weight, after all workers agree on the call.
 
@@ -64,7 +64,7 @@ class Fit:
             text = self._recipe.takes_text(options) or self._recipe.model.preprocess is not None
             given, validation_data = arrays.split(given, validation_split, text=text)
         self._validation_data = validation_data
-        called = {**dataclasses.asdict(self._schedule), "class_weight": self._class_weight, **arguments}
+        called = {**dataclasses.asdict(self._schedule), "class_weight": self._class_weight, **others}
         self._builder.fingerprint.require_alike("fit", **called, validation_data=validation_data is not None)
         seed = int(np.random.randint(2**31 - 1)) if checks.true_or_false("shuffle", shuffle) else 0
         if self._recipe.replicas is not None:
@@ -111,10 +111,10 @@ class Fit:
             hooks.say(f"This model trains without XLA, which {reason}.\n")
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
-            fit = training()
-            alone = {"optimizer": [v for v in fit.variables["optimizer"] if id(v) not in fit.holders]}
-            checksums = state.checksums({**fit.variables, **alone})
-            builder.fingerprint.require_alike("fit, built", **fit.description, cut=fit.cut, checksums=checksums)
+            now = training()
+            shared = {"optimizer": [v for v in now.variables["optimizer"] if id(v) not in now.holders]}
+            checksums = state.checksums({**now.variables, **shared})
+            builder.fingerprint.require_alike("fit, built", **now.description, cut=now.cut, checksums=checksums)
         model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, float] = {}
