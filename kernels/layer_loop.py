@@ -59,7 +59,8 @@ class Body(NamedTuple):
                 y = self.template(x, training=self.training, **kwargs)
         if not tf.is_tensor(y) or y.dtype != x.dtype or not y.shape.is_compatible_with(x.shape):
             raise ValueError(
-                f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack's layers keep their input's shape and dtype."
+                f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack's layer must return one tensor, of its "
+                "input's shape and dtype."
             )
         if mask is not None and get_keras_mask(y) is not mask:
             raise ValueError(f"{name} changes its input's mask, which a LayerStack passes to every layer as it is.")

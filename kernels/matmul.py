@@ -95,8 +95,8 @@ def convolution_fp32_wgrad(
     """Computes `convolution(x, tf.cast(kernel, x.dtype))`, with the kernel's gradient in float32.
 
     `dx` is that of autodiff; `dkernel` is that of `convolution`, which is linear in each argument, on float32 copies
-    of x and dy. A kernel of one pixel, [1, ..., in, out], multiplies `x[pixels]`: its `dkernel` is one dot as in
-    `matmul_fp32_wgrad`, without copies.
+    of x and dy. A kernel of one pixel, [1, ..., in, out], multiplies `x[pixels]`, the pixels that its strides meet: its
+    `dkernel` is one dot as in `matmul_fp32_wgrad`, without copies. For other kernels `pixels` is None.
     """
     x, kernel = tf.convert_to_tensor(x), tf.convert_to_tensor(kernel)
     _require_dtypes(x, kernel)

@@ -44,4 +44,5 @@ def _once(seed: tf.Tensor, alg: tf.random.Algorithm | str | int) -> tuple[tf.Ten
     return key, counter, alg
 
 
+# For good: without `hoists_keys` in the context of a trace it does what it replaces.
 random_ops_util.get_key_counter_alg = _once

@@ -145,7 +145,7 @@ class FusedHeadLoss:
         if hidden is None or y_pred is not hidden:
             raise ValueError(
                 f"The output {self._output!r} is not what layer {self.head.name!r} returns, so LinearCrossEntropy "
-                f"cannot take that layer's place. Pass head=..., the last layer's name, or use {KERAS_LOSS}."
+                f"cannot take that layer's place. Pass head=..., the last linear layer's name, or use {KERAS_LOSS}."
             )
         if tf.is_symbolic_tensor(y_pred) and y_pred.consumers():
             readers = [operation.name for operation in y_pred.consumers()]

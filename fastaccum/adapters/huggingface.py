@@ -102,7 +102,8 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
         else:
             if getattr(model.config, "tf_legacy_loss", False):
                 raise ValueError(
-                    f"config.tf_legacy_loss=True of {type(model).__name__}: set it to False, the same mean under XLA."
+                    f"config.tf_legacy_loss=True of {type(model).__name__} takes a shape that XLA cannot know: set it "
+                    "to False, which computes the same mean."
                 )
             terms = [_mean(*each, valid) for each in sums(model.config, given["labels"], given["logits"])]
         seen.extend(terms)
@@ -120,14 +121,16 @@ def make_terms(
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} returned no loss: pass its labels, {list_label_names(model)}, or a loss."
+            f"{type(model).__name__} returned no loss: pass its labels, {list_label_names(model)}, as y or among the "
+            "inputs, or a loss to the Trainer."
         )
     if loss is seen.returned:
         return list(seen)
     if rows > 1 and loss.shape.num_elements() == 1:
         if getattr(model.config, "ctc_loss_reduction", None) == "sum" and "CTC" in type(model).__name__:
             raise ValueError(
-                f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows: set it to 'mean'."
+                f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, where a mean "
+                "is needed: set it to 'mean'."
             )
         warn(
             f"{type(model).__name__} reduces its loss to a scalar by itself: it counts as the mean over the rows of "

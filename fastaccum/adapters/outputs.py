@@ -31,7 +31,8 @@ class Matched(NamedTuple):
 class Outputs:
     """The outputs of a model: the leaves of the nest `y_pred` that it returns, in the order of its Keras's flatten.
 
-    `names` are the model's own, empty or too few where it names none; the outputs with a `loss` get too few targets.
+    `names` are the model's own, empty or too few where it names none. Where targets are fewer, they are for the outputs
+    that have a `loss`.
     """
 
     skips_missing_targets = False  # or an output without a target has no loss and no metrics, instead of an error

@@ -21,6 +21,7 @@ _OF_ALL_WEIGHTS = (
     *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
     *("_clip_gradients", "_apply_weight_decay"),
 )
+_ANEW = "To train on without shares, start all workers anew with shard_optimizer=False and the same checkpoint_dir."
 
 
 def indivisible(optimizer: Optimizer) -> str:
@@ -78,9 +79,13 @@ def placed(optimizer: Optimizer, place: Callable[[keras.Variable, keras.Variable
 
 
 def keep_from_keras(optimizer: Optimizer) -> None:
-    """Lets `model.fit` raise under a strategy, where Keras would update a replica's own slots once per replica."""
+    """Lets `model.fit` raise under a strategy, where Keras would update a replica's own slots once per replica.
+
+    Where other workers have slots, a saved model has none, with a warning.
+    """
     own = optimizer.optimizer
-    own.apply_gradients = functools.partial(_apply_outside_strategies, own)
+    remedy = "Train a step with Trainer(shard_optimizer=False) first: each replica has all slots then."
+    own.apply_gradients = functools.partial(_apply_outside_strategies, own, remedy if _are_all_here(own) else _ANEW)
     if not _are_all_here(own):
         own.save_own_variables = functools.partial(_save_none, own)
 
@@ -89,10 +94,7 @@ def return_to_keras(optimizer: Optimizer) -> None:
     """Takes back what `keep_from_keras` did; raises ValueError where other workers have some of the slots."""
     own = optimizer.optimizer
     if not _are_all_here(own):
-        raise ValueError(
-            f"The slots of {type(own).__name__} are shared out over workers, of which none has all. To train on "
-            "without shares, start all workers anew with shard_optimizer=False and the same checkpoint_dir."
-        )
+        raise ValueError(f"The slots of {type(own).__name__} are shared out over workers. {_ANEW}")
     vars(own).pop("apply_gradients", None)
 
 
@@ -105,11 +107,11 @@ def _save_none(own: keras.optimizers.Optimizer, store: object) -> None:
     warn(f"{name} is saved without its slots, which workers share out: checkpoint_dir has them all.", UserWarning)
 
 
-def _apply_outside_strategies(own: keras.optimizers.Optimizer, grads_and_vars: Any) -> Any:
+def _apply_outside_strategies(own: keras.optimizers.Optimizer, remedy: str, grads_and_vars: Any) -> Any:
     if tf.distribute.has_strategy():
         raise ValueError(
             f"The slots of {type(own).__name__} are shared out over replicas (shard_optimizer), which Keras's own fit "
-            "cannot update. Train a step with Trainer(shard_optimizer=False) first: each replica has all slots then."
+            f"cannot update. {remedy}"
         )
     return type(own).apply_gradients(own, grads_and_vars)
 

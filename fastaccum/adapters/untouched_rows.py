@@ -84,7 +84,8 @@ def _find_forms(optimizer: keras.optimizers.Optimizer) -> tuple[Callable, Litera
     name = type(optimizer).__name__
     raise ValueError(
         f"optimizer={name} updates embeddings by a `_resource_apply_sparse` that is not known to be exact here. Set "
-        f"{name}._resource_apply_sparse = tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse, or use Keras's."
+        f"{name}._resource_apply_sparse = tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse, which updates "
+        "all rows, or use an optimizer of Keras 3."
     )
 
 

@@ -140,7 +140,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _check_length(ids: np.ndarray, context: int, what: str) -> None:
     if len(ids) < context + 1:
         raise ValueError(
-            f"the {what} has {len(ids)} bytes, but a window takes {context + 1}: give more text, a 20th is held out"
+            f"the {what} has {len(ids)} bytes, but a window takes {context + 1} (context={context}): give more text, "
+            f"of which one {HELD_OUT_EVERY}th is held out."
         )
 
 

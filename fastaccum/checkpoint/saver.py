@@ -234,7 +234,7 @@ class Saver:
         return crossed or self._is_ending()
 
     def _is_ending(self) -> bool:
-        """Tells if SIGTERM has come: to the chief, or where workers write together to any of them."""
+        """Tells if SIGTERM has come: to the chief, or to any where workers write together: all must ask at once."""
         if self._own:
             return any(said for (said,) in self._workers.gather([self._preemption.requested]))
         return self._preemption.requested and self._is_chief

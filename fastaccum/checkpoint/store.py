@@ -275,7 +275,7 @@ def flush(path: Path) -> None:
 
 
 def _hidden(path: Path, what: str, by: str = "") -> Path:
-    """Returns a name beside `path` that nobody else has."""
+    """Returns a name beside `path` that nobody else has, or the workers of the fit `by` alone."""
     return path.with_name(f".{path.name}.{what}-{by or f'{os.getpid()}-{secrets.token_hex(4)}'}")
 
 

@@ -172,16 +172,16 @@ class ArrayStacks:
 
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
     """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator or the interpreter."""
-    thread = futures.ThreadPoolExecutor(1, "fastaccum-data")
+    executor = futures.ThreadPoolExecutor(1, "fastaccum-data")
     ready: collections.deque[futures.Future[Dispatch]] = collections.deque()
     try:
         while True:
             with contextlib.suppress(RuntimeError):  # once the main thread has ended, Python starts no call in another
                 while len(ready) <= depth:
-                    ready.append(thread.submit(next, items))
+                    ready.append(executor.submit(next, items))
             yield ready.popleft().result() if ready else next(items)
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tuple]:

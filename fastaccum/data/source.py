@@ -52,7 +52,8 @@ def make_data_source(
         raise ValueError(f"{what} ({type(x).__name__}) yields y and sample_weight itself: leave them out.")
     if isinstance(x, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
         raise TypeError(
-            f"{what} is a {type(x).__name__}: pass the tf.data.Dataset itself, which a Trainer distributes."
+            f"{what} is a {type(x).__name__}: pass the tf.data.Dataset itself, which the Trainer of a "
+            "model made under a strategy distributes."
         )
     if preprocess is not None:
         x = x.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)

@@ -78,7 +78,8 @@ class Layout(NamedTuple):
         if self.exact_rows and rows % self.replicas:
             raise ValueError(
                 f"A micro-batch of {rows} rows cannot be cut into equal shards for {self.replicas} replicas, and in "
-                f"this model a row that only pads would count: use batch_size and rows that {self.replicas} divides."
+                "this model (batch statistics, added losses), its loss or its metrics a row that only pads would count:"
+                f" use a batch_size, and a number of rows, that {self.replicas} divides."
             )
         own = np.arange(size * self.replicas).reshape(self.replicas, size)[self.shards].ravel()
         return np.minimum(own, rows - 1), own < rows

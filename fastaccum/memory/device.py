@@ -31,7 +31,7 @@ class DeviceMemory(NamedTuple):
 
 
 def available(device: str | None = None) -> DeviceMemory:
-    """Looks up a device's memory: the first GPU's if TensorFlow sees one, else the tightest limit on the host's.
+    """Looks up the memory of "GPU:1" or "CPU:0"; of the first GPU if None, or without one the host's tightest limit.
 
     FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all other limits; ValueError if it is no size.
     """

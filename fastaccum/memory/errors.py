@@ -89,7 +89,9 @@ def advice(
 ) -> list[str]:
     """Lists changes that save memory, a sentence each, the one that helps most first; `batch_size` is one that fits."""
     kinds, peak = memory.by_kind, memory.peak_bytes
-    much = min(peak, limit or peak) / 4  # of the device, even where it is a small share of the peak
+    much = (
+        min(peak, limit or peak) / 4
+    )  # `limit` is the device's memory: a peak far beyond it has many parts that each are too large
     found = []
     if batch_size is not None:
         rows, steps = batch_size

@@ -70,10 +70,13 @@ class LossFunction(Objective):
 
 def listed(name: str, values: Iterable[Variable]) -> list[Variable]:
     """Returns the values as a list; raises TypeError for what is no list."""
-    if not isinstance(values, (str, bytes, Mapping)):
-        with contextlib.suppress(Exception):  # of whatever was passed
+    cause = None
+    try:
+        if not isinstance(values, (str, bytes, Mapping)):
             return list(values)
-    raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.")
+    except Exception as error:  # of whatever was passed
+        cause = error
+    raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.") from cause
 
 
 def tf_variables(name: str, variables: Iterable[Variable]) -> list[tf.Variable]:

@@ -73,7 +73,7 @@ def test_a_scope_is_of_one_thread_and_leaves_nothing_behind():
     thread = threading.Thread(target=other)
     with pytest.raises(KeyError), hoist_prng_key():
         thread.start()
-        entered.wait(10)
+        assert entered.wait(10)
         assert barriers(draw)
         raise KeyError
     assert not barriers(draw)  # within the other's scope
