@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 
 from benchmarks.h200 import vision
-from benchmarks.h200.described_cudnn import cudnn_of_the_described_gpu
+from benchmarks.h200.jax_cudnn import cudnn_of_the_described_gpu
 
 
 def make_train_step(model, optimizer, loss):

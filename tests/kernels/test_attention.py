@@ -389,7 +389,7 @@ def test_cudnns_calls_are_jaxs():
     """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's gradient."""
     jax = pytest.importorskip("jax")
     pytest.importorskip("optax")
-    from benchmarks.h200 import described_cudnn
+    from benchmarks.h200 import jax_cudnn
 
     for sizes, options in CUDNN_TAKES.values():
         tensors, segment_ids = make(**{"dtype": "bfloat16", "time": 128, "width": 64} | sizes)
@@ -405,7 +405,7 @@ def test_cudnns_calls_are_jaxs():
             return output, *gradient(cotangent)
 
         shapes = [jax.ShapeDtypeStruct(t.shape, getattr(t.dtype, "name", t.dtype)) for t in tensors]
-        with described_cudnn.cudnn_of_the_described_gpu():
+        with jax_cudnn.cudnn_of_the_described_gpu():
             lowered = jax.jit(theirs).trace(*shapes).lower(lowering_platforms=("cuda",))
         with h200.as_on_a_gpu():
             exported = compiled.compiler_ir(attending(**options), *tensors, stage="stablehlo_serialized")
