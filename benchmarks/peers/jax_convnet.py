@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.contestants import ForeignModel, TrainStep
-from benchmarks.peers.jax_models import Dense, feed_stack
+from benchmarks.peers.jax_models import Dense, feed_stack, mean_gradients
 
 EPSILON, MOMENTUM = 1e-3, 0.99  # Keras's
 
@@ -37,15 +37,7 @@ def make_scan(workload):
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, x, y):
         params, statistics, opt_state = state
-
-        def accumulate(carried, micro_batch):
-            total, statistics = carried
-            (loss, statistics), grads = jax.value_and_grad(_loss, has_aux=True)(params, statistics, *micro_batch)
-            return (jax.tree.map(jnp.add, total, (loss, grads)), statistics), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        (total, statistics), _ = jax.lax.scan(accumulate, (zeros, statistics), (x, y))
-        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
+        loss, grads, statistics = mean_gradients(_loss, params, statistics, x, y)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), statistics, opt_state), loss
 

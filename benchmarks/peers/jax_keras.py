@@ -12,6 +12,7 @@ import keras
 
 from benchmarks.h200 import vision
 from benchmarks.h200.jax_cudnn import cudnn_of_the_described_gpu
+from benchmarks.peers.jax_models import mean_gradients
 
 
 def make_train_step(model, optimizer, loss):
@@ -28,15 +29,8 @@ def make_train_step(model, optimizer, loss):
         return loss(y, outputs), state
 
     def train_step(trainable, state, slots, x, y):
-        def accumulate(carried, micro_batch):
-            total, state = carried
-            (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(trainable, state, *micro_batch)
-            return (jax.tree.map(jnp.add, total, (loss, grads)), state), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, trainable)
-        (total, state), _ = jax.lax.scan(accumulate, (zeros, state), (x, y))
+        loss, grads, state = mean_gradients(loss_of, trainable, state, x, y)
         with jax.named_scope("optimizer"):
-            loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
             trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
         return trainable, state, slots, loss
 

@@ -90,6 +90,29 @@ def feed_stack(stack):
     return tuple(jnp.array(array) for array in stack)
 
 
+def mean_gradients(loss_fn, params, state, x, y):
+    """The means of loss and gradients over stacked micro-batches, by one scan, and the last state.
+
+    Args:
+        loss_fn: `loss_fn(params, state, x, y) -> (loss, state)`, the mean loss of one micro-batch.
+        params: what is differentiated.
+        state: what each micro-batch takes from the one before, such as BatchNorm's statistics.
+        x: stacked over micro-batches, as y.
+        y: the targets.
+    """
+
+    def accumulate(carried, micro_batch):
+        total, state = carried
+        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, state, *micro_batch)
+        with jax.named_scope("accumulate"):
+            return (jax.tree.map(jnp.add, total, (loss, grads)), state), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    (total, state), _ = jax.lax.scan(accumulate, (zeros, state), (x, y))
+    with jax.named_scope("optimizer"):
+        return *jax.tree.map(lambda sum_: sum_ / len(x), total), state
+
+
 def scan_train_step(loss_fn, optimizer):
     """`train_step(params, opt_state, x, y) -> (params, opt_state, loss)` on stacks: one jitted scan, one update.
 
@@ -100,15 +123,8 @@ def scan_train_step(loss_fn, optimizer):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, x, y):
-        def accumulate(total, micro_batch):
-            one = jax.value_and_grad(loss_fn)(params, *micro_batch)
-            with jax.named_scope("accumulate"):
-                return jax.tree.map(jnp.add, total, one), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(accumulate, zeros, (x, y))
+        loss, grads, _ = mean_gradients(lambda params, _, x, y: (loss_fn(params, x, y), ()), params, (), x, y)
         with jax.named_scope("optimizer"):
-            loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
