@@ -201,6 +201,20 @@ def _tokens(vocabulary_size=256, context=128):
     return draw
 
 
+def _hub_gpt2():
+    """KerasHub's GPT-2 of 200,000 parameters, without dropout."""
+    import keras_hub
+
+    sizes = {"vocabulary_size": 1000, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "intermediate_dim": 256}
+    backbone = keras_hub.models.GPT2Backbone(**sizes, dropout=0.0, max_sequence_length=128)
+    return keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+
+
+def _padded_tokens(generator, examples):
+    ids, labels = _tokens(1000, 64)(generator, examples)
+    return {"token_ids": ids, "padding_mask": np.ones_like(ids)}, labels
+
+
 def _adam(**kwargs):
     return keras.optimizers.Adam(1e-3, **kwargs)
 
@@ -275,6 +289,10 @@ GPT_32K = Workload(
     loss=fa.LinearCrossEntropy,
 )
 
+# Small models as people first try them.
+GPT_NANO = dataclasses.replace(GPT, name="GPT nano", build=lambda: fa.gpt(preset="nano", context=128))
+HUB_GPT2 = dataclasses.replace(GPT, name="KerasHub GPT-2", build=_hub_gpt2, draw=_padded_tokens)
+
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
 
 # Other convolutional networks; their convolutions have no bias where BatchNorm follows, as in the ConvNet.
@@ -315,7 +333,7 @@ def named(name):
     >>> named("GPT 32k").update_size
     16
     """
-    return {workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K)}[name]
+    return {workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)}[name]
 
 
 def with_logits(name):
