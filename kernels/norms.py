@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm and GELU, with gradients in closed form, computed from the input alone.
+"""Layer norm, RMS norm, batch norm and GELU, with gradients in closed form, computed from the input alone.
 
 Shape suffixes: M rows, of which there may be several axes, and D width.
 """
@@ -77,6 +77,54 @@ def _norm(x, scale, offset, epsilon, centred):
 
     scale = tf.ones(width, wide) if scale is None else scale
     return normalise(x, scale, tf.zeros(width, wide) if offset is None else offset)
+
+
+def batch_norm(
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, *, epsilon: float
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Normalises each channel by its moments over all other axes, without XLA on a CPU; returns both moments too.
+
+        mean, variance = tf.nn.moments(x, axes)  # all but the last
+        y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
+
+    x is [..., D] in float32, as scale and offset, [D]. The gradient of y is one operation of TensorFlow's in place of a
+    dozen that each pass over the memory. Values and higher derivatives are those of these lines; the moments have none.
+    """
+
+    def normal(x, scale, offset):
+        mean, variance = tf.nn.moments(x, list(range(x.shape.rank - 1)))
+        return tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon), mean, variance
+
+    @custom_gradient
+    def normalise(x, scale, offset):
+        y, mean, variance = normal(x, scale, offset)
+
+        @custom_gradient
+        def differentiate(dy, x, scale):
+            dx, dscale, doffset, *_ = tf.raw_ops.FusedBatchNormGradV3(
+                y_backprop=tf.reshape(dy, [1, 1, -1, x.shape[-1]]),
+                x=tf.reshape(x, [1, 1, -1, x.shape[-1]]),
+                scale=scale,
+                reserve_space_1=mean,
+                reserve_space_2=variance,
+                reserve_space_3=[],
+                epsilon=epsilon,
+            )
+
+            def gradient(*upstream):  # that of the operation is not Keras's: tf.nn.moments stops a gradient
+                with tf.GradientTape() as second:
+                    second.watch((dy, x, scale))
+                    with tf.GradientTape() as first:
+                        first.watch(inputs := (x, scale, offset))
+                        y, *_ = normal(*inputs)
+                    gradients = first.gradient(y, inputs, dy)
+                return second.gradient(gradients, (dy, x, scale), upstream)
+
+            return (tf.reshape(dx, tf.shape(x)), dscale, doffset), gradient
+
+        return (y, mean, variance), lambda dy, *_: differentiate(dy, x, scale)
+
+    return normalise(x, scale, offset)
 
 
 def _mean(t_MD):

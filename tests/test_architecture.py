@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_872,
+    "adapters": 4_900,
     "app": 668,
     "checkpoint": 1_146,
     "data": 1_411,
     "distribute": 1_304,
-    "kernels": 3_947,
+    "kernels": 3_995,
     "memory": 1_261,
     "step": 2_798,
     "training": 802,

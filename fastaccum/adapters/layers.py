@@ -1,4 +1,4 @@
-"""Layers of Keras 3 and tf_keras in another form, for XLA or for precision; and the ids that embeddings look up."""
+"""Layers of Keras 3 and tf_keras in another form, for speed or precision; and the ids that embeddings look up."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import Nest, kinds, of_keras
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.kernels import fp32_layers
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.norms import layer_norm, rms_norm
+from fastaccum.kernels.norms import batch_norm, layer_norm, rms_norm
 from fastaccum.kernels.xla_ops import HALF
 
 Call = Callable[..., tf.Tensor]  # a layer's method
 
 
-def make_forms(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
-    """Returns interceptors for layers that have a form that XLA compiles in a loop, or in less memory."""
+def make_forms(layers: Iterable[keras.layers.Layer], uses_xla: bool) -> list[Interceptor]:
+    """Returns interceptors for layers that have a form that XLA compiles in a loop, or in less memory.
+
+    Without XLA, for those whose gradient is one operation of TensorFlow's on a CPU.
+    """
     found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
-        if type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
+        if not uses_xla:
+            if _is_plain_batch_norm(layer) and not has_gpu():
+                found.append((layer, "call", _normalize_batch))
+        elif type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
             found.append((layer, "call", _normalize_layer))
         elif type(layer) is keras.layers.RMSNormalization:
             found.append((layer, "call", _normalize_rms))
@@ -64,6 +71,27 @@ def _normalize_rms(layer: keras.layers.Layer, call: Call, x: tf.Tensor) -> tf.Te
     if not _over_last_axis(layer, x):
         return call(x)
     return rms_norm(x, tf.cast(layer.scale, accumulator_dtype(x.dtype)), epsilon=layer.epsilon)
+
+
+def _is_plain_batch_norm(layer: keras.layers.Layer) -> bool:
+    plain = type(layer) is keras.layers.BatchNormalization and layer.variable_dtype == "float32"
+    return plain and not (layer.synchronized or getattr(layer, "renorm", False))  # older versions have no renorm
+
+
+def _normalize_batch(
+    layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, training: bool | None = None, mask: Any = None
+) -> tf.Tensor:
+    floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32)
+    last = floating and layer.axis in (-1, inputs.shape.rank - 1)
+    if not (last and training and layer.trainable and mask is None):
+        return call(inputs, training=training, mask=mask)
+    size = layer.moving_mean.shape
+    scale = tf.convert_to_tensor(layer.gamma) if layer.scale else tf.ones(size)
+    offset = tf.convert_to_tensor(layer.beta) if layer.center else tf.zeros(size)
+    y, mean, variance = batch_norm(tf.cast(inputs, tf.float32), scale, offset, epsilon=layer.epsilon)
+    for moving, of_batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        moving.assign(moving * layer.momentum + of_batch * (1.0 - layer.momentum))
+    return tf.cast(y, layer.compute_dtype)
 
 
 def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:

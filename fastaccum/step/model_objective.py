@@ -190,7 +190,7 @@ class ModelObjective(Objective):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         called = self.model.called_layers
-        forms = layers.make_forms(called) if self.options.uses_xla else []
+        forms = layers.make_forms(called, self.options.uses_xla)
         fp32 = layers.make_fp32(called) if self.options.fp32_weight_gradients else []
         fused = self.attention.make_forms(called) if self.attention else []
         answering = self.attention.entered() if self.attention else contextlib.nullcontext()

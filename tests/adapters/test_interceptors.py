@@ -140,7 +140,7 @@ def test_forms_precision_recomputation_and_observers_give_one_result_in_any_orde
     fa.remat(model, None)
     observed = []
     kinds = [
-        layers.make_forms(model.layers),
+        layers.make_forms(model.layers, True),
         layers.make_fp32(adapter.called_layers),
         recomputing,
         layers.make_id_observers([(model.layers[1], 5)], lambda i, ids: observed.append((i, tuple(ids.shape))), True),

@@ -83,6 +83,47 @@ def test_second_derivatives_are_those_of_the_formula_where_keras_leaves_a_term_o
     assert np.abs(of_keras - second(plain)).max() > 0.1  # tf.nn.moments takes the mean in a variance for a constant
 
 
+def batch_norm_of_keras(x, scale, offset):
+    moments = tf.nn.moments(x, list(range(x.shape.rank - 1)))
+    return tf.nn.batch_normalization(x, *moments, offset, scale, EPSILON)
+
+
+def batch_norm_of_tensorflow(x, scale, offset):
+    return tf.compat.v1.nn.fused_batch_norm(x, scale, offset, epsilon=EPSILON)[0]
+
+
+def gradients_of_a_penalty(norm, x, scale, offset):
+    """The values, their gradients, and those of a penalty: of cubes, since the sum of the gradients to x is 0."""
+    inputs = x, scale, offset
+    with tf.GradientTape() as outer:
+        outer.watch(inputs)
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            loss = tf.reduce_sum(tf.sin(y := norm(*inputs)))
+        first = tape.gradient(loss, inputs)
+        penalty = tf.add_n([tf.reduce_sum(each**3) for each in first])
+    return y, *first, *outer.gradient(penalty, inputs)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 2, 1, 5), (2, 3, 2, 2, 5)], ids=str)
+def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_operation_differs(shape):
+    x = tf.constant(RNG.normal(3, 2, shape), "float32")
+    weights = [tf.constant(RNG.uniform(0.5, 2, 5), "float32") for _ in range(2)]
+
+    def compute(norm, *inputs):
+        return [t.numpy() for t in tf.function(lambda: gradients_of_a_penalty(norm, *inputs))()]
+
+    ours = compute(lambda *inputs: norms.batch_norm(*inputs, epsilon=EPSILON)[0], x, *weights)
+    exact = compute(batch_norm_of_keras, *(tf.cast(t, tf.float64) for t in (x, *weights)))
+    np.testing.assert_array_equal(ours[0], batch_norm_of_keras(x, *weights))
+    for got, truth in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(got, truth, rtol=2e-5, atol=2e-5 * np.abs(truth).max())
+    if len(shape) == 4:
+        others = compute(batch_norm_of_tensorflow, x, *weights)
+        np.testing.assert_allclose(others[1], exact[1], rtol=2e-5, atol=2e-5 * np.abs(exact[1]).max())
+        assert np.abs(others[4] - exact[4]).max() > 1e-3 * np.abs(exact[4]).max()
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_float16_far_from_0_keeps_its_spread(gpu):
     x = tf.constant(RNG.normal(1000, 1, (4, 256)), "float16")
@@ -120,7 +161,7 @@ def test_a_layer_computes_as_keras_has_it(kind, options, replaces, policy):
     layer.set_weights([RNG.normal(size=w.shape) for w in layer.weights])
     weights = tuple(w.value for w in layer.weights)
     keras_own = values_and_gradients(lambda x, *_: layer(x), x, *weights)
-    replacing = intercepting(layers.make_forms([layer]))
+    replacing = intercepting(layers.make_forms([layer], True))
     with replacing, mock.patch.object(norms, "_norm", wraps=norms._norm) as norm:
         ours = values_and_gradients(lambda x, *_: layer(x), x, *weights)
     assert norm.called == replaces
@@ -135,6 +176,6 @@ def test_a_layer_computes_as_keras_has_it(kind, options, replaces, policy):
 def test_a_call_that_was_set_on_a_layer_is_left_alone():
     layer = keras.layers.LayerNormalization()
     layer.call = tf.negative
-    with intercepting(layers.make_forms([layer])):
+    with intercepting(layers.make_forms([layer], True)):
         assert layer(tf.ones([1, 2])).numpy().tolist() == [[-1, -1]]
     assert layer.call is tf.negative

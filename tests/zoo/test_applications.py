@@ -11,7 +11,7 @@ def _images(rows, size=96):
     return np.random.default_rng(0).uniform(0, 255, (rows, size, size, 3)).astype("float32")
 
 
-def _case(application, size=96, jit_compile="auto", **options):
+def _case(application, size=96, jit_compile="auto", magnifies=False, **options):
     model = application(weights=None, input_shape=(size, size, 3), classes=CLASSES, **options)
     for layer in model.layers:
         if isinstance(layer, keras.layers.Dropout):
@@ -24,6 +24,7 @@ def _case(application, size=96, jit_compile="auto", **options):
         metrics=["accuracy"],
         by_micro_batch=True,
         jit_compile=jit_compile,
+        magnifies=magnifies,
     )
 
 
@@ -32,7 +33,7 @@ def _case(application, size=96, jit_compile="auto", **options):
     "MobileNetV3Small",
     tolerance=1e-3,
     note="The largest error is in a bias whose exact gradient is 0, because another normalization follows: "
-    "Keras's step differs from float64 by 9e-5 there, ours by 3e-5. On images of 32 by 32 or fewer "
+    "Keras's step and ours differ from float64 by 2e-4 there. On images of 32 by 32 or fewer "
     "pixels, the last blocks average so few values that every weight differs like that.",
 )
 def test_mobilenet_v3():
@@ -62,25 +63,26 @@ def test_convnext():
 
 
 OP_BY_OP = (
-    "Compared with `jit_compile=False`, so that both steps run the same kernels. XLA's kernels round "
-    "differently, and a deep stack of untrained BatchNormalization layers magnifies any rounding: Keras's"
-    " own float32 step of ResNet50 differs from a float64 step by 0.17 of the update."
+    "Compared with `jit_compile=False`, so that both steps run the same kernels, but for the gradient of "
+    "BatchNormalization. XLA's kernels round differently, and a deep stack of untrained BatchNormalization layers "
+    "magnifies any rounding: of {}, Keras's own float32 step and ours both differ from a float64 step by {} of the "
+    "update."
 )
 
 
-@row("keras.applications", "ResNet50, op by op", note=OP_BY_OP)
+@row("keras.applications", "ResNet50, op by op", tolerance=1e-3, note=OP_BY_OP.format("ResNet50", 0.21))
 def test_resnet50():
-    return _case(keras.applications.ResNet50, size=64, jit_compile=False)
+    return _case(keras.applications.ResNet50, size=64, jit_compile=False, magnifies=True)
 
 
-@row("keras.applications", "MobileNetV2, op by op", note=OP_BY_OP)
+@row("keras.applications", "MobileNetV2, op by op", tolerance=1e-3, note=OP_BY_OP.format("MobileNetV2", 0.03))
 def test_mobilenet_v2():
-    return _case(keras.applications.MobileNetV2, size=64, jit_compile=False, alpha=0.35)
+    return _case(keras.applications.MobileNetV2, size=64, jit_compile=False, magnifies=True, alpha=0.35)
 
 
-@row("keras.applications", "EfficientNetV2B0, op by op", tolerance=1e-3, note=OP_BY_OP)
+@row("keras.applications", "EfficientNetV2B0, op by op", tolerance=1e-3, note=OP_BY_OP.format("ResNet50", 0.21))
 def test_efficientnet_v2():
-    return _case(keras.applications.EfficientNetV2B0, size=64, jit_compile=False)
+    return _case(keras.applications.EfficientNetV2B0, size=64, jit_compile=False, magnifies=True)
 
 
 @row("keras.applications", "VGG16")
