@@ -22,6 +22,7 @@ from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import compute_capability, has_gpu
 from fastaccum.kernels.xla_ops import HALF, first_order, in_xla
 
+Axes = tuple[int, int]
 # Contracted and batch axes of both operands of each product, of [B, T, H, K], [B, S, G, K] and scores [B, H, T, S].
 _FORWARD = {"bmm1": ((3, 3), (0, 2), (0, 2)), "bmm2": ((3, 1), (0, 1), (0, 2))}
 _BACKWARD = {
@@ -153,29 +154,36 @@ def cudnn_attention(
     _require(query, key, causal, segments)
     config = functools.partial(_configure, query, key, scale, causal)
     name, masks = ("Softmax", []) if segments is None else ("ScaleBiasSoftmax", [_mask(segments, query.dtype)])
+    sees_BT11 = None if segments is None or segments[0] is segments[1] else _sees(segments, causal)[..., None, None]
+
+    def zeroed(t_BTHK):
+        """Returns 0 for a query that sees nothing: all its scores are as low, and cuDNN returns a mean."""
+        return t_BTHK if sees_BT11 is None else tf.where(sees_BT11, t_BTHK, tf.zeros([], t_BTHK.dtype))
 
     @custom_gradient
     def run(*inputs_BTHK):
         query_BTHK, *_ = inputs_BTHK
         batch, queries, heads, _ = query_BTHK.shape
         results = [query_BTHK, tf.TensorSpec([batch, heads, queries], tf.float32)]
-        called = _call(f"__cudnn$fmha{name}", [*inputs_BTHK, *masks], results, config(_FORWARD))
-        output_BTHK, lse_BHT = (checkpoint_name(t, "attention") for t in called)
+        output_BTHK, lse_BHT = _call(f"__cudnn$fmha{name}", [*inputs_BTHK, *masks], results, config(_FORWARD))
+        # Kept for the backward pass is what the next layer takes, and no second tensor beside it.
+        output_BTHK, lse_BHT = (checkpoint_name(t, "attention") for t in (zeroed(output_BTHK), lse_BHT))
 
         def gradient(doutput_BTHK):
-            operands = [*inputs_BTHK, lse_BHT, doutput_BTHK, *masks, output_BTHK]
+            operands = [*inputs_BTHK, lse_BHT, zeroed(doutput_BTHK), *masks, output_BTHK]
             gradients = _call(f"__cudnn$fmha{name}Backward", operands, inputs_BTHK, config(_BACKWARD))
             return first_order(gradients, "cuDNN's attention")
 
         return output_BTHK, gradient
 
-    output_BTHK = run(query, key, value)
-    if segments is None or segments[0] is segments[1]:
-        return output_BTHK
-    # Of a query that sees nothing all scores are as low, and cuDNN returns a mean.
+    return run(query, key, value)
+
+
+def _sees(segments: tuple[tf.Tensor, tf.Tensor], causal: bool) -> tf.Tensor:
+    """Returns whether a query sees any key, bool [B, T]."""
     seen_BTS = tf.squeeze(_same(segments), 1)
     seen_BTS &= tf.linalg.band_part(tf.ones_like(seen_BTS), -1, 0) if causal else True
-    return tf.where(tf.reduce_any(seen_BTS, 2)[..., None, None], output_BTHK, tf.zeros([], query.dtype))
+    return tf.reduce_any(seen_BTS, 2)
 
 
 def _mask(segments: tuple[tf.Tensor, tf.Tensor], dtype: tf.DType) -> tf.Tensor:
@@ -234,11 +242,7 @@ def _write_layout(order: Sequence[int]) -> str:
 
 
 def _configure(
-    query: tf.Tensor,
-    key: tf.Tensor,
-    scale: float,
-    causal: bool,
-    products: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]],
+    query: tf.Tensor, key: tf.Tensor, scale: float, causal: bool, products: dict[str, tuple[Axes, Axes, Axes]]
 ) -> dict[str, Any]:
     """Builds the configuration that XLA reads beside the operands: its GpuBackendConfig, as JSON."""
     (batch, queries, heads, _), keys = query.shape, key.shape[1]

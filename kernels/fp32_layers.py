@@ -13,6 +13,7 @@ from keras.src.backend.common.variables import AutocastScope
 from fastaccum.kernels.checks import shown
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_axes, matmul_fp32_wgrad
+from fastaccum.kernels.norms import activated
 from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
 
@@ -116,7 +117,7 @@ def _finish(layer: keras.layers.Layer, y: tf.Tensor) -> tf.Tensor:
             bias = tf.reshape(bias, [-1, *[1] * layer.rank])
         # Broadcast before the cast, so that autodiff sums after its own cast, in float32.
         y += tf.cast(tf.broadcast_to(bias, tf.shape(y)), y.dtype)
-    return y if layer.activation is None else layer.activation(y)
+    return y if layer.activation is None else activated(layer.activation, y)
 
 
 def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:

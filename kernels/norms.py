@@ -6,13 +6,16 @@ Shape suffixes: M rows, of which there may be several axes, and D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.xla_ops import HALF
+from fastaccum.kernels.xla_ops import HALF, in_xla, unfused
+
+_GELUS = (("keras", "gelu"), ("keras_hub", "gelu_approximate"))  # package and name
 
 
 def layer_norm(
@@ -152,6 +155,25 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
 
         t = tf.cast(x, wide)
         return tf.cast(0.5 * t * (1 + tf.tanh(_inner(t))), x.dtype), gradient
+
+    return activate(x)
+
+
+def activated(activation: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+    """Computes `activation(x)`; on a GPU the gradient of Keras's GELUs is computed from x alone."""
+    package, name = (str(getattr(activation, each, "")) for each in ("__module__", "__name__"))
+    if (package.partition(".")[0], name) not in _GELUS or not (has_gpu() and in_xla()):
+        return activation(x)
+
+    @custom_gradient
+    def activate(x):
+        def gradient(dy):
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(again := unfused(x))  # or XLA would keep what it has computed on the way forward
+                y = activation(again)
+            return tape.gradient(y, again, dy)
+
+        return activation(x), gradient
 
     return activate(x)
 

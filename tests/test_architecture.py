@@ -20,7 +20,7 @@ BUDGETS = {
     "checkpoint": 1_146,
     "data": 1_411,
     "distribute": 1_304,
-    "kernels": 3_995,
+    "kernels": 4_022,
     "memory": 1_261,
     "step": 2_798,
     "training": 802,

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 
 import h200
@@ -343,6 +344,28 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
     assert kernels.count("fusion") == bool(segment_ids)
     batch, time, heads, _ = tensors[0].shape
     assert memory.temp_bytes < 4 * batch * heads * time + bool(segment_ids) * 2 * time**2 + 2000
+
+
+def test_of_a_padded_call_one_output_is_kept():
+    """That in which queries that see nothing have 0: cuDNN's own is let go."""
+    shape, layers = [2, 512, 8, 64], 4
+    specs = [tf.TensorSpec(shape, tf.bfloat16), *2 * [tf.TensorSpec(shape[:2], tf.int32)]]
+    weights = layers * [tf.TensorSpec([512, 512], tf.bfloat16)]
+
+    @functools.partial(tf.function, jit_compile=True, autograph=False)
+    def step(given, queries, keys, *weights):
+        x = given
+        for weight in weights:
+            attended = attention(x, x, x, causal=True, segment_ids=(queries, keys))
+            x = tf.reshape(tf.reshape(attended, [-1, 512]) @ weight, shape)
+        return tf.gradients(x, [given, *weights])
+
+    with h200.as_on_a_gpu():
+        exported = compiled.compiler_ir(step, *specs, *weights, stage="stablehlo_serialized")
+    hlo, memory = h200.compile_for_h200(exported)
+    assert hlo.count("SoftmaxBackward") == layers
+    of_one, mask = 2 * math.prod(shape), 2 * 2 * 512**2
+    assert memory.temp_bytes < (2 * layers + 4) * of_one + mask  # inputs and outputs; gradients and workspaces
 
 
 def compute_as_cudnn(target, operands, results, config):

@@ -1,7 +1,9 @@
 """Norms and GELU with their gradients against float64 autodiff, and in a model against Keras's own layers."""
 
+import functools
 from unittest import mock
 
+import h200
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import tensorflow as tf
 from fastaccum.adapters import layers
 from fastaccum.adapters.interceptors import intercepting
 from fastaccum.kernels import norms
+from fastaccum.step import compiler_ir as compiled
 
 RNG = np.random.default_rng(0)
 EPSILON = 1e-3
@@ -140,6 +143,46 @@ def test_gelu_as_a_gpu_computes_it(dtype, tolerance):
     expected = values_and_gradients(gelu_by_hand, tf.cast(x, tf.float64))
     for mine, truth in zip(got, expected, strict=True):
         np.testing.assert_allclose(tf.cast(mine, tf.float64), truth, atol=tolerance * np.abs(truth).max())
+
+
+def gelu_of_keras(approximate):
+    @functools.wraps(keras.activations.gelu)
+    def gelu(x):
+        return keras.activations.gelu(x, approximate=approximate)
+
+    return gelu
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_a_gelu_that_is_computed_again_is_kerass_own(approximate):
+    """Bit for bit; and its second derivative to rounding."""
+    gelu, x = gelu_of_keras(approximate), tf.cast(tf.linspace(-9.0, 9.0, 401), "bfloat16")
+    with mock.patch.object(norms, "has_gpu", lambda: True), mock.patch.object(norms, "in_xla", lambda: True):
+        assert norms.activated(keras.activations.relu, -x).dtype == x.dtype
+        got = values_and_gradients(lambda x: norms.activated(gelu, x), x)
+    for mine, kerass, tolerance in zip(got, values_and_gradients(gelu, x), (0, 0, 0.02), strict=True):
+        np.testing.assert_allclose(tf.cast(mine, tf.float32), tf.cast(kerass, tf.float32), atol=tolerance)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_of_a_gelu_a_gpu_keeps_its_input_and_output_alone(approximate):
+    gelu, rows, width, layers = gelu_of_keras(approximate), 2**14, 2048, 3
+    shapes = [[rows, width], *layers * [[width, 4 * width], [4 * width], [4 * width, width]]]
+
+    def temp_bytes(activate):
+        @tf.function(jit_compile=True, autograph=False)
+        def step(x, *weights):
+            for first, bias, second in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+                x += activate(x @ first + bias) @ second
+            return tf.gradients(x, weights)
+
+        with h200.as_on_a_gpu():
+            specs = [tf.TensorSpec(shape, tf.bfloat16) for shape in shapes]
+            exported = compiled.compiler_ir(step, *specs, stage="stablehlo_serialized")
+        return h200.compile_for_h200(exported)[1].temp_bytes
+
+    of_one = 2 * rows * 4 * width
+    assert temp_bytes(lambda x: norms.activated(gelu, x)) <= temp_bytes(gelu) - (layers - 1) * of_one
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
