@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-_COLUMNS = {"float32": "error", "mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+_COLUMNS = {"float32": "error", "mixed_float16": "float16", "mixed_bfloat16": "bfloat16", "fused": "fused"}
 _PACKAGES = (
     *("tensorflow", "keras", "tf_keras", "tensorflow-addons"),
     *("keras-hub", "keras-rs", "transformers", "tensorflow-probability"),
 )
 _HEAD = """# Models
 
-<!-- written by: .venv/bin/pytest -q tests/zoo -m zoo --models-page docs/models.md -->
+<!-- written by: XLA_FLAGS= .venv/bin/pytest -q tests/zoo -m zoo --models-page docs/models.md -->
 
 This page lists the models and training scripts of other projects that fastaccum was tried on: KerasHub, Hugging Face,
 keras.applications, the examples of keras.io, tensorflow-addons and others. Look here to see whether your kind of model
@@ -41,6 +41,8 @@ The columns:
   loss scale was too high.
 - *remat*: the error of our step with `fa.remat(model)`, compared with ours without it, or why `fa.remat` refuses the
   model.
+- *fused*: the *error*, where all attention that `flash_attention="auto"` fuses in large models is fused at this tiny
+  size, too, in the blocks that a CPU computes. {fused}
 
 An empty cell was not tried. The versions: {versions}
 """
@@ -72,13 +74,13 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         f"{refused} are refused, and {failed} fail."
     )
     versions = f"{versions}; {platform.machine()} CPU."
-    lines = [_HEAD.format(summary=summary, largest=_largest(rows), versions=versions)]
+    lines = [_HEAD.format(summary=summary, largest=_largest(rows), fused=_fused(rows), versions=versions)]
     for family in dict.fromkeys(family for family, _ in rows):
         lines += [
             f"## {family}",
             "",
-            "| model | result | error | float16 | bfloat16 | remat | note |",
-            "|---" * 7 + "|",
+            "| model | result | error | float16 | bfloat16 | remat | fused | note |",
+            "|---" * 8 + "|",
         ]
         lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
         lines.append("")
@@ -102,11 +104,16 @@ def _largest(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     )
 
 
+def _fused(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    errors = [(float(cells["fused"]), name) for (_, name), cells in rows.items() if "fused" in cells]
+    return f"The largest of {len(errors)} is {max(errors)[0]:.1e}, of {max(errors)[1]}." if errors else ""
+
+
 def _line(name: str, cells: dict[str, Any]) -> str:
     works = "by TrainStep" if cells.get("by_train_step") else "works"
     verdict = "**fails**" if cells["failed"] else "refused" if "refused" in cells else works
     note = cells["note"]
     if "refused" in cells:
         note = f"{note} “{' '.join(cells['refused'].split())}”".strip()
-    errors = (cells.get(column, "") for column in (*_COLUMNS.values(), "remat"))
+    errors = (cells.get(column, "") for column in ("error", "float16", "bfloat16", "remat", "fused"))
     return "| " + " | ".join([name, verdict, *errors, note.replace("|", "\\|")]) + " |"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -23,6 +24,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum.adapters import attention
 
 MIXED = "mixed_float16", "mixed_bfloat16"
 TOLERANCE = 1e-5
@@ -42,6 +44,7 @@ class Case:
         trainer: further arguments of `Trainer`.
         compare_logs: whether Keras's logs must be ours.
         magnifies: a deep stack magnifies rounding: our update may be no further from one in float64 than Keras's is.
+        attention: what computed each layer's attention in our step, once it has run.
     """
 
     model: Any
@@ -60,6 +63,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     compare_logs: bool = True
     magnifies: bool = False
+    attention: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -87,6 +91,7 @@ def row(
     tolerance: float = TOLERANCE,
     mixed: bool = False,
     quick: bool = False,
+    fused: bool = False,
     refused: str | None = None,
     why: str = "",
 ) -> Callable[[Callable[[], Case | Steps]], Callable]:
@@ -97,12 +102,14 @@ def row(
         mixed: also under mixed_float16 and mixed_bfloat16, where our error against float32 may be 1.5 times that of
             the model's own step at most.
         quick: whether CI trains it.
+        fused: whether it has attention that the Trainer fuses where scores are large; it is trained with all of that
+            fused, too.
         refused: matches the error, raised before a weight moves, that names what cannot be trained as written.
         why: for the page, of a row refused: what to do instead.
     """
     assert tolerance <= TOLERANCE or note, f"{name}: a tolerance of {tolerance} owes a note"
     policies = [pytest.param(each, marks=[pytest.mark.quick] * quick) for each in ("float32", *(MIXED * mixed))]
-    policies += ["remat"] * (refused is None)
+    policies += ["remat"] * (refused is None) + ["fused"] * fused
 
     def decorate(written: Callable[[], Case | Steps]) -> Callable:
         def build() -> Case | Steps:
@@ -121,7 +128,11 @@ def row(
             if policy == "remat":
                 record_property("zoo_result", _recomputed(build(), tolerance))
             elif policy == "float32":
-                record_property("zoo_result", _compared(build, tolerance))
+                record_property("zoo_result", _compared(build, tolerance, "unfused: its scores take", fused))
+            elif policy == "fused":
+                with mock.patch.multiple(attention, _SMALL_ON_CPU=0, _SHORT_ON_CPU=0):
+                    result = _compared(build, tolerance, "fused: blockwise")
+                record_property("zoo_result", {"error": result["error"]})
             else:
                 record_property("zoo_result", _compared_mixed(build, policy))
 
@@ -251,6 +262,8 @@ def _ours(case: Case) -> dict[str, float]:
         verbose=0,
         **case.fit,
     )
+    if trainer._builder.step.objective.attention is not None:
+        case.attention = trainer._builder.step.objective.attention.choices
     return _last(history)
 
 
@@ -290,9 +303,12 @@ def weight_error(before: Sequence[np.ndarray], theirs: Sequence[np.ndarray], our
     return max(errors)
 
 
-def _compared(build: Callable[[], Case | Steps], tolerance: float) -> dict[str, Any]:
+def _compared(build: Callable[[], Case | Steps], tolerance: float, way: str, attends: bool = True) -> dict[str, Any]:
+    """Our step beside Keras's; whether a layer's attention is computed in this way must be what `attends` says."""
     what = build()
     before, theirs, ours, their_logs, our_logs, seconds = _run_both(what)
+    choices = what.attention if isinstance(what, Case) else {}
+    assert any(way in choice for choice in choices.values()) == attends, f"{way!r} is {not attends} of {choices}"
     if isinstance(what, Case) and what.magnifies:
         exact = _exact_update(build, before)
         own_error, error = _distance(theirs, exact), _distance(ours, exact)

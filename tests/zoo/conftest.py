@@ -1,4 +1,8 @@
-"""The zoo's page: `pytest tests/zoo -m zoo --models-page docs/models.md` trains every row and writes it."""
+"""The zoo's page: `XLA_FLAGS= pytest tests/zoo -m zoo --models-page docs/models.md` trains every row and writes it.
+
+Without XLA_FLAGS a program is compiled as on a user's machine. With those of tests/conftest.py it rounds otherwise, and
+a maximum over points, with batch statistics, has gradients that are NaN, in Keras's compiled `fit`, too.
+"""
 
 import os
 

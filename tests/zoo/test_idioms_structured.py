@@ -55,7 +55,7 @@ def test_wide_and_deep():
     )
 
 
-@row(FAMILY, "TabTransformer: attention over embedded columns, sample weights")
+@row(FAMILY, "TabTransformer: attention over embedded columns, sample weights", fused=True)
 def test_tab_transformer():
     inputs = _inputs()
     embedded, numbers = _encoded(inputs, 8)
@@ -491,6 +491,7 @@ def _series(rows=10, length=12, features=3):
     tolerance=1e-4,
     note="LayerNormalization of only three features magnifies rounding: Keras's own step with "
     "`jit_compile=True` differs from float64 by as much, 3e-5.",
+    fused=True,
 )
 def test_timeseries_transformer():
     inputs = keras.Input((12, 3))

@@ -102,7 +102,7 @@ def _translator(vocabulary=17, length=6, embed_dim=8):
     return keras.Model({"encoder_inputs": encoder_inputs, "decoder_inputs": decoder_inputs}, decoder_outputs)
 
 
-@row(FAMILY, "translation: sequence-to-sequence Transformer, padding masks", mixed=True)
+@row(FAMILY, "translation: sequence-to-sequence Transformer, padding masks", mixed=True, fused=True)
 def test_translation_transformer():
     source, target = _padded_tokens(10, 6, 17), _padded_tokens(10, 7, 17, seed=1)
     x = {"encoder_inputs": source, "decoder_inputs": target[:, :-1]}
@@ -168,7 +168,7 @@ def test_padded_batches():
     return _by_padded_batches(9)
 
 
-@row(FAMILY, "text classification: Transformer block", mixed=True)
+@row(FAMILY, "text classification: Transformer block", mixed=True, fused=True)
 def test_transformer_block():
     inputs = keras.Input(shape=(6,), dtype="int32")
     x = PositionalEmbedding(6, 20, 8)(inputs)
@@ -227,7 +227,7 @@ def test_addition_rnn():
     return Case(model, x, y, loss="categorical_crossentropy", metrics=["accuracy"], micro_batches=2)
 
 
-@row(FAMILY, "miniature GPT: outputs [logits, features], loss=[fn, None], one y", quick=True)
+@row(FAMILY, "miniature GPT: outputs [logits, features], loss=[fn, None], one y", quick=True, fused=True)
 def test_miniature_gpt():
     inputs = keras.Input(shape=(5,), dtype="int32")
     x = PositionalEmbedding(5, 12, 8)(inputs)
@@ -274,7 +274,7 @@ def _masked_language_model(model_class):
     return model_class(inputs, layers.Dense(14, activation="softmax")(x), name="masked_bert_model")
 
 
-@row(FAMILY, "masked language model: weights mark the masked tokens", mixed=True)
+@row(FAMILY, "masked language model: weights mark the masked tokens", mixed=True, fused=True)
 def test_masked_language_model():
     x, y, weight = _masked_language_data()
     loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
@@ -312,14 +312,14 @@ def _token_classifier(loss, **options):
     return Case(model, x, y, loss=loss, micro_batches=4, **options)
 
 
-@row(FAMILY, "token classification: the same with the mask as sample_weight")
+@row(FAMILY, "token classification: the same with the mask as sample_weight", fused=True)
 def test_non_padding_token_weights():
     case = _token_classifier(keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"))
     case.sample_weight = (case.y > 0).astype("float32")
     return case
 
 
-@row(FAMILY, "token classification: ignore_class=-100")
+@row(FAMILY, "token classification: ignore_class=-100", fused=True)
 def test_ignore_class():
     case = _token_classifier(keras.losses.SparseCategoricalCrossentropy(ignore_class=-100))
     case.y = np.where(case.y == 0, -100, case.y)
@@ -478,6 +478,7 @@ class Switch(layers.Layer):
     FAMILY,
     "Switch Transformer: mixture of experts with a load-balancing add_loss",
     note="The experts' load and capacity depend on the micro-batch. Compared with a loop over micro-batches.",
+    fused=True,
 )
 def test_switch_transformer():
     inputs = keras.Input(shape=(4,), dtype="int32")

@@ -540,14 +540,14 @@ def _with_lora(model):
     return model
 
 
-@row(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True)
+@row(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True, fused=True)
 def test_enable_lora():
     model, x, y = _language_model()
     trainer = {"loss_scale": 256.0}
     return Case(_with_lora(model), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4, trainer=trainer)
 
 
-@row(TUNING, "int8 weights with LoRA")
+@row(TUNING, "int8 weights with LoRA", fused=True)
 def test_int8_lora():
     model, x, y = _language_model()
     model.quantize("int8")

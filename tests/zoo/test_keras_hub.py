@@ -88,12 +88,12 @@ HEADS = {"num_heads": 2, "dropout": 0.0, "max_sequence_length": LENGTH}
 GROUPED = {"num_query_heads": 4, "num_key_value_heads": 2}
 
 
-@row("KerasHub", "GPT-2, causal language model", mixed=True, quick=True)
+@row("KerasHub", "GPT-2, causal language model", mixed=True, quick=True, fused=True)
 def test_gpt2():
     return _next_token(hub.GPT2CausalLM(hub.GPT2Backbone(**DECODER, **HEADS)))
 
 
-@row("KerasHub", "GPT-2, AdamW without decay of biases and norms")
+@row("KerasHub", "GPT-2, AdamW without decay of biases and norms", fused=True)
 def test_gpt2_adamw():
     def optimizer():
         made = keras.optimizers.AdamW(1e-3, weight_decay=0.01, epsilon=1e-3)
@@ -103,7 +103,7 @@ def test_gpt2_adamw():
     return _next_token(hub.GPT2CausalLM(hub.GPT2Backbone(**DECODER, **HEADS)), optimizer=optimizer)
 
 
-@row("KerasHub", "OPT, causal language model")
+@row("KerasHub", "OPT, causal language model", fused=True)
 def test_opt():
     return _next_token(hub.OPTCausalLM(hub.OPTBackbone(**DECODER, **HEADS)))
 
@@ -118,37 +118,37 @@ def test_falcon():
     return _next_token(hub.FalconCausalLM(hub.FalconBackbone(**DECODER, num_attention_heads=2)))
 
 
-@row("KerasHub", "GPT-NeoX, causal language model")
+@row("KerasHub", "GPT-NeoX, causal language model", fused=True)
 def test_gpt_neo_x():
     return _next_token(hub.GPTNeoXCausalLM(hub.GPTNeoXBackbone(**DECODER, **HEADS)))
 
 
-@row("KerasHub", "Llama, causal language model")
+@row("KerasHub", "Llama, causal language model", fused=True)
 def test_llama():
     return _next_token(hub.LlamaCausalLM(hub.LlamaBackbone(**DECODER, **GROUPED)))
 
 
-@row("KerasHub", "Llama 3, causal language model", mixed=True)
+@row("KerasHub", "Llama 3, causal language model", mixed=True, fused=True)
 def test_llama3():
     return _next_token(hub.Llama3CausalLM(hub.Llama3Backbone(**DECODER, **GROUPED)))
 
 
-@row("KerasHub", "Mistral with a sliding window, causal language model")
+@row("KerasHub", "Mistral with a sliding window, causal language model", fused=True)
 def test_mistral():
     return _next_token(hub.MistralCausalLM(hub.MistralBackbone(**DECODER, **GROUPED, sliding_window=3)))
 
 
-@row("KerasHub", "Qwen 2.5, causal language model")
+@row("KerasHub", "Qwen 2.5, causal language model", fused=True)
 def test_qwen():
     return _next_token(hub.QwenCausalLM(hub.QwenBackbone(**DECODER, **GROUPED)))
 
 
-@row("KerasHub", "Qwen 3, causal language model")
+@row("KerasHub", "Qwen 3, causal language model", fused=True)
 def test_qwen3():
     return _next_token(hub.Qwen3CausalLM(hub.Qwen3Backbone(**DECODER, **GROUPED, head_dim=4)))
 
 
-@row("KerasHub", "Phi-3, causal language model")
+@row("KerasHub", "Phi-3, causal language model", fused=True)
 def test_phi3():
     return _next_token(hub.Phi3CausalLM(hub.Phi3Backbone(**DECODER, **GROUPED)))
 
@@ -158,12 +158,12 @@ def _gemma():
     return hub.GemmaCausalLM(backbone)
 
 
-@row("KerasHub", "Gemma 2 with soft caps, causal language model", mixed=True)
+@row("KerasHub", "Gemma 2 with soft caps, causal language model", mixed=True, fused=True)
 def test_gemma():
     return _next_token(_gemma())
 
 
-@row("KerasHub", "Gemma, LoRA fine-tuning", mixed=True, quick=True)
+@row("KerasHub", "Gemma, LoRA fine-tuning", mixed=True, quick=True, fused=True)
 def test_gemma_lora():
     model = _gemma()
     model.backbone.enable_lora(rank=2)
@@ -173,13 +173,13 @@ def test_gemma_lora():
     return _next_token(model)
 
 
-@row("KerasHub", "Mixtral, a mixture of experts with a load-balancing loss", note=COUPLED)
+@row("KerasHub", "Mixtral, a mixture of experts with a load-balancing loss", note=COUPLED, fused=True)
 def test_mixtral():
     backbone = hub.MixtralBackbone(**DECODER, **GROUPED, num_experts=3, output_router_logits=True)
     return _even(_next_token(hub.MixtralCausalLM(backbone)))
 
 
-@row("KerasHub", "Qwen MoE with shared experts, causal language model", note=COUPLED)
+@row("KerasHub", "Qwen MoE with shared experts, causal language model", note=COUPLED, fused=True)
 def test_qwen_moe():
     experts = {"moe_intermediate_dim": 8, "shared_expert_intermediate_dim": 8, "num_experts": 3, "top_k": 2}
     backbone = hub.QwenMoeBackbone(**DECODER, **GROUPED, **experts, output_router_logits=True)
@@ -202,39 +202,39 @@ SEGMENTS = (
 )
 
 
-@row("KerasHub", "BERT, text classifier", mixed=True, quick=True, tolerance=5e-5, note=SEGMENTS)
+@row("KerasHub", "BERT, text classifier", mixed=True, quick=True, tolerance=5e-5, note=SEGMENTS, fused=True)
 def test_bert_classifier():
     return _classified(hub.BertTextClassifier(hub.BertBackbone(**ENCODER), 3, dropout=0.0), segments=True)
 
 
-@row("KerasHub", "BERT with a frozen backbone, text classifier")
+@row("KerasHub", "BERT with a frozen backbone, text classifier", fused=True)
 def test_bert_frozen():
     model = hub.BertTextClassifier(hub.BertBackbone(**ENCODER), 3, dropout=0.0)
     model.backbone.trainable = False
     return _classified(model, segments=True)
 
 
-@row("KerasHub", "BERT, masked language model")
+@row("KerasHub", "BERT, masked language model", fused=True)
 def test_bert_masked_lm():
     return _masked_lm(hub.BertMaskedLM(hub.BertBackbone(**ENCODER)), segments=True)
 
 
-@row("KerasHub", "RoBERTa, text classifier")
+@row("KerasHub", "RoBERTa, text classifier", fused=True)
 def test_roberta():
     return _classified(hub.RobertaTextClassifier(hub.RobertaBackbone(**ENCODER), 3, dropout=0.0))
 
 
-@row("KerasHub", "RoBERTa, masked language model")
+@row("KerasHub", "RoBERTa, masked language model", fused=True)
 def test_roberta_masked_lm():
     return _masked_lm(hub.RobertaMaskedLM(hub.RobertaBackbone(**ENCODER)))
 
 
-@row("KerasHub", "DistilBERT, text classifier")
+@row("KerasHub", "DistilBERT, text classifier", fused=True)
 def test_distil_bert():
     return _classified(hub.DistilBertTextClassifier(hub.DistilBertBackbone(**ENCODER), 3, dropout=0.0))
 
 
-@row("KerasHub", "ALBERT with shared layers, text classifier")
+@row("KerasHub", "ALBERT with shared layers, text classifier", fused=True)
 def test_albert():
     backbone = hub.AlbertBackbone(**ENCODER, embedding_dim=8, num_inner_repetitions=2)
     return _classified(hub.AlbertTextClassifier(backbone, 3, dropout=0.0), segments=True)
@@ -264,14 +264,14 @@ def _bert_tokenizer():
     return hub.BertTokenizer(vocabulary=words, lowercase=True)
 
 
-@row("KerasHub", "BERT, text classifier on strings", quick=True, tolerance=5e-5, note=SEGMENTS)
+@row("KerasHub", "BERT, text classifier on strings", quick=True, tolerance=5e-5, note=SEGMENTS, fused=True)
 def test_bert_strings():
     preprocessor = hub.BertTextClassifierPreprocessor(_bert_tokenizer(), sequence_length=8)
     model = hub.BertTextClassifier(hub.BertBackbone(**{**ENCODER, **LONGER}), 3, preprocessor=preprocessor, dropout=0.0)
     return Case(model, np.array(SENTENCES), np.arange(ROWS) % 3)
 
 
-@row("KerasHub", "BERT, text classifier on pairs of strings, weighted", tolerance=5e-5, note=SEGMENTS)
+@row("KerasHub", "BERT, text classifier on pairs of strings, weighted", tolerance=5e-5, note=SEGMENTS, fused=True)
 def test_bert_pairs():
     preprocessor = hub.BertTextClassifierPreprocessor(_bert_tokenizer(), sequence_length=8)
     model = hub.BertTextClassifier(hub.BertBackbone(**{**ENCODER, **LONGER}), 3, preprocessor=preprocessor, dropout=0.0)
@@ -280,7 +280,7 @@ def test_bert_pairs():
     return Case(model, pairs, np.arange(ROWS) % 3, sample_weight=weight)
 
 
-@row("KerasHub", "GPT-2, causal language model on strings")
+@row("KerasHub", "GPT-2, causal language model on strings", fused=True)
 def test_gpt2_strings():
     vocabulary = {
         word: i
@@ -312,12 +312,12 @@ def test_t5():
     return _seq2seq(hub.T5Seq2SeqLM(backbone))
 
 
-@row("KerasHub", "BART, sequence to sequence")
+@row("KerasHub", "BART, sequence to sequence", fused=True)
 def test_bart():
     return _seq2seq(hub.BartSeq2SeqLM(hub.BartBackbone(**ENCODER)))
 
 
-@row("KerasHub", "Whisper's backbone with a head, speech to text")
+@row("KerasHub", "Whisper's backbone with a head, speech to text", fused=True)
 def test_whisper():
     backbone = hub.WhisperBackbone(
         **DECODER, num_heads=2, num_mels=5, max_encoder_sequence_length=8, max_decoder_sequence_length=LENGTH
@@ -350,7 +350,7 @@ def _segmented(model):
     return case
 
 
-@row("KerasHub", "ViT, image classifier", quick=True, tolerance=5e-5, note=NO_GRADIENT)
+@row("KerasHub", "ViT, image classifier", quick=True, tolerance=5e-5, note=NO_GRADIENT, fused=True)
 def test_vit():
     backbone = hub.ViTBackbone((32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24)
     return _images(hub.ViTImageClassifier(backbone, 3), rows=7)

@@ -52,12 +52,12 @@ def causal_lm():
     return keras_hub.models.GPT2CausalLM(backbone, preprocessor)
 
 
-@row("KerasHub", "BERT, text classifier, strings through its own preprocessor")
+@row("KerasHub", "BERT, text classifier, strings through its own preprocessor", fused=True)
 def test_bert_from_strings():
     return Case(classifier(), TEXT, LABELS, loss=cross_entropy(), metrics=["sparse_categorical_accuracy"])
 
 
-@row("KerasHub", "GPT-2, causal language model, strings alone", quick=True)
+@row("KerasHub", "GPT-2, causal language model, strings alone", quick=True, fused=True)
 def test_gpt2_from_strings():
     text = ["a b ab", "b a", "ab ab ab", "c"] * 2
     return Case(causal_lm(), text, loss=cross_entropy(), weighted_metrics=["sparse_categorical_accuracy"])
