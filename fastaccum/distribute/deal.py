@@ -1,11 +1,12 @@
 """Deals a model's weights out to the replicas, and lays them out in the buffers that replicas exchange.
 
-The tensors of an owner's weights, one after the other, make the owner's line. Lines are padded to one length and
-exchanged in rounds: the buffer of a round has an equally long segment of each line, in the order of the owners.
+Gradients are reduced in rounds, in the order of the weights. New weights are gathered from lines: an owner's weights,
+one after the other, padded to one length. The buffer of a round has an equally long segment of each owner's line.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -39,35 +40,32 @@ def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> tuple[int, int
     return segment, -(-line // segment)
 
 
-def round_bytes(total: int) -> int:
-    """Returns the bytes of a round's buffer, where all rounds exchange this total."""
-    return min(ROUND, total)
+def cut(tensors: Tensors) -> list[list[tuple[int, int, int]]]:
+    """Cuts tensors into rounds: the place of each with a part in the round, and where the part begins and ends."""
+    line = _line(range(len(tensors)), tensors, ROUND // _dtype(tensors).size)
+    rounds = itertools.groupby(line, key=lambda part: part[1])
+    return [[(place, start, stop) for place, _, start, stop in parts] for _, parts in rounds]
 
 
-def pack(own: Sequence[int], tensors: Tensors, number: int, segment: int) -> tf.Tensor:
-    """Returns segment `number` of an owner's line."""
-    dtype = _dtype(tensors)
-    parts = [
-        tf.reshape(tf.cast(tensors[place], dtype), [-1])[start:stop]
-        for place, at, start, stop in _line(own, tensors, segment)
-        if at == number
-    ]
+def pack(own: Sequence[int], tensors: Tensors, specs: Tensors, number: int, segment: int) -> tf.Tensor:
+    """Returns segment `number` of an owner's line, which has these tensors."""
+    found, dtype = dict(zip(own, tensors, strict=True)), _dtype(specs)
+    line = (part for part in _line(own, specs, segment) if part[1] == number)
+    parts = [tf.reshape(tf.cast(found[place], dtype), [-1])[start:stop] for place, _, start, stop in line]
     rest = segment - sum(part.shape[0] for part in parts)
     return flat([*parts, tf.zeros([rest], dtype)])
 
 
-def unpack(own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors) -> list[tf.Tensor | None]:
-    """Returns the tensors in the segments of an owner's line, in their places among those of all owners."""
-    found: list[list[tf.Tensor]] = [[] for _ in specs]
-    position = 0
-    for place, number, start, stop in _line(own, specs, segment := parts[0].shape[0]):
-        begin, position = position - number * segment, position + stop - start
-        # A copy, or what the tensor is assigned to would keep the whole buffer.
-        found[place].append(tf.raw_ops.DeepCopy(x=parts[number][begin : begin + stop - start]))
-    return [
-        None if spec is None or not each else tf.cast(tf.reshape(tf.concat(each, 0), spec.shape), spec.dtype)
-        for each, spec in zip(found, specs, strict=True)
-    ]
+def unpack(own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yields each tensor in the segments of an owner's line, with its place."""
+    position, line = 0, _line(own, specs, segment := parts[0].shape[0])
+    for place, pieces in itertools.groupby(line, key=lambda piece: piece[0]):
+        found = []
+        for _, number, start, stop in pieces:
+            begin, position = position - number * segment, position + stop - start
+            # A copy, or what the tensor is assigned to would keep the whole buffer.
+            found.append(tf.raw_ops.DeepCopy(x=parts[number][begin : begin + stop - start]))
+        yield place, tf.cast(tf.reshape(tf.concat(found, 0), specs[place].shape), specs[place].dtype)
 
 
 def _line(own: Sequence[int], tensors: Tensors, segment: int) -> Iterator[tuple[int, int, int, int]]:
@@ -75,7 +73,7 @@ def _line(own: Sequence[int], tensors: Tensors, segment: int) -> Iterator[tuple[
     position = 0
     for place in own:
         size = _size(tensors[place])
-        for number in range(position // segment, -(-(position + size) // segment)):
+        for number in range(position // segment, -(-(position + size) // segment) if size else 0):
             start, stop = number * segment - position, (number + 1) * segment - position
             yield place, number, max(start, 0), min(stop, size)
         position += size

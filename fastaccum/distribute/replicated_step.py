@@ -96,7 +96,6 @@ class ReplicatedStep(Step):
             ReplicaProgram(function, replicas, jit_compile, scope=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
         )
-        self._make_ends()
         self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
@@ -114,9 +113,6 @@ class ReplicatedStep(Step):
                 optimizer.optimizer.build(model.trainable_variables)
         slots.return_to_keras(optimizer)
         self._replicas.mirror(optimizer.optimizer.variables)
-
-    def _make_ends(self) -> None:
-        """Makes the programs of `_ends`."""
 
     @property
     def _ends(self) -> list[ReplicaProgram]:

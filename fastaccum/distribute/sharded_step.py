@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from fastaccum.adapters import slots
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
-from fastaccum.distribute.deal import deal, pack, round_bytes, segments, unpack
+from fastaccum.distribute import deal
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
 from fastaccum.distribute.replicated_step import ReplicatedStep, Shared, widest
 from fastaccum.step.running_state import Executed
@@ -37,7 +38,9 @@ class ShardedStep(ReplicatedStep):
     def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
         slots.require_divisible(optimizer)
         replicas, self._trained = self._replicas, model.trainable_variables
-        self._owned = deal([raw(v).shape.num_elements() * raw(v).dtype.size for v in self._trained], replicas.count)
+        self._owned = deal.deal(
+            [raw(v).shape.num_elements() * raw(v).dtype.size for v in self._trained], replicas.count
+        )
         if not all(self._owned):
             raise ValueError(
                 f"shard_optimizer=True: the model has {len(self._trained)} trainable variables, and there are "
@@ -61,9 +64,9 @@ class ShardedStep(ReplicatedStep):
         replicas.mirror([v for v in optimizer.optimizer.variables if id(raw(v)) in shared])
         slots.keep_from_keras(optimizer)
 
-    def _make_ends(self) -> None:
-        replicas = self._replicas
-        self._owners = [_Owner(self, replicas, i, own) for i, own in enumerate(self._owned[replicas.shards])]
+    @functools.cached_property
+    def _owners(self) -> list[_Owner]:
+        return [_Owner(self, self._replicas, i, own) for i, own in enumerate(self._owned[self._replicas.shards])]
 
     @property
     def elsewhere(self) -> set[int]:
@@ -80,7 +83,7 @@ class ShardedStep(ReplicatedStep):
     @property
     def exchanged_bytes(self) -> int:
         # A buffer before it is reduced and after; the gradients go as the parts of them come.
-        return self._gradient_bytes + 2 * round_bytes(self._gradient_bytes)
+        return self._gradient_bytes + 2 * min(deal.ROUND, self._gradient_bytes)
 
     @property
     def advice(self) -> list[str]:
@@ -119,40 +122,40 @@ class ShardedStep(ReplicatedStep):
 
     def _reduce(self, sums: list[Shared]) -> list[Shared]:
         """Returns on each replica the sums over all replicas: of the gradients those of its own weights."""
-        replicas, owned, specs = self._replicas, self._owned, sums[0]["gradients"]
-        segment, rounds = segments(owned, specs)
-        totals: list[Shared] = []
-        parts: list[list[tf.Tensor]] = [[] for _ in sums]
-        for number in range(rounds):
-            buffers = []
+        replicas, specs = self._replicas, sums[0]["gradients"]
+        rounds: list[list[Shared]] = []
+        own: list[list[list[tf.Tensor]]] = [[[] for _ in specs] for _ in sums]
+        for number, parts in enumerate(deal.cut(specs)):
+            given = []
             for i, shared in enumerate(sums):
+                others = {} if number else {name: each for name, each in shared.items() if name != "gradients"}
                 # A round's buffer is made once that of the round before has been reduced.
-                with tf.device(replicas.devices[i]), tf.control_dependencies(parts[i][-1:]):
-                    lines = [pack(own, shared["gradients"], number, segment) for own in owned]
-                    others = {} if number else {name: each for name, each in shared.items() if name != "gradients"}
-                    buffers.append({**others, "gradients": tf.concat(lines, 0)})
-            reduced = replicas.all_reduce(buffers, number)
-            totals = totals or reduced
-            for i, each in enumerate(reduced):
-                with tf.device(replicas.devices[i]):
-                    mine = each["gradients"][(replicas.first + i) * segment :][:segment]
-                    parts[i].append(tf.raw_ops.DeepCopy(x=mine))
-        for i, total in enumerate(totals):
+                before = [each[i]["gradients"][-1] for each in rounds[-1:]]
+                with tf.device(replicas.devices[i]), tf.control_dependencies(before):
+                    flat = [tf.reshape(shared["gradients"][place], [-1])[start:stop] for place, start, stop in parts]
+                given.append({**others, "gradients": flat})
+            rounds.append(replicas.all_reduce(given, number))
+            for owner, found, total in zip(self._owners, own, rounds[-1], strict=True):
+                for (place, *_), part in zip(parts, total["gradients"], strict=True):
+                    found[place] += [part] * (place in owner.own)
+        for i, total in enumerate(rounds[0]):
             with tf.device(replicas.devices[i]):
-                total["gradients"] = unpack(self._owners[i].own, parts[i], specs)
-        return totals
+                whole = [
+                    tf.reshape(tf.concat(f, 0), s.shape) if f else None for f, s in zip(own[i], specs, strict=True)
+                ]
+            total["gradients"] = whole
+        return rounds[0]
 
     def _exchange(self, weights: list[list[tf.Tensor]]) -> None:
         """Assigns the new weights of each owner on all other replicas."""
         replicas, owned, variables = self._replicas, self._owned, [raw(v) for v in self._trained]
-        segment, rounds = segments(owned, variables)
-        new = [dict(zip(owner.own, mine, strict=True)) for owner, mine in zip(self._owners, weights, strict=True)]
+        segment, rounds = deal.segments(owned, variables)
         gathered: list[list[tf.Tensor]] = [[] for _ in weights]
         for number in range(rounds):
             mine = []
             for i, owner in enumerate(self._owners):
                 with tf.device(replicas.devices[i]), tf.control_dependencies(gathered[i][-1:]):
-                    mine.append(pack(owner.own, [new[i].get(j, v) for j, v in enumerate(variables)], number, segment))
+                    mine.append(deal.pack(owner.own, weights[i], variables, number, segment))
             for i, each in enumerate(replicas.all_gather(mine, number)):
                 gathered[i].append(each)
         for i, device in enumerate(replicas.devices):
@@ -160,9 +163,8 @@ class ShardedStep(ReplicatedStep):
             for replica in others:
                 with tf.device(device):
                     parts = [each[replica * segment : (replica + 1) * segment] for each in gathered[i]]
-                    for place, value in enumerate(unpack(owned[replica], parts, variables)):
-                        if value is not None:
-                            variables[place].values[i].assign(value)
+                    for place, value in deal.unpack(owned[replica], parts, variables):
+                        variables[place].values[i].assign(value)
 
 
 class _Owner:

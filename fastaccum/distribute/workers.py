@@ -124,12 +124,16 @@ class Workers:
         self.tell(f"said/{this}", text)
         texts = [text if i == self.worker else self.hear(f"said/{this}", i, end) for i in range(self.workers)]
         if this:  # all are here, so all have read what was said before
-            context.context().delete_config_key_value(_key(f"said/{this - 1}", self.worker))
+            self.forget(f"said/{this - 1}")
         return texts
 
     def tell(self, about: str, text: str = "") -> None:
         """Leaves a text for all workers, once; any thread may, and `hear`."""
         context.context().set_config_key_value(_key(about, self.worker), text)
+
+    def forget(self, about: str) -> None:
+        """Removes what this worker told, once all have heard it."""
+        context.context().delete_config_key_value(_key(about, self.worker))
 
     def hear(self, about: str, worker: int, end: float | None = None) -> str:
         """Returns what a worker tells, and waits for it; raises as `exchange`."""

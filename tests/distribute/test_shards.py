@@ -40,14 +40,21 @@ def test_lines_hold_every_number_once(monkeypatch):
     segment, rounds = deal.segments(owned, tensors)
     assert (segment, rounds) == (4, 4)
     for own in owned:
-        parts = [deal.pack(own, tensors, number, segment) for number in range(rounds)]
+        parts = [
+            deal.pack(own, [tensors[place] for place in own], tensors, number, segment) for number in range(rounds)
+        ]
         assert all(part.shape == [segment] for part in parts)
-        found = deal.unpack(own, parts, tensors)
-        for place, tensor in enumerate(tensors):
-            if place in own and tensor is not None:
-                tf.debugging.assert_equal(found[place], tensor)
-            else:
-                assert found[place] is None
+        found = dict(deal.unpack(own, parts, tensors))
+        assert set(found) == set(own) - {1}
+        for place, tensor in found.items():
+            tf.debugging.assert_equal(tensor, tensors[place])
+
+
+def test_rounds_hold_every_number_once_in_order(monkeypatch):
+    monkeypatch.setattr(deal, "ROUND", 28)
+    tensors = [tf.range(13.0), None, tf.zeros([2, 3]), tf.zeros([]), tf.zeros([0])]
+    rounds = deal.cut(tensors)
+    assert rounds == [[(0, 0, 7)], [(0, 7, 13), (2, 0, 1)], [(2, 1, 6), (3, 0, 1)]]
 
 
 def test_a_model_made_outside_a_strategy_has_nobody_to_share_with():
