@@ -31,17 +31,10 @@ class FolderLock:
         self.path = Path(path)
         self._descriptor: int | None = None
 
-    def __enter__(self) -> FolderLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def acquire(self) -> None:
+    def acquire(self) -> FolderLock:
         """Acquires the lock unless it is held; makes the folder if it is missing."""
         if self._descriptor is not None:
-            return
+            return self
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(self.path / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -58,13 +51,16 @@ class FolderLock:
         with contextlib.suppress(OSError):  # open for reading alone
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder.encode(), 0)
+        return self
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Releases the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
             _held.discard(self)
+
+    __enter__, __exit__ = acquire, release
 
     def _lock(self, descriptor: int, holder: str) -> None:
         try:

@@ -46,7 +46,7 @@ class Saver:
         self.directory: Any = None if directory is None else _writable(directory)
         self._lock = FolderLock(self.directory or "")
         self.stopped = False  # by a callback, of the fit that is resumed
-        self._pieces = ""
+        self._pieces = self._told = ""
         self._note_changes: Callable[[], None] = lambda: None
         self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
         self._done = self._saved = 0
@@ -76,7 +76,7 @@ class Saver:
         try:
             try:
                 self._wait()
-            except CheckpointWriteError as failure:
+            except RuntimeError as failure:
                 if error is None:
                     raise
                 warn(str(failure))
@@ -224,14 +224,12 @@ class Saver:
         self._position = Position(self._position.first, self._position.epoch + 1)
         if self.directory is None:
             return
-        if (self.every is None or last or self._due()) and self._done > self._saved:
-            saved = self._state(stopped=bool(self._training.model.stop_training))
-            if saved is not None:
-                self._save(*saved)
+        needed = (self.every is None or last or self._due()) and self._done > self._saved
+        if needed and (saved := self._state(stopped=bool(self._training.model.stop_training))):
+            self._save(*saved)
 
     def _due(self) -> bool:
-        crossed = self.every is not None and self._done // self.every > self._saved // self.every
-        return crossed or self._is_ending()
+        return (self.every is not None and self._done // self.every > self._saved // self.every) or self._is_ending()
 
     def _is_ending(self) -> bool:
         """Tells if SIGTERM has come: to the chief, or to any where workers write together: all must ask at once."""
@@ -286,26 +284,29 @@ class Saver:
 
     def _write_with_others(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
         """Writes what this worker alone has, and waits for the checkpoint; the chief writes all else and ends it."""
-        workers, about = self._workers, f"share/{self._fit}/{self._saved}"
+        workers, before = self._workers, self._told
+        self._told = f"share/{self._fit}/{self._saved}"
         if self._is_chief:
-            others = [functools.partial(workers.hear, about, other) for other in range(1, workers.workers)]
+            others = [functools.partial(workers.hear, self._told, other) for other in range(1, workers.workers)]
             store.write(self.directory, manifest, tensors, self.keep, self._fit, others)
         else:
             store.write_share(self._path(self._saved), self._fit, workers.worker, {n: tensors[n] for n in self._own})
-        workers.tell(about)
-        if not self._is_chief:
-            workers.hear(about, 0)  # this worker must not leave before
+        workers.tell(self._told)
+        workers.hear(self._told, 0)  # this worker must not leave before
+        if before:  # all have heard it, who have told of this one
+            workers.forget(before)
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
     def _wait(self) -> None:
         write, self._write = self._write, None
-        if write is None:
-            return
         try:
-            write.result()
+            if write is not None:
+                write.result()
         except Exception as error:
+            if self._own and isinstance(error, RuntimeError):  # of another worker, not of the folder
+                raise
             reason = str(error).partition("\n")[0] or type(error).__name__  # TensorFlow adds lines
             raise CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
