@@ -219,7 +219,7 @@ def _adam(**kwargs):
     return keras.optimizers.Adam(1e-3, **kwargs)
 
 
-def _adamw(**kwargs):
+def adamw(**kwargs):
     return keras.optimizers.AdamW(3e-4, weight_decay=0.1, **kwargs)
 
 
@@ -269,7 +269,7 @@ GPT = Workload(
     4,
     lambda: fa.gpt(width=_size(256, 32), layers=_size(4, 1), heads=4, context=128),
     _tokens(),
-    _adamw,
+    adamw,
     fit_updates=_size(3, 2),
     step_updates=1,
     rounds=10,
@@ -282,7 +282,7 @@ GPT_32K = Workload(
     4,
     lambda: fa.gpt(_size(32_768, 4096), width=128, layers=_size(2, 1), heads=2, context=128),
     _tokens(_size(32_768, 4096)),
-    _adamw,
+    adamw,
     fit_updates=3,
     step_updates=1,
     rounds=5,

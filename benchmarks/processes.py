@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.managers import BaseManager
 
 import numpy as np
+import tensorflow as tf
 
 from benchmarks import agreement, contestants, limits, models
 
@@ -104,12 +105,44 @@ class Peer:
         return self.block()
 
 
+class Replicas:
+    """fastaccum's train steps on the same workload under MirroredStrategy, with slots on each device and shared out.
+
+    Args:
+        workload: the name of one of `models.ALL`; it is trained by AdamW.
+        devices: how many logical CPU devices the process, this object's own, gets.
+    """
+
+    def __init__(self, workload, devices):
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+        self.workload = dataclasses.replace(models.named(workload), optimizer=models.adamw)
+        self.train_steps = {}
+        for shard_optimizer in (False, True):
+            with tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)]).scope():
+                trainer = contestants.trainer(self.workload, shard_optimizer=shard_optimizer)
+            self.train_steps[shard_optimizer] = contestants.as_train_step(trainer)
+
+    def outcome(self, shard_optimizer):
+        """Where training goes, from the initial weights."""
+        return agreement.outcome_of_train_step(self.train_steps[shard_optimizer], self.workload)
+
+    def prepare(self, updates):
+        """Feeds the data of a block of `updates` updates."""
+        self.blocks = {shard: step.block(self.workload, updates) for shard, step in self.train_steps.items()}
+
+    def run(self, shard_optimizer):
+        """Runs the block; returns its last loss."""
+        return self.blocks[shard_optimizer]()
+
+
 class _Process(BaseManager):
-    """A server process that holds one contestant."""
+    """A server process that holds one contestant, or all of those that need the same devices."""
 
 
 _Process.register("Contestant", Contestant)
 _Process.register("Peer", Peer)
+_Process.register("Replicas", Replicas)
 
 
 def _start_process():
@@ -162,6 +195,15 @@ def peer(*arguments):
         process = _start_process()
     with process:
         yield process.Peer(*arguments)
+
+
+@contextlib.contextmanager
+def replicas(*arguments):
+    """`Replicas` in a process of their own; it ends with the scope."""
+    with _importable():
+        process = _start_process()
+    with process:
+        yield process.Replicas(*arguments)
 
 
 def in_new_process(function, *arguments):

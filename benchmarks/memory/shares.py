@@ -23,7 +23,7 @@ from fastaccum.data.stacks import Batch
 from fastaccum.memory import analysis
 
 GB = 1e9
-VOCABULARY, CONTEXT, MICRO_BATCHES = 50_304, 2048, 4
+VOCABULARY, MICRO_BATCHES = 50_304, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Case:
         width, layers: its sizes; heads are 128 wide.
         stacked: whether the blocks are one LayerStack, whose weights are dealt out as the stacks that they are.
         devices: how many share the slots out.
+        dtype: the layers' policy.
+        context: tokens in a sequence.
         bar: GB that no device may hold.
     """
 
@@ -41,6 +43,8 @@ class Case:
     layers: int
     stacked: bool
     devices: int
+    dtype: str = "mixed_bfloat16"
+    context: int = 2048
     bar: float = 80.0
 
     @property
@@ -51,10 +55,16 @@ class Case:
     @property
     def formula(self) -> float:
         """Bytes by docs/distributed.md, without activations: weights, copies in halves, gradients, a share of slots."""
-        return self.parameters * (4 + 2 + 4 + 8 / self.devices)
+        return self.parameters * (4 + 2 * (self.dtype != "float32") + 4 + 8 / self.devices)
 
 
-CASES = [Case(1024, 2, stacked=False, devices=8), Case(4096, 34, stacked=False, devices=8)]
+SEVEN_BILLION = Case(4096, 34, stacked=False, devices=8)
+CASES = [
+    Case(1024, 2, stacked=False, devices=8),
+    SEVEN_BILLION,
+    dataclasses.replace(SEVEN_BILLION, dtype="float32"),
+    dataclasses.replace(SEVEN_BILLION, dtype="float32", context=512),
+]
 
 
 def plan_of(case: Case) -> tuple[int, dict[str, int], int]:
@@ -62,11 +72,11 @@ def plan_of(case: Case) -> tuple[int, dict[str, int], int]:
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * case.devices)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(case.devices)])
-    sizes = VOCABULARY, CONTEXT, case.width, case.layers, case.width // 128
+    sizes = VOCABULARY, case.context, case.width, case.layers, case.width // 128
     with h200.weightless(), h200.as_on_a_gpu():
         with strategy.scope():
             form = {"stacked": True, "policy": "nothing_saveable"} if case.stacked else {}
-            model = fa.gpt(*sizes, tied=True, dtype="mixed_bfloat16", **form)
+            model = fa.gpt(*sizes, tied=True, dtype=case.dtype, **form)
         if not case.stacked:
             fa.remat(model, "nothing_saveable")
         trainer = fa.Trainer(
@@ -78,7 +88,7 @@ def plan_of(case: Case) -> tuple[int, dict[str, int], int]:
             shard_optimizer=True,
             jit_compile=True,
         )
-        ids = tf.TensorSpec([case.devices, CONTEXT], tf.int32)
+        ids = tf.TensorSpec([case.devices, case.context], tf.int32)
         batch = Batch(ids, ids)
         step = trainer._builder.get_or_build(batch, trainer._present_options)
         functions = step.trace(analysis.dispatch_of(batch, case.devices, MICRO_BATCHES))
@@ -113,6 +123,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, help="of a GPT of your own, a multiple of 128")
     parser.add_argument("--layers", type=int, default=24, help="(%(default)s)")
     parser.add_argument("--devices", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["mixed_bfloat16", "float32"], default=Case.dtype, help="(%(default)s)")
+    parser.add_argument("--context", type=int, default=Case.context, help="tokens in a sequence (%(default)s)")
     parser.add_argument("--stacked", action="store_true", help="its blocks are one LayerStack")
 
 
@@ -121,14 +133,14 @@ def run(options: argparse.Namespace) -> Result:
     rows, missed = [], []
     cases = CASES[:1] if options.quick else CASES
     if options.width:
-        cases = [Case(options.width, options.layers, options.stacked, options.devices)]
+        cases = [Case(options.width, options.layers, options.stacked, options.devices, options.dtype, options.context)]
     # A process for each, which needs devices of its own.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         plans = list(processes.map(plan_of, cases))
     for case, (parameters, held, slots) in zip(cases, plans, strict=True):
         peak = max(held.values())
         row = {"parameters, billions": parameters / 1e9, "blocks": "stacked" if case.stacked else "apart"}
-        row |= {"devices": case.devices, "slots, GB": slots / GB}
+        row |= {"dtype": case.dtype, "tokens": case.context, "devices": case.devices, "slots, GB": slots / GB}
         row |= {f"{name}, GB": size / GB for name, size in held.items()}
         row |= {
             "peak, GB": peak / GB,
@@ -137,5 +149,6 @@ def run(options: argparse.Namespace) -> Result:
         }
         rows.append(row)
         if peak >= case.bar * GB:
-            missed.append(f"{parameters / 1e9:.2f} billion parameters on {case.devices}: {peak / GB:.1f} GB")
+            what = f"{parameters / 1e9:.2f} billion parameters, {case.dtype}, on {case.devices}"
+            missed.append(f"{what}: {peak / GB:.1f} GB")
     return Result("What each device holds that shares AdamW's slots out, by XLA's plans for an H200", rows, missed)
