@@ -1,6 +1,7 @@
 """Several worker processes on loopback ports: the same training as on one device, and an end when one of them ends."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -198,17 +199,18 @@ def test_a_killed_worker_ends_the_others(tmp_path, victim):
     assert "restart all of them, from the last checkpoint" in said
 
 
+def stop_then_kill(folder, processes):
+    processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    processes[1].send_signal(signal.SIGCONT)
+    until_saved(folder, 21, processes)  # they have gone on
+    processes[1].send_signal(signal.SIGKILL)
+
+
 def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
     """Also one that stands still for 3 s (SIGSTOP, SIGCONT), then dies: the rest is trained by a new pair."""
-
-    def stop_then_kill(processes):
-        processes[1].send_signal(signal.SIGSTOP)
-        time.sleep(3)
-        processes[1].send_signal(signal.SIGCONT)
-        until_saved(tmp_path / "ended", 21, processes)  # they have gone on
-        processes[1].send_signal(signal.SIGKILL)
-
-    for name, ends in (("whole", []), ("ended", [(7, stop_then_kill)])):
+    end = functools.partial(stop_then_kill, tmp_path / "ended")
+    for name, ends in (("whole", []), ("ended", [(7, end)])):
         (tmp_path / name).mkdir()
         runs = list(saved(tmp_path / name, *ends, mode="plain"))
     (killed, _), (last, said) = runs
@@ -322,6 +324,15 @@ def test_workers_with_shares_go_on_bit_by_bit(saved_shares, tmp_path):
     (killed, _), (terminated, told), (last, said) = saved(tmp_path, (14, kill), (28, terminate), mode="saved shares")
     assert killed[1] == -9 and killed[0] not in (0, None)
     assert terminated == [143, 143] and told.count("the same fit goes on from there") == 2, told[-4000:]
+    assert last == [0, 0], said[-4000:]
+    assert said.count("resumed from ") == 2
+    assert_same_end(tmp_path, saved_shares)
+
+
+def test_workers_with_shares_stopped_for_a_while_and_killed(saved_shares, tmp_path):
+    end = functools.partial(stop_then_kill, tmp_path)
+    (killed, _), (last, said) = saved(tmp_path, (7, end), mode="saved shares")
+    assert killed[1] == -9 and killed[0] not in (0, None)
     assert last == [0, 0], said[-4000:]
     assert said.count("resumed from ") == 2
     assert_same_end(tmp_path, saved_shares)
