@@ -3,7 +3,8 @@
 After `UPDATES` updates from the same weights on the same data, losses agree to `LOSS_TOLERANCE` (relative),
 and where each weight ends differs by at most `MOVEMENT_TOLERANCE` of the norm of its movement. The second is
 the looser one: Adam divides by the gradient's own size, so rounding decides where that is nearly 0, and in the
-ConvNet rounding switches ReLUs near 0, so that float32 gradients are 0.3 % away from float64 ones in any program.
+ConvNet rounding switches ReLUs near 0, so that float32 gradients are 0.3 % away from float64 ones in any program. In
+the MobileNet one weight is 2.8 % away, in Keras's step with XLA and without as in ours: two may be 5.6 % apart.
 
 A weight whose gradient cancels, as that of an offset between two BatchNorms, moves by rounding alone: two programs may
 differ there by `ROUNDING` of the largest movement of any weight.
@@ -18,7 +19,7 @@ import numpy as np
 
 UPDATES = 2
 LOSS_TOLERANCE = 1e-4
-MOVEMENT_TOLERANCE = 3e-2
+MOVEMENT_TOLERANCE = 6e-2
 ROUNDING = 1e-6
 
 

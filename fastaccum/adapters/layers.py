@@ -21,10 +21,7 @@ Call = Callable[..., tf.Tensor]  # a layer's method
 
 
 def make_forms(layers: Iterable[keras.layers.Layer], uses_xla: bool) -> list[Interceptor]:
-    """Returns interceptors for layers that have a form that XLA compiles in a loop, or in less memory.
-
-    Without XLA, for those whose gradient is one operation of TensorFlow's on a CPU.
-    """
+    """Returns interceptors with forms that XLA compiles in a loop or in less memory, or that pass less over memory."""
     found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
         if not uses_xla:
@@ -81,9 +78,8 @@ def _is_plain_batch_norm(layer: keras.layers.Layer) -> bool:
 def _normalize_batch(
     layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, training: bool | None = None, mask: Any = None
 ) -> tf.Tensor:
-    floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32)
-    last = floating and layer.axis in (-1, inputs.shape.rank - 1)
-    if not (last and training and layer.trainable and mask is None):
+    fused = _over_last_axis(layer, inputs) and inputs.dtype != tf.float64 and mask is None
+    if not (fused and training and layer.trainable):
         return call(inputs, training=training, mask=mask)
     size = layer.moving_mean.shape
     scale = tf.convert_to_tensor(layer.gamma) if layer.scale else tf.ones(size)
@@ -96,7 +92,7 @@ def _normalize_batch(
 
 def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
     floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
-    last = floating and bool(inputs.shape[-1]) and list(layer.axis) in ([-1], [inputs.shape.rank - 1])
+    last = floating and bool(inputs.shape[-1]) and tf.nest.flatten(layer.axis) in ([-1], [inputs.shape.rank - 1])
     return last and layer.epsilon is not None  # for None Keras has a number of its own
 
 
