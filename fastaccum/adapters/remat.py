@@ -49,8 +49,8 @@ def remat(
 
     Raises:
         TypeError: raised if it is no model, or names are no strings.
-        ValueError: raised if a policy or a name is unknown, if a named layer cannot be computed again, if the model has
-            no weights yet, or if there is no block in it.
+        ValueError: raised if a policy is unknown, if a named layer cannot be computed again, if the model has no
+            weights yet, or if there is no block in it; when the step is traced, if no value of a block has a name.
 
     >>> layers = [keras.layers.Dense(64, "tanh") for _ in range(8)]
     >>> model = remat(keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)]))

@@ -153,9 +153,8 @@ class Replicas(Workers):
             own = variable.value
             if not isinstance(own, values.DistributedVariable):
                 with self.strategy.scope():
-                    variable._value = tf.Variable(
-                        own.numpy(), dtype=own.dtype, trainable=own.trainable, name=own.name[:-2]
-                    )
+                    known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name[:-2]}
+                    variable._value = tf.Variable(own.numpy(), **known)
 
     def unmirror(self, holders: Sequence[object]) -> None:
         """Replaces the distributed variables of Keras variables and loss scales by plain ones of equal value."""

@@ -110,7 +110,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
     """Compiles a step for micro-batches like the sample, specs of all replicas' rows together; runs nothing."""
     rows = tf.nest.flatten(sample.x)[0].shape[0]
     if rows is None:
-        raise ValueError("batch_size=None, and x does not say how many rows a micro-batch has: pass batch_size.")
+        raise ValueError("batch_size=None, and the data do not say how many rows a micro-batch has: pass batch_size.")
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
     if (fused := step.objective.attention) is not None:

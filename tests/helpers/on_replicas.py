@@ -586,6 +586,22 @@ def check_learning_rate_from_the_host():
     assert_same_on_all(trainer)
 
 
+def check_lora_enabled_outside_the_scope():
+    """Its matrices, which no strategy knows when the Trainer is made, are trained on all replicas."""
+    for shared in (False, True):
+        seen = []
+        for model, options in ((dense(), {}), (replicated(dense), {"shard_optimizer": shared})):
+            keras.utils.set_random_seed(2)
+            for layer in model.layers:
+                layer.enable_lora(2)
+            trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", jit_compile=False, **options)
+            trainer.fit(X[:16], Y[:16], batch_size=4, shuffle=False, verbose=0)
+            seen.append(model.get_weights())
+        assert_close(seen[1], seen[0])
+        if not shared:
+            assert_same_on_all(trainer)
+
+
 def check_a_kernel_that_the_forward_pass_assigns():
     def make():
         keras.utils.set_random_seed(1)
