@@ -190,11 +190,11 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
         lse_nNq = checkpoint_name(lse_nNq, "attention")
 
         def gradient(doutput):
-            tied_nNqK, doutput_nNqK = query_nNqK, _split(doutput, groups, queries)
+            tied_nNqK, doutput_nNqK, zero = query_nNqK, _split(doutput, groups, queries), tf.constant(0)
             products_nNqK = tf.cast(doutput_nNqK, tf.float32) * tf.cast(_split(output, groups, queries), tf.float32)
             delta_nNq = tf.reduce_sum(products_nNqK, -1)
-            if steps == 1 and xla_ops.in_xla():  # XLA would keep such a loop's weights from the forward pass on
-                tied_nNqK, doutput_nNqK = xla.optimization_barrier(query_nNqK, doutput_nNqK)
+            if steps == 1 and xla_ops.in_xla():  # XLA would keep such a loop's weights, and which are dropped
+                tied_nNqK, doutput_nNqK, zero = xla.optimization_barrier(query_nNqK, doutput_nNqK, zero)
 
             def backward(p, dquery_nNqK, dkey_sNkK, dvalue_sNkK):
                 i, j, scores_Nqk, slope_Nqk = block(p, tied_nNqK)
@@ -203,9 +203,10 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
                 )
                 doutput_NqK = tf.gather(doutput_nNqK, i)
                 weights_Nqk = tf.exp(scores_Nqk - tf.gather(lse_nNq, i)[..., None])
-                dweights_Nqk = factor(i, j) * dot(doutput_NqK, value_NkK, transpose_b=True)
+                factor_Nqk = factor(i, j + zero)
+                dweights_Nqk = factor_Nqk * dot(doutput_NqK, value_NkK, transpose_b=True)
                 dscores_Nqk = slope_Nqk * weights_Nqk * (dweights_Nqk - tf.gather(delta_nNq, i)[..., None])
-                weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (factor(i, j) * weights_Nqk, dscores_Nqk))
+                weights_Nqk, dscores_Nqk = (tf.cast(t, query.dtype) for t in (factor_Nqk * weights_Nqk, dscores_Nqk))
                 return [
                     dynamic_add_slice(dquery_nNqK, dot(dscores_Nqk, key_NkK)[None], [i, 0, 0, 0]),
                     dynamic_add_slice(dkey_sNkK, dot(dscores_Nqk, query_NqK, transpose_a=True)[None], [j, 0, 0, 0]),

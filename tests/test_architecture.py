@@ -20,7 +20,7 @@ BUDGETS = {
     "checkpoint": 1_146,
     "data": 1_411,
     "distribute": 1_304,
-    "kernels": 4_022,
+    "kernels": 4_023,
     "memory": 1_261,
     "step": 2_798,
     "training": 802,

@@ -408,6 +408,20 @@ def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
     assert set(re.findall(r'"mask_type": ?"(\w+)"', hlo)) == {"CAUSAL"}
 
 
+@pytest.mark.golden
+@pytest.mark.parametrize("mask_zero", [False, True])
+@pytest.mark.parametrize(("policy", "forward"), [("nothing_saveable", 5), (["attention"], 3)])
+def test_recomputed_blocks_call_cudnn_on_a_gpu(policy, forward, mask_zero):
+    """Once more on the way back, unless attention's output is kept; the last block is not recomputed."""
+    x, y = (t.reshape(2, 4, -1) for t in padded(times=512))
+    with keras_policy("mixed_bfloat16"):
+        model = stock(stock_attention(causal=True, key_dim=64), mask_zero, 512, blocks=3)
+    trainer = fa.Trainer(fa.remat(model, policy), "sgd", LOSS, gradient_accumulation_steps=2)
+    hlo, _ = h200.compile_for_h200(h200.export_step(trainer, (x, y)))
+    called = re.findall(r'custom_call_target="__cudnn\$fmha(?:ScaleBias)?Softmax(Backward)?"', hlo)
+    assert (called.count(""), called.count("Backward")) == (forward, 3)
+
+
 def test_a_layer_that_is_called_twice_has_both_choices(monkeypatch):
     class Twice(Crossed):
         def call(self, x):
