@@ -346,6 +346,24 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
     assert memory.temp_bytes < 4 * batch * heads * time + bool(segment_ids) * 2 * time**2 + 2000
 
 
+def test_what_dropout_drops_is_drawn_again_on_the_way_back():
+    """In a loop of one block, too, of which XLA would keep what was dropped."""
+
+    @functools.partial(tf.function, jit_compile=True, autograph=False)
+    def step(given, seed):
+        x = given
+        for layer in range(2):
+            x = attention(x, x, x, dropout=0.1, seed=seed + layer, implementation="blockwise")
+        return tf.gradients(x, given)
+
+    with h200.as_on_a_gpu():
+        specs = tf.TensorSpec([2, 512, 8, 64], tf.bfloat16), tf.TensorSpec([2], tf.int64)
+        exported = compiled.compiler_ir(step, *specs, stage="stablehlo_serialized")
+    hlo, _ = h200.compile_for_h200(exported)
+    written = hlo.partition("ENTRY")[2]
+    assert "bf16[16,512,512]" in written and "pred[16,512,512]" not in written
+
+
 def test_of_a_padded_call_one_output_is_kept():
     """That in which queries that see nothing have 0: cuDNN's own is let go."""
     shape, layers = [2, 512, 8, 64], 4
