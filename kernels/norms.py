@@ -91,7 +91,8 @@ def batch_norm(
         y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
 
     x is [..., D] in float32, as scale and offset, [D]. The gradient of y is one operation of TensorFlow's in place of a
-    dozen that each pass over the memory. Values and higher derivatives are those of these lines; the moments have none.
+    dozen that each pass over the memory. Values and second derivatives are those of these lines (not through a tape's
+    `jacobian`, which vectorizes, nor in forward mode); the moments have none.
     """
 
     def normal(x, scale, offset):

@@ -43,15 +43,14 @@ class ModelObjective(Objective):
         self.model, self.outputs, self.losses, self.metrics = model, outputs, losses, metrics
         self.options = options
         self.state = model.state
-        fused = options.flash_attention
-        if fused == "auto" and model.overrides("compute_loss"):
-            fused = False  # it may ask for second derivatives, which fused attention has not
+        self.own = OwnLoss(model, options.own_loss_reduction) if model.overrides("compute_loss") else None
+        # It may ask for derivatives of another kind, which fused attention and batch norm lack.
+        fused = False if options.flash_attention == "auto" and self.own else options.flash_attention
         self.attention = FusedAttention(fused) if fused else None
         labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
         lookups = [(f"labels of output {name!r}", classes) for name, classes in labelled]
         lookups += [(f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups]
         self._first_embedding = len(labelled)
-        self.own = OwnLoss(model, options.own_loss_reduction) if model.overrides("compute_loss") else None
         self.has_own_metrics = model.overrides("compute_metrics")
         for output in losses.take_over_heads(model):
             output.loss.ranks = metrics.needed_ranks(output.position, output.name, output.loss.ignore_class)
@@ -190,7 +189,7 @@ class ModelObjective(Objective):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         called = self.model.called_layers
-        forms = layers.make_forms(called, self.options.uses_xla)
+        forms = layers.make_forms(called, self.options.uses_xla) if self.options.uses_xla or not self.own else []
         fp32 = layers.make_fp32(called) if self.options.fp32_weight_gradients else []
         fused = self.attention.make_forms(called) if self.attention else []
         answering = self.attention.entered() if self.attention else contextlib.nullcontext()

@@ -55,6 +55,32 @@ def test_batch_statistics_without_xla_are_those_of_keras(shape, options):
     np.testing.assert_allclose(ours.layers[0].moving_variance, 0.8**3 + (1 - 0.8**3) * biased, rtol=1e-6)
 
 
+class Smooth(keras.Sequential):
+    """A loss of its own, with derivatives in forward mode or of a Jacobian."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        with tf.GradientTape() as tape, tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+            tape.watch(x)
+            output = self(x, training=True)
+        jacobian = tf.reduce_sum(tape.jacobian(output, x) ** 2)
+        return tf.reduce_mean((y_pred - y) ** 2) + tf.reduce_mean(forward.jvp(output) ** 2) + jacobian
+
+
+def test_other_derivatives_in_a_loss_of_the_models_own_are_those_of_keras():
+    (made, x, y), updates = normalized((5,)), []
+    for train in ("keras", "fastaccum"):
+        model = Smooth([keras.Input((5,)), *(type(each).from_config(each.get_config()) for each in made.layers)])
+        model.set_weights(made.get_weights())
+        if train == "keras":
+            model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+            model.train_on_batch(x, y)
+        else:
+            fa.Trainer(model, keras.optimizers.SGD(0.1), jit_compile=False).train_step((x[None], y[None]))
+        updates.append(model.get_weights())
+    for a, b in zip(*updates, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 class OwnNorm(keras.layers.BatchNormalization):
     """A subclass, whose call may be another."""
 
