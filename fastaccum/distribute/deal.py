@@ -1,6 +1,6 @@
 """Deals a model's weights out to the replicas, and lays them out in the buffers that replicas exchange.
 
-Gradients are reduced in rounds, in the order of the weights. New weights are gathered from lines: an owner's weights,
+Gradients are reduced in rounds, in the order of the weights. Several workers gather new weights from lines: an owner's,
 one after the other, padded to one length. The buffer of a round has an equally long segment of each owner's line.
 """
 

@@ -150,8 +150,7 @@ class Replicas(Workers):
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
         """Gives Keras variables that were made outside the scope a component on every replica, of equal value."""
         for variable in variables:
-            own = variable.value
-            if not isinstance(own, values.DistributedVariable):
+            if not isinstance(own := variable.value, values.DistributedVariable):
                 with self.strategy.scope():
                     known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name[:-2]}
                     variable._value = tf.Variable(own.numpy(), **known)
@@ -171,16 +170,14 @@ class Replicas(Workers):
 
         On the other workers it has a shape and no value, nor memory for one.
         """
-        own, here = variable.value, range(len(self.devices))
+        own, local = variable.value, replica - self.first
         known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name.split(":")[0]}
         with outside_scope():
-            if replica - self.first not in here:
+            if local not in range(len(self.devices)):
                 if not isinstance(own, UninitializedVariable):
                     variable._value = UninitializedVariable(shape=own.shape, **known)
-                return
-            device = self.devices[replica - self.first]
-            if isinstance(own, values.DistributedVariable) or own.device != device:
-                with tf.device(device):
+            elif isinstance(own, values.DistributedVariable) or own.device != self.devices[local]:
+                with tf.device(self.devices[local]):
                     variable._value = tf.Variable(own.read_value(), **known)
 
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
@@ -294,14 +291,9 @@ class ReplicaProgram(TracedFunction):
     last: TracedProgram  # the latest trace
 
     def __init__(
-        self,
-        function: Callable[..., object],
-        replicas: Replicas,
-        jit_compile: bool,
-        scope: Scope,
-        only: int | None = None,
+        self, function: Callable[..., object], replicas: Replicas, uses_xla: bool, scope: Scope, only: int | None = None
     ):
-        super().__init__(function, jit_compile)
+        super().__init__(function, uses_xla)
         self._replicas, self._scope = replicas, scope
         self._called_on = range(len(replicas.devices)) if only is None else [only]
 

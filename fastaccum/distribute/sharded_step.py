@@ -28,7 +28,7 @@ class ShardedStep(ReplicatedStep):
         for each replica:  squares = measure(its part of the sums)    # compiled
         squares = all_reduce(squares)                                 # a number for each weight
         for each replica:  weights = finish(its part, squares)        # compiled
-        for each replica:  assign(all_gather(weights))
+        for each replica:  assign(weights)                            # copied, or of several workers all-gathered
 
     The user's optimizer updates, in the program of each replica, the weights that are the replica's own. Weights are
     dealt out whole, so that a norm of one weight is what it was. The norm of all gradients is added up in the order of
@@ -38,9 +38,8 @@ class ShardedStep(ReplicatedStep):
     def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
         slots.require_divisible(optimizer)
         replicas, self._trained = self._replicas, model.trainable_variables
-        self._owned = deal.deal(
-            [raw(v).shape.num_elements() * raw(v).dtype.size for v in self._trained], replicas.count
-        )
+        sizes = [raw(v).shape.num_elements() * raw(v).dtype.size for v in self._trained]
+        self._owned = deal.deal(sizes, replicas.count)
         if not all(self._owned):
             raise ValueError(
                 f"shard_optimizer=True: the model has {len(self._trained)} trainable variables, and there are "
@@ -117,7 +116,7 @@ class ShardedStep(ReplicatedStep):
         squares = replicas.all_reduce([ends[2 * i](i, total) for i, total in enumerate(totals)])
         given = enumerate(zip(totals, squares, sums, strict=True))
         results = [ends[2 * i + 1](i, total, each, own["state"], seen) for i, (total, each, (_, own)) in given]
-        self._exchange([weights for *_, weights in results])
+        (self._copy if replicas.workers == 1 else self._gather)([weights for *_, weights in results])
         return [(executed, working) for executed, working, _ in results]
 
     def _reduce(self, sums: list[Shared]) -> list[Shared]:
@@ -138,16 +137,25 @@ class ShardedStep(ReplicatedStep):
             for owner, found, total in zip(self._owners, own, rounds[-1], strict=True):
                 for (place, *_), part in zip(parts, total["gradients"], strict=True):
                     found[place] += [part] * (place in owner.own)
-        for i, total in enumerate(rounds[0]):
-            with tf.device(replicas.devices[i]):
-                whole = [
-                    tf.reshape(tf.concat(f, 0), s.shape) if f else None for f, s in zip(own[i], specs, strict=True)
-                ]
-            total["gradients"] = whole
+        for device, total, found in zip(replicas.devices, rounds[0], own, strict=True):
+            with tf.device(device):
+                whole = (tf.reshape(tf.concat(f, 0), s.shape) if f else None for f, s in zip(found, specs, strict=True))
+                total["gradients"] = list(whole)
         return rounds[0]
 
-    def _exchange(self, weights: list[list[tf.Tensor]]) -> None:
-        """Assigns the new weights of each owner on all other replicas."""
+    def _copy(self, weights: list[list[tf.Tensor]]) -> None:
+        """Assigns the new weights of each owner on all other replicas, from device to device."""
+        for replica, (owner, device) in enumerate(zip(self._owners, self._replicas.devices, strict=True)):
+            assigned: list[tf.Operation] = []
+            for place, value in zip(owner.own, weights[replica], strict=True):
+                # An owner's next weight waits on its device, or the others would make room for all at once.
+                with tf.device(device), tf.control_dependencies(assigned):
+                    own = tf.identity(value)
+                others = (v for i, v in enumerate(raw(self._trained[place]).values) if i != replica)
+                assigned = [v.assign(own, read_value=False) for v in others]
+
+    def _gather(self, weights: list[list[tf.Tensor]]) -> None:
+        """Assigns them by a collective, which several workers need; all owners send as much as the largest."""
         replicas, owned, variables = self._replicas, self._owned, [raw(v) for v in self._trained]
         segment, rounds = deal.segments(owned, variables)
         gathered: list[list[tf.Tensor]] = [[] for _ in weights]
@@ -159,8 +167,7 @@ class ShardedStep(ReplicatedStep):
             for i, each in enumerate(replicas.all_gather(mine, number)):
                 gathered[i].append(each)
         for i, device in enumerate(replicas.devices):
-            others = (replica for replica in range(replicas.count) if replica != replicas.first + i)
-            for replica in others:
+            for replica in sorted({*range(replicas.count)} - {replicas.first + i}):
                 with tf.device(device):
                     parts = [each[replica * segment : (replica + 1) * segment] for each in gathered[i]]
                     for place, value in deal.unpack(owned[replica], parts, variables):

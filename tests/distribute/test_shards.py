@@ -20,6 +20,8 @@ ON_FOUR = [
     "same_sgd",
     "same_adafactor",
     "slots_are_on_their_owners_device_alone",
+    "same_when_gathered",
+    "wrong_exchange_is_another_training",
     "collectives_of_a_step",
     "same_in_rounds",
     "planned_memory",

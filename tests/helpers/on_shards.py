@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import keras
 import numpy as np
 import on_replicas
+import pytest
 import tensorflow as tf
 from on_replicas import X, Y, replicated
 
@@ -161,17 +163,37 @@ def check_refused_with_keras_own_loss_scale():
             raise AssertionError("LossScaleOptimizer was not refused")
 
 
-def check_wrong_deal_is_another_training():
-    """The negative control: owners that read their lines backwards train something else."""
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+def gathering():
+    """Lets one worker's replicas exchange new weights as those of several do, by a collective."""
+    return replaced(sharded_step.ShardedStep, "_copy", sharded_step.ShardedStep._gather)
+
+
+def check_same_when_gathered():
+    with gathering():
+        assert_same("adamw")
+
+
+def assert_another_training(*change):
     right, _ = train(True, OPTIMIZERS["adamw"], x=X)
-    before = deal.unpack
-    deal.unpack = lambda own, parts, specs: before(own[::-1], parts, specs)
-    try:
+    with replaced(*change):
         wrong, _ = train(True, OPTIMIZERS["adamw"], x=X)
-    finally:
-        deal.unpack = before
     differences = zip(right.model.get_weights(), wrong.model.get_weights(), strict=True)
     assert max(np.abs(a - b).max() for a, b in differences) > 1e-3
+
+
+def check_wrong_exchange_is_another_training():
+    """The negative controls: owners keep their new weights, or read their lines backwards, and train something else."""
+    assert_another_training(sharded_step.ShardedStep, "_copy", lambda step, weights: None)
+    unpack = deal.unpack
+    with gathering():
+        assert_another_training(deal, "unpack", lambda own, parts, specs: unpack(own[::-1], parts, specs))
 
 
 def even(width=24):
@@ -228,13 +250,14 @@ def _of_each(shapes):
 
 
 def check_collectives_of_a_step():
-    """One all-reduce of gradients and one all-gather of weights: beside them a number a weight, and one of lengths."""
-    for micro_batches in (1, 8):
-        trainer, _ = train(True, OPTIMIZERS["adamw"], epochs=1, micro_batches=micro_batches)
-        (scalars, gradients), (weights, lengths) = collectives(trainer, micro_batches)
+    """One all-reduce of gradients and one of a number a weight; of several workers, one all-gather of weights too."""
+    for gathers, micro_batches in itertools.product((False, True), (1, 8)):
+        with gathering() if gathers else contextlib.nullcontext():
+            trainer, _ = train(True, OPTIMIZERS["adamw"], epochs=1, micro_batches=micro_batches)
+            (scalars, gradients), gathered = collectives(trainer, micro_batches)
         trained = [v.value.shape.num_elements() for v in trainer.model.trainable_variables]
         assert scalars == (len(trained),) and gradients[0] >= sum(trained)
-        assert weights == (-1,) and lengths == (-1, 1)  # the strategy's gather asks for the lengths first
+        assert gathered == [(-1,), (-1, 1)] * gathers  # the strategy's gather asks for the lengths first
 
 
 def check_same_in_rounds():
@@ -245,8 +268,10 @@ def check_same_in_rounds():
     before, deal.ROUND = deal.ROUND, 400
     try:
         assert_same("adamw", exact=on_replicas.COUNT == 2)
-        trainer, _ = train(True, OPTIMIZERS["muon"], epochs=1)
-        reductions, gathers = collectives(trainer)
+        with gathering():
+            assert_same("adamw", exact=on_replicas.COUNT == 2)
+            trainer, _ = train(True, OPTIMIZERS["muon"], epochs=1)
+            reductions, gathers = collectives(trainer)
     finally:
         deal.ROUND = before
     sizes = [each.value.shape.num_elements() for each in trainer.model.trainable_variables]
