@@ -372,6 +372,47 @@ def test_small_scores_are_left_to_the_layer():
     assert choices == ["unfused: its scores take 0.0176 MiB, less than 256"] * 2
 
 
+def program_of_512_tokens(attend, flash_attention):
+    """Returns what XLA is given, without numbers of functions and places in the source."""
+    x, y = (t.reshape(2, 4, -1) for t in padded(times=512))
+    keras.backend.clear_session()  # which counts layers of a name
+    model = stock(attend, True, 512)
+    trainer = fa.Trainer(model, "sgd", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention)
+    text = trainer.compiler_ir((x, y), stage="stablehlo")
+    return re.sub(r"_\d+_", "_", re.sub(r"loc\([^()]*\)", "", text))
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"dropout": 0.1, "seed": 1}])
+def test_on_a_cpu_the_program_of_512_tokens_is_that_without_fused_attention(options):
+    attend = stock_attention(**options)
+    assert program_of_512_tokens(attend, "auto") == program_of_512_tokens(attend, False)
+
+
+def test_another_program_of_512_tokens_is_seen():
+    attend = stock_attention(causal=True)
+    assert program_of_512_tokens(attend, True) != program_of_512_tokens(attend, False)
+
+
+def test_rows_of_several_documents_are_left_to_the_layer(monkeypatch):
+    """A token sees its own document alone: no band, and no padding."""
+
+    class Packed(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.attention = keras.layers.MultiHeadAttention(2, 4)
+
+        def call(self, x):
+            documents = keras.ops.cumsum(keras.ops.cast(x[..., 0] > 0, "int32"), 1) // 4
+            mask = keras.ops.expand_dims(documents, 1) == keras.ops.expand_dims(documents, 2)
+            return self.attention(x, x, attention_mask=mask, use_causal_mask=True)
+
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    whole = in_keras(stock(Packed), *padded())
+    weights, choices = trained(stock(Packed), *padded(), "auto")
+    assert choices == ["unfused: a mask that cannot be read as causal, a window or padding"] * 2
+    assert largest_difference(weights, whole) < 2e-7
+
+
 @pytest.mark.golden
 @pytest.mark.sample
 def test_no_scores_of_all_tokens_are_held(monkeypatch):

@@ -1,5 +1,9 @@
 """Fused attention in KerasHub's decoders: one update with it and without, padded on either side."""
 
+import math
+
+import h200
+import hlo
 import keras
 import numpy as np
 import pytest
@@ -126,6 +130,52 @@ def test_attention_that_remat_keeps_changes_no_bit(name):
     assert choices == {"fused: blockwise"}
     for a, b in zip(kept, again, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-7 if name == "Gemma 2" else 0)
+
+
+WIDE = {"vocabulary_size": 96, "num_layers": 1, "hidden_dim": 128, "intermediate_dim": 192}
+TWO, ONE_OF_KEYS = {"num_heads": 2}, {"num_query_heads": 2, "num_key_value_heads": 1}
+ON_A_GPU = {
+    "GPT-2": lambda times: hub.GPT2Backbone(**WIDE, **TWO, max_sequence_length=times, dropout=0.0),
+    "Gemma": lambda times: hub.GemmaBackbone(**WIDE, **ONE_OF_KEYS, head_dim=64),
+    "Llama": lambda times: hub.LlamaBackbone(**WIDE, **ONE_OF_KEYS),
+    "Mistral": lambda times: hub.MistralBackbone(**WIDE, **ONE_OF_KEYS, sliding_window=times),
+    "Qwen": lambda times: hub.QwenBackbone(**WIDE, **ONE_OF_KEYS),
+    "GPT-2 with dropout": lambda times: hub.GPT2Backbone(**WIDE, **TWO, max_sequence_length=times),
+    "BERT with dropout": lambda times: hub.BertBackbone(**WIDE, **TWO, max_sequence_length=times),
+}
+BLOCKS = "GPT-2 with dropout", "BERT with dropout"
+
+
+def elements_of_pairs(name, flash_attention="auto"):
+    """Compiles a padded step of 3 rows for an H200; returns the tokens and the largest value of two axes of tokens."""
+    times = 4608 if name in BLOCKS else 320  # blocks are of 2,048 tokens at most
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    backbone = ON_A_GPU[name](times)
+    output = backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
+    model = keras.Model(backbone.input, backbone.token_embedding(output, reverse=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = fa.Trainer(model, "sgd", loss, gradient_accumulation_steps=2, flash_attention=flash_attention)
+    ids = np.ones((2, 3, times), "int32")
+    text, _ = h200.compile_for_h200(h200.export_step(trainer, (dict.fromkeys(backbone.input, ids), ids)))
+    if flash_attention:
+        chosen = "blockwise" if name in BLOCKS else "cudnn"
+        assert set(trainer._builder.step.objective.attention.choices.values()) == {f"fused: {chosen}"}
+    shapes = {value.shape for value in hlo.Program(text).values}
+    return times, max((math.prod(shape) for shape in shapes if shape.count(times) > 1), default=0)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_no_scores_of_all_tokens_are_computed_on_a_gpu(name):
+    """cuDNN reads a mask of padding of two axes of tokens, which has no axis of heads; blocks read none."""
+    times, elements = elements_of_pairs(name)
+    assert elements == (0 if name in BLOCKS else 3 * times**2)
+
+
+@pytest.mark.golden
+def test_scores_of_all_tokens_are_seen_where_attention_is_unfused():
+    times, elements = elements_of_pairs("Llama", False)
+    assert elements == 3 * 2 * times**2
 
 
 class Called(keras.layers.Layer):
