@@ -90,35 +90,37 @@ class _Block(RecomputedFunction, Generic[R]):
         flat = tf.nest.flatten(inputs, expand_composites=True)
         masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(inputs)]
         passed = [t for t in [*flat, *masks] if _is_tensor(t)]
+        floating = [t for t in passed if _is_floating(t)]
 
         def traced(*tensors):
-            given = iter(tensors)
-            own, own_masks = ([next(given) if _is_tensor(t) else t for t in ts] for ts in (flat, masks))
-            arguments = tf.nest.pack_sequence_as(inputs, own, expand_composites=True)
-            _set_masks(arguments, own_masks)
+            # Others are captured, so that an attention mask can be followed to what makes it outside.
+            given, capture = iter(tensors), tf.compat.v1.get_default_graph().capture
+            placed = [(next(given) if _is_floating(t) else capture(t)) if _is_tensor(t) else t for t in [*flat, *masks]]
+            arguments = tf.nest.pack_sequence_as(inputs, placed[: len(flat)], expand_composites=True)
+            _set_masks(arguments, placed[len(flat) :])
             return self._collected(function(*arguments))
 
         with collected_names() as names, allow_outer_casts():
-            specs = [tf.TensorSpec.from_tensor(t) for t in passed]
+            specs = [tf.TensorSpec.from_tensor(t) for t in floating]
             concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
         graph = concrete.graph
         self._handles = [(outer, inner) for outer, inner in graph.captures if inner.dtype == tf.resource]
         captured = [(outer, inner) for outer, inner in graph.captures if inner.dtype != tf.resource]
-        self.given = [*passed, *(outer for outer, _ in captured)]
-        self._inputs = [*graph.inputs[: len(passed)], *(inner for _, inner in captured)]
+        self.given = [*floating, *(outer for outer, _ in captured)]
+        self._inputs = [*graph.inputs[: len(floating)], *(inner for _, inner in captured)]
+        roots = [t for t, outer in zip(self._inputs, self.given, strict=True) if any(outer is each for each in passed)]
         self._variables = {id(v.handle): v for v in graph.variables}
         # By the name of a variable's handle: what is read of it first, and what is assigned to it last.
         self._read: dict[str, tf.Tensor] = {}
         self._assigned: dict[str, tf.Tensor] = {}
         same: dict[str, tf.Tensor] = {}
         self._follow_state(graph, same)
-        known = [id(outer) in self._variables or inner.name in self._read for outer, inner in self._handles]
-        self._states = [each for each, is_known in zip(self._handles, known, strict=True) if is_known]
+        self._states = [(o, t) for o, t in self._handles if id(o) in self._variables or t.name in self._read]
         sources = [t if _is_floating(t) else None for t in self._inputs]
         reads = [(t, self._read.get(t.name)) for _, t in self._states]
         sources += [t if value is None or _is_floating(value) else None for t, value in reads]
         targets = [t for t in graph.outputs if _is_floating(t)]
-        super().__init__(concrete, names, self._inputs, targets, sources, same)
+        super().__init__(concrete, names, roots, targets, sources, same)
         self.residuals = self._with_draws()
 
     def keep(self, policy: Policy) -> None:

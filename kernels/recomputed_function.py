@@ -166,10 +166,9 @@ class RecomputedFunction:
         while pending:
             each = pending.pop()
             if tf.is_tensor(each):
-                if each.name in fed:
-                    continue
-                if _is_constant(each):
+                if each.name not in fed and _is_constant(each):
                     fed[each.name] = tf.constant(tf.get_static_value(each), each.dtype)
+                if each.name in fed:
                     continue
                 each = each.op
             if each.name not in needed:
@@ -180,8 +179,7 @@ class RecomputedFunction:
     def _draws(self, operations: Iterable[tf.Operation]) -> list[str]:
         """Returns the names of operations that draw from TensorFlow's own generators, or call functions that do."""
         operations = [op for op in operations if op.type in DRAWS | _CALLS]
-        calls = any(op.type in _CALLS for op in operations)
-        library = self._graph.as_graph_def().library.function if calls else ()
+        library = self._graph.as_graph_def().library.function if any(op.type in _CALLS for op in operations) else ()
         bodies = {each.signature.name: each.node_def for each in library}
 
         def draws(kind, attributes, seen):
@@ -195,8 +193,8 @@ class RecomputedFunction:
 
     @functools.cached_property
     def _varying(self) -> set[str]:
-        """The names of the tensors that are computed from the roots, but for those captured, such as weights' casts."""
-        varying = self._root_names - {t.name for _, t in self._graph.captures}
+        """The names of the tensors that are computed from the roots, unlike what is captured, as weights' casts."""
+        varying = {*self._root_names}
         for op in self._graph.get_operations():
             for t in op.outputs:
                 inputs = [op.inputs[t.value_index]] if op.type == "IdentityN" else op.inputs

@@ -43,7 +43,6 @@ def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = F
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
         return None
-    mask = mask if hasattr(mask, "op") else tf.constant(mask.numpy())  # a tensor that the layer holds
     return _Reader((queries, keys), zero_or_one).read(mask, ("batch", "head")[4 - rank :], positive=True)
 
 
@@ -53,6 +52,7 @@ class _Reader:
 
     def read(self, t: tf.Tensor, axes: Axes, positive: bool) -> Mask | None:
         """Reads a tensor, of numbers only if those that are `positive` are true."""
+        t = t if hasattr(t, "op") else tf.constant(t.numpy())  # a tensor that the layer holds
         if t.shape.rank is None or t.shape.rank < 2:
             return None
         operation, last = t.op, tuple(t.shape[-2:])
@@ -66,6 +66,9 @@ class _Reader:
             # A cast to a boolean tells 0 from the others, and not what is positive.
             to_bool = operation.type == "Cast" and t.dtype.is_bool and not self._zero_or_one
             return self.read(operation.inputs[0], kept, positive and not to_bool)
+        captured = {inner.name: outer for outer, inner in getattr(t.graph, "captures", ())}
+        if t.name in captured:
+            return self.read(captured[t.name], axes, positive)
         if not t.dtype.is_bool or last != self._size:
             return None
         return _compare(operation) if operation.type in _COMPARISONS else _evaluate(t)
@@ -84,9 +87,7 @@ def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
     before, after = operation.inputs[0].shape, operation.outputs[0].shape
     if before.rank is None or before.rank < 2 or None in before[-2:] or before[-2:] != after[-2:]:
         return None
-    if operation.type in ("Cast", "Identity"):
-        return axes
-    if operation.type == "BroadcastTo":
+    if operation.type in ("BroadcastTo", "Cast", "Identity"):
         return axes[after.rank - before.rank :]
     if operation.type == "StridedSlice":
         strides = tf.get_static_value(operation.inputs[3])
@@ -102,10 +103,9 @@ def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
 def _compare(operation: tf.Operation) -> Mask | None:
     """Reads a comparison of constants [T, 1] and [1, S], however many they are."""
     (left, right), sign = operation.inputs, _COMPARISONS[operation.type]
-    if left.shape[-1] == 1:
-        rows, columns = _constant(left), _constant(right)
-    else:
-        rows, columns, sign = _constant(right), _constant(left), _MIRRORED[sign]
+    if left.shape[-1] != 1:
+        left, right, sign = right, left, _MIRRORED[sign]
+    rows, columns = _constant(left), _constant(right)
     if rows is None or columns is None or rows.size + columns.size != sum(operation.outputs[0].shape[-2:]):
         return _evaluate(operation.outputs[0])
     rows, columns = rows.ravel(), columns.ravel()

@@ -11,7 +11,8 @@ import tensorflow as tf
 import tf_keras
 
 import fastaccum as fa
-from fastaccum.adapters import blocks
+from fastaccum.adapters import attention, blocks
+from fastaccum.adapters.attention_masks import read_mask
 from fastaccum.adapters.remat import installed, recomputing
 from fastaccum.kernels import blockwise_attention, recompute
 
@@ -269,6 +270,68 @@ def test_attention_that_is_kept_changes_no_bit(rate, padded, monkeypatch):
 
     monkeypatch.setattr(recompute._Block, "forward", spoiled)
     assert not are_equal(stepped(["attention"], rate, padded), again), "the backward pass reads what is kept"
+
+
+class Seen(layers.Layer):
+    """Ids in, out which tokens each token sees: those before it that are no padding."""
+
+    def call(self, ids):
+        places = tf.range(LENGTH)
+        return (ids != 0)[:, None] & (places[:, None] >= places)
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor((None, LENGTH, LENGTH), "bool")
+
+
+class Given(layers.Layer):
+    """A block that is handed its mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.inner = layers.MultiHeadAttention(2, 4), layers.Dense(WIDTH)
+
+    def build(self, shape, *_):
+        self.attention.build(shape, shape)
+        self.inner.build(shape)
+
+    def call(self, x, seen=None):
+        return x + self.inner(self.attention(x, x, attention_mask=seen))
+
+    def compute_output_spec(self, x, seen=None):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def handed(flat):
+    ids = keras.Input((LENGTH,), dtype="int32")
+    x, seen = layers.Embedding(VOCABULARY, WIDTH)(ids), Seen()(ids)
+    for _ in range(4):
+        x = x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=seen) if flat else Given()(x, seen=seen)
+    return keras.Model(ids, layers.Dense(VOCABULARY)(x))
+
+
+@pytest.mark.parametrize(
+    ("policy", "flat"),
+    [
+        (["attention"], False),
+        pytest.param("nothing_saveable", True, marks=pytest.mark.variant),
+        pytest.param("auto", False, marks=pytest.mark.variant),
+    ],
+)
+def test_a_mask_made_outside_of_the_blocks_is_read(policy, flat, monkeypatch):
+    def result(policy, flash_attention):
+        model, options = made(lambda: handed(flat)), {"flash_attention": flash_attention, "jit_compile": True}
+        assert bool(installed(fa.remat(model, policy))) == (policy is not None)
+        return trained(model, tokens, **options)
+
+    plain = result(None, False)
+    require_equal(plain, result(policy, True), 1e-4)
+
+    def without_padding(*arguments, **options):
+        return read_mask(*arguments, **options)._replace(keys=None)
+
+    monkeypatch.setattr(attention, "read_mask", without_padding)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        require_equal(plain, result(policy, True), 1e-2)
 
 
 def test_attention_that_is_kept_is_not_computed_again(monkeypatch):
