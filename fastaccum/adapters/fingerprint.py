@@ -57,9 +57,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
     if isinstance(value, (dict, set, frozenset, list, tuple)):
         return _describe_nest(value, scope)
     value = _get(value, "python_function", value)  # of a tf.function
-    if isinstance(value, (keras.Variable, tf.Variable)) or (
-        isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
-    ):
+    if isinstance(value, (keras.Variable, tf.Variable)) or tf.is_symbolic_tensor(value):
         return "a variable"  # whose value training may change
     if isinstance(value, (np.generic, np.ndarray, tf.Tensor)):
         array = np.asarray(value)
@@ -82,8 +80,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
         of = {} if owner is None or not function else {"of": _describe(owner, scope)}
         return found | of | _coded([function], scope.met) if function else found["class"]
     if isinstance(value, functools.partial):
-        parts = [value.func, value.args, value.keywords]
-        return found | {"of": _describe(parts, scope._replace(concealed=True))}
+        return found | {"of": _describe([value.func, value.args, value.keywords], scope._replace(concealed=True))}
     if not isinstance(value, type):
         return found | _parts(value, scope)
     methods, attributes = _methods(value), _class_attributes(value.__mro__)

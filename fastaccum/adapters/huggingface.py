@@ -143,8 +143,7 @@ def make_terms(
 def _loss_class(model: keras.Model) -> str:
     """Names the class of Hugging Face's that defines the model's hf_compute_loss; empty for another package's class."""
     method: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
-    of_theirs = package(method) == "transformers"
-    return method.__qualname__.removesuffix(".hf_compute_loss") if of_theirs else ""
+    return method.__qualname__.removesuffix(".hf_compute_loss") if package(method) == "transformers" else ""
 
 
 def list_arguments(layer: keras.layers.Layer) -> list[str]:

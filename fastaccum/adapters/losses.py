@@ -236,9 +236,7 @@ def compute_term(
     return Term(loss_sum, weight_sum, scored)
 
 
-def _trace_rows(
-    loss: keras.losses.Loss, target: keras.KerasTensor, spec: keras.KerasTensor
-) -> tuple[str | None, float | None]:
+def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str | None, float | None]:
     """Traces a loss that is not Keras's: returns an operation that mixes or counts rows, or p of a factor `rows**p`."""
     if _loss_name(loss) == "circle":
         return loss.name, None
@@ -249,13 +247,13 @@ def _trace_rows(
         return loss.call(*(tf.cast(each, getattr(loss, "dtype", None) or "float32") for each in pair))
 
     try:
-        traced = traces.trace(call, (target, spec))
+        traced = traces.trace(call, specs)
     except Exception:  # of a distribution, or by AutoGraph: nothing is known
         return None, None
     found = traces.first_cross_example_op(traced.graph)
-    if found or not (found := traces.find_row_counter(traced, call, (target, spec))):
+    if found or not (found := traces.find_row_counter(traced, call, specs)):
         return found, None
-    power = traces.find_power_of_rows(call, (target, spec))
+    power = traces.find_power_of_rows(call, specs)
     return None if power else found, power
 
 
@@ -306,16 +304,14 @@ def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTe
 
 def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Adds or drops trailing axes of 1 until the rank of `tensor` is that of `values`."""
-    original = tensor.shape
+    given = tensor.shape
     while tensor.shape.rank > values.shape.rank and tensor.shape[-1] == 1:
         tensor = tf.squeeze(tensor, -1)
     while tensor.shape.rank < values.shape.rank:
         tensor = tf.expand_dims(tensor, -1)
     pairs = zip(tensor.shape, values.shape, strict=False)
     if tensor.shape.rank != values.shape.rank or not all(a in (1, b) for a, b in pairs):
-        raise ValueError(
-            f"A {what} of shape {original} does not fit losses of shape {values.shape}, from the first axis."
-        )
+        raise ValueError(f"A {what} of shape {given} does not fit losses of shape {values.shape}, from the first axis.")
     return tensor
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
@@ -136,8 +135,7 @@ class Metrics:
     @property
     def variables(self) -> list[tf.Variable]:
         """The state variables of every metric."""
-        variables = [v for metric in (self.compiled, *self.own) for v in metric.variables]
-        return [*map(raw, variables), *self._kept]
+        return [*(raw(v) for metric in (self.compiled, *self.own) for v in metric.variables), *self._kept]
 
     @property
     def need_exact_rows(self) -> bool:
@@ -151,9 +149,7 @@ class Metrics:
         metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
         return [*(m.name for m in metrics if not (of_keras(type(m)) or isinstance(m, sums)))]
 
-    def update(
-        self, batch: Matched, valid: tf.Tensor | None, scored: Mapping[int, ScoredLabels] = MappingProxyType({})
-    ) -> None:
+    def update(self, batch: Matched, valid: tf.Tensor | None, scored: Mapping[int, ScoredLabels]) -> None:
         """Updates every metric with one micro-batch's valid rows; `scored` has labels of outputs without logits."""
         valid = None if self.need_exact_rows else valid
         for metrics, weights in ((self._plain, None), (self._weighted, batch.sample_weight)):

@@ -61,8 +61,7 @@ class TFKerasModel(Model):
         return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
 
     def _draws(self, layer: keras.layers.Layer) -> bool:
-        random = any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__)
-        return random and not never_draws(layer)
+        return any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__) and not never_draws(layer)
 
     def _added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in layer._eager_losses]

@@ -33,10 +33,8 @@ def indivisible(optimizer: Optimizer) -> str:
         return f"has global_clipnorm={own.global_clipnorm}: make it without, and pass Trainer(clip_norm=...)"
     if any(isinstance(each, keras.random.SeedGenerator) for each in vars(own).values()):
         return "has a SeedGenerator, of which each replica would draw for its own weights alone"
-    overridden = (name for name in _OF_ALL_WEIGHTS if is_users(own, name))
-    return "".join(
-        f"overrides {name}, which sees all weights: override update_step instead" for name in [*overridden][:1]
-    )
+    overridden = [name for name in _OF_ALL_WEIGHTS if is_users(own, name)][:1]
+    return "".join(f"overrides {name}, which sees all weights: override update_step instead" for name in overridden)
 
 
 def require_divisible(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,16 +55,12 @@ def first_comparison_of_rows(graph: tf.Graph) -> str | None:
 
 def first_sum_in_weights(graph: tf.Graph) -> str | None:
     """Names an operation over all rows of a batch on which the tensors named WEIGHTS depend; None if there is none."""
-    pending = [op for op in graph.get_operations() if WEIGHTS in op.name.rpartition("/")[2]]
-    seen = set()
-    while pending:
-        operation = pending.pop()
-        if operation.name in seen or operation.type in _OF_SHAPES:
-            continue
-        seen.add(operation.name)
-        if _loses_rows(operation):
-            return operation.name
-        pending += [tensor.op for tensor in operation.inputs]
+    needed = {op.name for op in graph.get_operations() if WEIGHTS in op.name.rpartition("/")[2]}
+    for operation in reversed(graph.get_operations()):  # each before its inputs
+        if operation.name in needed and operation.type not in _OF_SHAPES:
+            if _loses_rows(operation):
+                return operation.name
+            needed |= {t.op.name for t in operation.inputs}
     return None
 
 
@@ -73,12 +70,10 @@ def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None
     for operation in scalar.graph.get_operations():  # each after its inputs
         depends = _has_rows(operation.outputs) or any(t.op.name in reaches for t in operation.inputs)
         reaches |= {operation.name} if depends and operation.type not in _OF_SHAPES else set()
-    pending, seen = [scalar.op], set()
-    while pending:
-        operation = pending.pop()
-        if operation.name in seen or COMPILED in operation.name or operation.name not in reaches:
+    needed = {scalar.op.name} & reaches
+    for operation in reversed(scalar.graph.get_operations()):  # each before its inputs
+        if operation.name not in needed or COMPILED in operation.name:
             continue
-        seen.add(operation.name)
         inputs = [t for t in operation.inputs if t.op.name in reaches]
         if any(t.dtype == tf.variant for t in (*operation.inputs, *operation.outputs)):
             pass  # lists, as recurrent layers make them of time steps
@@ -90,7 +85,7 @@ def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None
                 return operation.name
         elif not _is_linear(operation, inputs):
             return operation.name
-        pending += [t.op for t in inputs]
+        needed |= {t.op.name for t in inputs}
     return None
 
 
@@ -137,7 +132,8 @@ def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variabl
 OTHER_ROWS = 1543  # beside TELLING_ROWS: as telling, and a factor away that bfloat16 shows
 
 _ARITHMETIC = {"Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Neg", "Pack", "ConcatV2"}
-_OF_THE_FIRST = {"StridedSlice", "Slice", "GatherV2", "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
+_PICKS = {"StridedSlice", "Slice", "GatherV2"}
+_OF_THE_FIRST = {*_PICKS, "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
 _COMPARISONS = {"Less", "LessEqual", "Greater", "GreaterEqual", "Equal", "NotEqual"}
 
 # How far the number of rows has come: nowhere, to an integer, which may be a shape, or to a value; and by which node.
@@ -175,9 +171,7 @@ def find_power_of_rows(function: Callable, specs: Nest) -> float | None:
     return float(found) if found and (np.abs(powers - found) < 1e-3).all() else None
 
 
-def _marks(
-    nodes: Sequence[Any], known: dict[str, Any], outputs: Sequence[str], libraries: Sequence[dict]
-) -> list[Mark]:
+def _marks(nodes: Sequence[Any], known: dict[str, Any], outputs: list[str], libraries: list[dict]) -> list[Mark]:
     """Returns the marks of `outputs`, from the `known` marks of arguments and the nodes of both traces."""
 
     def of(name: str) -> Mark:
@@ -185,16 +179,16 @@ def _marks(
         found = known.get(node, _NOTHING)
         return found[int(output.rpartition(":")[2] or 0)] if isinstance(found, list) else found
 
+    constants = [{node.name: node for node in each if node.op in {"Const", *_PICKS}} for each in nodes]
     for node, twin in itertools.zip_longest(*nodes):
         if node is None or twin is None or node.op != twin.op:
             return [(_VALUE, (node or twin).name)] * len(outputs)
         given = [of(name) for name in node.input if name[0] != "^"]
         called = [key for key in ("f", "body", "then_branch", "else_branch") if key in node.attr]
-        if node.op == "Const":
-            one, other = (tf.make_ndarray(each.attr["value"].tensor).ravel() for each in (node, twin))
-            one, other = one[: other.size], other[: one.size]
-            same = np.array_equal(one, other) or one.tobytes() == other.tobytes()  # NaN too
-            known[node.name] = _NOTHING if same else (_INTEGER + tf.as_dtype(one.dtype).is_floating, node.name)
+        if _are_equal_constants((node, twin), constants):
+            known[node.name] = _NOTHING
+        elif node.op == "Const":
+            known[node.name] = _INTEGER + tf.as_dtype(node.attr["dtype"].type).is_floating, node.name
         elif called:
             known[node.name] = given if "body" in called else []
             for key in called * (1 + ("body" in called)):  # what a turn of a loop marks is given to the next one
@@ -207,6 +201,27 @@ def _marks(
         else:
             known[node.name] = _result(node, given)
     return [of(name) for name in outputs]
+
+
+def _are_equal_constants(pair: Sequence[Any], constants: Sequence[dict[str, Any]]) -> bool:
+    try:
+        one, other = (_evaluate(each, nodes).ravel() for each, nodes in zip(pair, constants, strict=True))
+    except KeyError:
+        return False
+    one, other = one[: other.size], other[: one.size]
+    return np.array_equal(one, other) or one.tobytes() == other.tobytes()  # NaN too
+
+
+def _evaluate(node: Any, constants: dict[str, Any]) -> np.ndarray:
+    """Returns the value of a constant, or the elements picked from one; KeyError for what `constants` lacks."""
+    if constants[node.name].op == "Const":
+        return tf.make_ndarray(node.attr["value"].tensor)
+    inputs = [_evaluate(constants[name.partition(":")[0]], constants) for name in node.input if name[0] != "^"]
+    pick = getattr(tf.raw_ops, node.op)
+    names = inspect.signature(pick).parameters  # of inputs, then of attributes, which are numbers
+    numbers = {name: node.attr[name].i for name in names if name in node.attr}
+    with tf.init_scope():
+        return pick(**dict(zip(names, inputs, strict=False)), **numbers).numpy()
 
 
 def _result(node: tf.compat.v1.NodeDef, given: list[Mark]) -> Mark:

@@ -161,7 +161,7 @@ class ModelObjective(Objective):
             return {}
 
         def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
-            self.metrics.update(self._in_range(self.outputs.matched(y, y_pred, sample_weight)), None)
+            self.metrics.update(self._in_range(self.outputs.matched(y, y_pred, sample_weight)), None, {})
 
         returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
         nested = [value.items() if isinstance(value, dict) else [(name, value)] for name, value in returned.items()]

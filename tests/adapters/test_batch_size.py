@@ -236,6 +236,55 @@ def told(middle, **options):
     return [each for each in caught if "computes with the number of rows in its batch" in str(each.message)]
 
 
+def in_heads(h):
+    heads = keras.layers.Reshape((1, 2, 2))(h)
+    attention = keras.layers.Lambda(lambda t: keras.ops.dot_product_attention(t, t, t))
+    return keras.layers.Reshape((4,))(attention(heads))
+
+
+@tf.function
+def root_of_the_width(t):
+    return tf.math.sqrt(tf.cast(tf.shape(t)[-1], t.dtype))
+
+
+# What is read off a shape: another axis than that of the rows, and that of the rows.
+OTHER_AXES = {
+    "Keras's attention": in_heads,
+    "TensorFlow's tutorial": lambda t: t / tf.math.sqrt(tf.cast(tf.shape(t)[-1], tf.float32)),
+    "a slice of a slice": lambda t: t / tf.cast(tf.reduce_prod(tf.shape(t)[0:2][1:]), tf.float32),
+    "tf.slice": lambda t: t / tf.cast(tf.slice(tf.shape(t), [1], [1]), tf.float32),
+    "tf.gather": lambda t: t / tf.cast(tf.gather(tf.shape(t), 1), tf.float32),
+    "a tf.function": lambda t: t / root_of_the_width(t),
+}
+FIRST_AXES = {
+    "an element": lambda t: t / tf.cast(tf.shape(t)[0], tf.float32),
+    "an element from the end": lambda t: t / tf.cast(tf.shape(t)[-2], tf.float32),
+    "a slice of a slice": lambda t: t / tf.cast(tf.reduce_prod(tf.shape(t)[0:2][:1]), tf.float32),
+    "all of a shape": lambda t: t / tf.cast(tf.reduce_prod(tf.shape(t)[0:]), tf.float32),
+    "tf.slice": lambda t: t / tf.cast(tf.slice(tf.shape(t), [0], [1]), tf.float32),
+    "tf.gather": lambda t: t / tf.cast(tf.gather(tf.shape(t), 0), tf.float32),
+}
+
+
+@pytest.mark.parametrize("name", ["Keras's attention", "TensorFlow's tutorial"])
+def test_layers_that_read_another_axis_need_no_word(name):
+    layer = OTHER_AXES[name]
+    middle = layer if layer is in_heads else keras.layers.Lambda(layer)
+    assert not told(middle, gradient_accumulation_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "counts"),
+    [
+        *(pytest.param(f, False, id=f"another axis by {name}") for name, f in OTHER_AXES.items() if f is not in_heads),
+        *(pytest.param(f, True, id=f"the rows by {name}") for name, f in FIRST_AXES.items()),
+    ],
+)
+def test_the_elements_that_are_taken_of_a_shape_decide(function, counts):
+    specs = tf.TensorSpec([4, 3])
+    assert (traces.find_row_counter(traces.trace(function, specs), function, specs) is not None) == counts
+
+
 @pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=variant) for n in LAYERS if n != "a layer")])
 def test_layers_are_told_of_where_the_update_has_more_rows(name):
     assert told(LAYERS[name], gradient_accumulation_steps=3)
