@@ -166,6 +166,22 @@ def test_a_product_with_a_weight_that_is_cast_outside_is_kept():
     assert products("nothing_saveable") - products(["projection"]) == 2
 
 
+def test_a_product_of_what_ids_make_is_kept():
+    """Ids are inputs that vary, although the function captures them."""
+    w = tf.Variable(tf.ones([D, D]))
+
+    def products(policy):
+        @jitted
+        def step(ids):
+            with tf.GradientTape() as tape:
+                y = recomputed(lambda ids: tf.tanh(tf.tanh(tf.one_hot(ids, D) @ w) @ w), ids, policy=policy)
+            return tape.gradient(y, w)
+
+        return step.experimental_get_compiler_ir(tf.range(2))(stage="stablehlo").count("stablehlo.dot")
+
+    assert products("nothing_saveable") - products(["projection"]) == 2
+
+
 def test_nests_go_in_and_out():
     w, count = tf.Variable(tf.ones([T, D])), tf.Variable(1.0)
     outside = tf.Variable(2.0)
