@@ -3,8 +3,7 @@
 After `UPDATES` updates from the same weights on the same data, losses agree to `LOSS_TOLERANCE` (relative),
 and where each weight ends differs by at most `MOVEMENT_TOLERANCE` of the norm of its movement. The second is
 the looser one: Adam divides by the gradient's own size, so rounding decides where that is nearly 0, and in the
-ConvNet rounding switches ReLUs near 0, so that float32 gradients are 0.3 % away from float64 ones in any program. In
-the MobileNet one weight is 2.8 % away, in Keras's step with XLA and without as in ours: two may be 5.6 % apart.
+ConvNet rounding switches ReLUs near 0, so that float32 gradients are 0.3 % away from float64 ones in any program.
 
 A weight whose gradient cancels, as that of an offset between two BatchNorms, moves by rounding alone: two programs may
 differ there by `ROUNDING` of the largest movement of any weight.
@@ -19,7 +18,7 @@ import numpy as np
 
 UPDATES = 2
 LOSS_TOLERANCE = 1e-4
-MOVEMENT_TOLERANCE = 6e-2
+MOVEMENT_TOLERANCE = 3e-2
 ROUNDING = 1e-6
 
 
@@ -58,14 +57,14 @@ def outcome_of_fit(contestant, workload):
     return Outcome(losses, before, contestant.model.get_weights())
 
 
-def assert_agree(ours, theirs, name):
+def assert_agree(ours, theirs, name, movement=MOVEMENT_TOLERANCE):
     """Fails with the worst weight if `theirs` trained differently from `ours`."""
     np.testing.assert_allclose(theirs.losses, ours.losses, rtol=LOSS_TOLERANCE, err_msg=f"losses of {name}")
     rounding = ROUNDING * max(np.linalg.norm(a - start) for start, a in zip(ours.before, ours.after, strict=True))
     for i, (start, a, b) in enumerate(zip(ours.before, ours.after, theirs.after, strict=True)):
         np.testing.assert_array_equal(theirs.before[i], start, err_msg=f"initial weight {i} of {name}")
         moved, apart = np.linalg.norm(a - start), np.linalg.norm(a - b)
-        assert apart <= MOVEMENT_TOLERANCE * moved + rounding, (
+        assert apart <= movement * moved + rounding, (
             f"{name}: weight {i} {a.shape} moved {moved:.3g} in ours, and theirs is {apart:.3g} away"
         )
     assert not all(map(np.array_equal, ours.before, ours.after)), "nothing moved, so this proves nothing"

@@ -14,6 +14,7 @@ import numpy as np
 from keras import layers as kl
 
 import fastaccum as fa
+from benchmarks.agreement import MOVEMENT_TOLERANCE
 from benchmarks.blocks import convolved, inverted, residual, unet
 
 SEED = 0
@@ -44,6 +45,7 @@ class Workload:
         steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
         step_updates: updates in one timed block of train steps.
         rounds: how many times each contestant is timed.
+        movement: by how much of a weight's movement contestants may differ (see `benchmarks.agreement`).
     """
 
     name: str
@@ -57,6 +59,7 @@ class Workload:
     rounds: int
     steps_per_execution: tuple = (1, 10, 100)
     loss: Callable = _cross_entropy
+    movement: float = MOVEMENT_TOLERANCE
 
     @property
     def update_size(self):
@@ -308,6 +311,8 @@ CONVOLUTIONAL = tuple(
         step_updates=1,
         rounds=3,
         steps_per_execution=(10,),
+        # One of the MobileNet's weights is 2.8% from float64 in any program, so that two may be twice that apart.
+        movement=6e-2 if name == "MobileNet" else MOVEMENT_TOLERANCE,
     )
     for name, batch_size, build, draw, optimizer in (
         ("Conv1D", 16, _conv1d, _series, _adam),

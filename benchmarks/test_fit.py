@@ -29,7 +29,7 @@ def test_fit(workload, benchmark, report):
 
     our_outcome = agreement.outcome_of_fit(ours, workload)
     for name, peer in peers.items():
-        agreement.assert_agree(our_outcome, agreement.outcome_of_fit(peer, workload), name)
+        agreement.assert_agree(our_outcome, agreement.outcome_of_fit(peer, workload), name, workload.movement)
 
     updates = 1 if benchmark.disabled else workload.fit_updates
     x, y = workload.arrays(updates)

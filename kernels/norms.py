@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm, batch norm and GELU, with gradients in closed form, computed from the input alone.
+"""Layer norm, RMS norm, batch norm and GELU, with gradients that keep little of the forward pass.
 
 Shape suffixes: M rows, of which there may be several axes, and D width.
 """

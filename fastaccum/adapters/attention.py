@@ -99,16 +99,16 @@ class FusedAttention:
         """Returns interceptors of the layers that have an attention formula of their own."""
         forms = []
         for layer in layers:
-            if hasattr(layer, "_compute_attention") and hasattr(layer, "path"):
-                form = functools.partial(self._form, layer)
-                forms.append(Interceptor(layer, "_compute_attention", form, Role.FORM))
+            method = "_compute_attention" if hasattr(layer, "_compute_attention") else "call"
+            if hasattr(layer, "path") and (method != "call" or _attends(layer)):
+                forms.append(Interceptor(layer, method, functools.partial(self._form, layer), Role.FORM))
             make = getattr(type(layer), "_compute_causal_mask", None)
             if getattr(make, "__module__", "").startswith("keras.src.layers.attention."):
                 forms.append(Interceptor(layer, "_compute_causal_mask", _make_causal_mask, Role.FORM))
         return forms
 
     def _form(self, layer: keras.layers.Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Computes a layer's `_compute_attention`."""
+        """Computes a layer's `_compute_attention`; of another layer `call`, for what computes its attention."""
         outer, self._layer, self._noted = self._layer, layer, False
         try:
             place = f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -250,6 +250,12 @@ class FusedAttention:
         output = attention(query, key, value, implementation=chosen, **options)
         self._note(f"fused: {chosen}")
         return output, sees
+
+
+def _attends(layer: keras.layers.Layer) -> bool:
+    """Tells by its name if a layer of Keras's or KerasHub's has attention of another kind."""
+    name, packages = type(layer).__name__, ("keras.src.", "keras_hub.src.")
+    return "Attention" in name and "Mask" not in name and type(layer).__module__.startswith(packages)
 
 
 def _keras_form(layer: Any) -> _HubLayer | None:

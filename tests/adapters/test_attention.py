@@ -250,6 +250,19 @@ def test_what_the_kernels_lack_is_left_to_the_layer(monkeypatch):
     assert largest_difference(weights, plain) == 0
 
 
+@pytest.mark.parametrize("kind", [keras.layers.Attention, keras.layers.AdditiveAttention])
+def test_attention_of_another_kind_is_named_and_left(kind):
+    def attend():
+        layer = kind()
+        return lambda x: layer([x, x])
+
+    plain, _ = trained(stock(attend, blocks=1), *padded(), False)
+    weights, choices = trained(stock(attend, blocks=1), *padded(), "auto")
+    assert choices == ["unfused: a formula of the layer's own"] and largest_difference(weights, plain) == 0
+    with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute the attention of"):
+        trained(stock(attend, blocks=1), *padded(), True)
+
+
 DROPPING = functools.partial(stock_attention, dropout=0.3, seed=5)
 DROPOUT = {
     "causal and padded": (DROPPING(causal=True), True),

@@ -256,7 +256,7 @@ def check_collectives_of_a_step():
             trainer, _ = train(True, OPTIMIZERS["adamw"], epochs=1, micro_batches=micro_batches)
             (scalars, gradients), gathered = collectives(trainer, micro_batches)
         trained = [v.value.shape.num_elements() for v in trainer.model.trainable_variables]
-        assert scalars == (len(trained),) and gradients[0] >= sum(trained)
+        assert scalars == (len(trained),) and sum(trained) <= gradients[0] <= sum(trained) + 64
         assert gathered == [(-1,), (-1, 1)] * gathers  # the strategy's gather asks for the lengths first
 
 
@@ -307,7 +307,7 @@ def train_on(devices, shard, folder=None, callbacks=()):
 def check_resumed_on_other_devices_and_shares():
     """From any of 1, 2 and 4 replicas, with shares and without, to any, in mid-epoch.
 
-    Bit for bit to the same, and on two between shares and none. Other numbers of replicas add up in another order,
+    Bit for bit on as many, with shares or none. Other numbers of replicas add up in another order,
     which Adam's division enlarges: 5.2e-7 of the largest number of a variable at most, and without shares as much.
     """
     kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)]
@@ -319,7 +319,7 @@ def check_resumed_on_other_devices_and_shares():
                 shutil.copytree(f"{folder}/saved", f"{folder}/{other}")
                 resumed = train_on(*other, f"{folder}/{other}")
                 for ours, theirs in zip(resumed, whole[other], strict=True):
-                    if kind == other or kind[0] == other[0] == 2:
+                    if kind[0] == other[0]:
                         np.testing.assert_array_equal(ours, theirs)
                     else:
                         difference = np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-3)
@@ -455,7 +455,7 @@ def check_another_trainer_takes_slots_over_with_shares_or_without():
     expected = train(False, False)
     for shares in ((False, True), (True, False)):
         for ours, theirs in zip(train(*shares), expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * (on_replicas.COUNT > 2))
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def check_slots_that_have_moved_are_refused():

@@ -43,7 +43,7 @@ class Case:
         fit: further arguments of `fit`, for both.
         trainer: further arguments of `Trainer`.
         compare_logs: whether Keras's logs must be ours.
-        magnifies: a deep stack magnifies rounding: our update may be no further from one in float64 than Keras's is.
+        magnifies: a deep stack magnifies rounding: our update may be 1.05 times as far from float64 as Keras's.
         attention: what computed each layer's attention in our step, once it has run.
     """
 

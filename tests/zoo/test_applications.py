@@ -66,7 +66,7 @@ OP_BY_OP = (
     "Compared with `jit_compile=False`, so that both steps run the same kernels, but for the gradient of "
     "BatchNormalization. XLA's kernels round differently, and a deep stack of untrained BatchNormalization layers "
     "magnifies any rounding: of {}, Keras's own float32 step and ours both differ from a float64 step by {} of the "
-    "update."
+    "update, in the worst variable."
 )
 
 
