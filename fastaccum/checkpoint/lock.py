@@ -20,21 +20,20 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """Lock of a folder, which nobody else can enter meanwhile, in this process or another.
+    """Lock of a folder, which nobody else can acquire meanwhile, in this process or another.
 
     The lock is a flock on a hidden file, which stays in the folder: to remove it would let a third process in beside
-    one that had opened it. A forked child does not hold its parent's lock. Entering it
-    raises FolderInUseError if another has it.
+    one that had opened it. A forked child does not hold its parent's lock.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._descriptor: int | None = None
 
-    def acquire(self) -> FolderLock:
-        """Acquires the lock unless it is held; makes the folder if it is missing."""
+    def acquire(self) -> None:
+        """Acquires the lock unless it is held, and makes the folder; raises FolderInUseError if another has it."""
         if self._descriptor is not None:
-            return self
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(self.path / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -51,16 +50,13 @@ class FolderLock:
         with contextlib.suppress(OSError):  # open for reading alone
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder.encode(), 0)
-        return self
 
-    def release(self, *_: object) -> None:
+    def release(self) -> None:
         """Releases the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
             _held.discard(self)
-
-    __enter__, __exit__ = acquire, release
 
     def _lock(self, descriptor: int, holder: str) -> None:
         try:

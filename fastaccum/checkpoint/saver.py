@@ -23,7 +23,7 @@ from fastaccum.checkpoint import callback_state, state, store
 from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
-from fastaccum.checkpoint.state import Json, Training, plain
+from fastaccum.checkpoint.state import Json, Training, WorkerLostError, plain
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.kernels.devices import has_gpu, has_op_determinism
 from fastaccum.lines import warn
@@ -46,7 +46,8 @@ class Saver:
         self.directory: Any = None if directory is None else _writable(directory)
         self._lock = FolderLock(self.directory or "")
         self.stopped = False  # by a callback, of the fit that is resumed
-        self._pieces = self._told = ""
+        self._pieces = ""
+        self._told = ""  # the key of the latest checkpoint that this worker told of
         self._note_changes: Callable[[], None] = lambda: None
         self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
         self._done = self._saved = 0
@@ -76,7 +77,7 @@ class Saver:
         try:
             try:
                 self._wait()
-            except RuntimeError as failure:
+            except (CheckpointWriteError, WorkerLostError) as failure:
                 if error is None:
                     raise
                 warn(str(failure))
@@ -292,7 +293,8 @@ class Saver:
         else:
             store.write_share(self._path(self._saved), self._fit, workers.worker, {n: tensors[n] for n in self._own})
         workers.tell(self._told)
-        workers.hear(self._told, 0)  # this worker must not leave before
+        if not self._is_chief:
+            workers.hear(self._told, 0)  # this worker must not leave before
         if before:  # all have heard it, who have told of this one
             workers.forget(before)
 
@@ -304,9 +306,9 @@ class Saver:
         try:
             if write is not None:
                 write.result()
+        except WorkerLostError:  # the folder is good
+            raise
         except Exception as error:
-            if self._own and isinstance(error, RuntimeError):  # of another worker, not of the folder
-                raise
             reason = str(error).partition("\n")[0] or type(error).__name__  # TensorFlow adds lines
             raise CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "

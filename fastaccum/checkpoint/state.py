@@ -27,6 +27,10 @@ NUMBER = r"_\d+(?=[_/]|$)"
 PACKAGES = ("tensorflow", "keras", "numpy", "fastaccum")
 
 
+class WorkerLostError(RuntimeError):
+    """Raised where another worker died, failed, stopped answering or did not come."""
+
+
 class Workers(Protocol):
     """The workers that train together: `Replicas`, of a room above."""
 

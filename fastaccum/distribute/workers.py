@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from fastaccum.checkpoint import state
+from fastaccum.checkpoint.state import WorkerLostError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,10 +29,6 @@ LOOK_EVERY_S = 1.0
 _rounds = itertools.count()
 _entrance = threading.Lock()  # to a Trainer
 _steps: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # by the part of a step
-
-
-class WorkerLostError(RuntimeError):
-    """Raised where another worker died, failed, stopped answering or did not come."""
 
 
 class WorkersDifferError(ValueError):

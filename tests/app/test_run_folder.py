@@ -9,11 +9,11 @@ import threading
 
 import keras
 import pytest
+from resuming import holding
 
 from fastaccum import cli, lines
 from fastaccum.app import options
 from fastaccum.app.run import Run, begin, replacing
-from fastaccum.checkpoint.lock import FolderLock
 
 pytestmark = pytest.mark.long
 
@@ -69,9 +69,9 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
 HOLD = """
 import sys
 from fastaccum.checkpoint.lock import FolderLock
-with FolderLock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
+FolderLock(sys.argv[1]).acquire()
+print("held", flush=True)
+sys.stdin.read()
 """
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_is_not_resumed(tmp_path, monkeypatch, capsys):
     finally:
         other.communicate()
     assert not (tmp_path / "run" / "metrics.csv").exists()
-    with FolderLock("run/checkpoints"):
+    with holding("run/checkpoints"):
         assert "is in use by another fit of this process" in refusal(capsys, "train", "--resume", "run")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import tf_keras
 from resuming import Interruption, Stateless, StopAfter, bits, scramble
 
@@ -583,6 +584,23 @@ def test_a_damaged_newer_checkpoint_does_not_cost_the_one_just_written(run, tmp_
         good = store.inspect(run.folder / "stopped" / name)
         path = store.write(tmp_path, good.manifest, good.tensors(), keep=1)
     assert [each.name for each in store.paths(tmp_path)] == ["step-00000009", path.name]
+
+
+def test_a_checkpoint_is_verified_eight_tensors_at_a_time(tmp_path, monkeypatch):
+    tensors = {f"model/{i}": np.full(3, i, "float32") for i in range(20)}
+    path = store.write(tmp_path, {"progress": {"step": 1}}, tensors, keep=1)
+    pieces, restore = [], tf.raw_ops.RestoreV2
+
+    def counted(tensor_names, **given):
+        pieces.append(list(tensor_names))
+        return restore(tensor_names=tensor_names, **given)
+
+    monkeypatch.setattr(tf.raw_ops, "RestoreV2", counted)
+    found = store.inspect(path)
+    assert [len(names) for names in pieces] == [8, 8, 5]
+    assert sorted(name for names in pieces for name in names) == sorted([*tensors, store.SEAL])
+    read = found.tensors()
+    assert read.keys() == tensors.keys() and all((read[name].numpy() == tensors[name]).all() for name in tensors)
 
 
 def test_a_checkpoint_is_on_the_disk_before_its_name_is(run, tmp_path, monkeypatch):

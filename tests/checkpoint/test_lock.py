@@ -16,7 +16,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from resuming import Stateless
+from resuming import Stateless, holding
 
 import fastaccum as fa
 from fastaccum.checkpoint import lock, store
@@ -52,11 +52,11 @@ def names(folder):
 
 
 def test_the_lock_file_stays_and_holds_nobody_back(tmp_path):
-    with FolderLock(tmp_path) as held:
+    with holding(tmp_path) as held:
         held.acquire()
         inode = (tmp_path / lock.NAME).stat().st_ino
         assert (tmp_path / lock.NAME).read_text() == f"{os.getpid()} {socket.gethostname()}"
-    with FolderLock(tmp_path), pytest.raises(FolderInUseError):
+    with holding(tmp_path), pytest.raises(FolderInUseError):
         FolderLock(tmp_path).acquire()
     assert (tmp_path / lock.NAME).stat().st_ino == inode
 
@@ -65,7 +65,7 @@ def test_the_folder_is_held_for_a_fit_and_free_after_it(trainer, tmp_path):
     seen = []
     fit(trainer, tmp_path, At(lambda: seen.append(names(tmp_path))))
     assert seen[0] == [lock.NAME]
-    with FolderLock(tmp_path):
+    with holding(tmp_path):
         pass
     assert names(tmp_path) == [lock.NAME, "step-00000003"]
 
@@ -76,7 +76,7 @@ def test_a_fit_that_fails_gives_the_folder_back(trainer, tmp_path):
 
     with pytest.raises(OSError, match="mine"):
         fit(trainer, tmp_path, At(fail))
-    with FolderLock(tmp_path):
+    with holding(tmp_path):
         pass
 
 
@@ -104,7 +104,7 @@ def test_a_second_fit_of_the_same_process_is_refused(trainer, tmp_path, where):
 
 
 def hold(path, ready, fork):
-    with FolderLock(path):
+    with holding(path):
         child = os.fork() if fork else None  # a data loader's worker, say, which outlives a parent that is killed
         if child != 0:
             ready.put(child)
@@ -164,7 +164,7 @@ def without_locks(folder, answers):
         return answers.put(None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with FolderLock(folder), FolderLock(folder):
+        with holding(folder), holding(folder):
             pass
     answers.put([str(each.message) for each in caught])
 
@@ -184,5 +184,5 @@ def test_a_file_system_without_locks_is_told(tmp_path):
 
 def test_readers_need_no_lock(trainer, tmp_path):
     fit(trainer, tmp_path)
-    with FolderLock(tmp_path):
+    with holding(tmp_path):
         assert store.latest(tmp_path).step == 3

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from fastaccum.checkpoint import store
+from fastaccum.checkpoint.lock import FolderLock
 
 
 class Interruption(Exception):
@@ -34,6 +35,17 @@ class StopAfter(Stateless):
         self.left -= 1
         if self.left < 0:
             raise Interruption
+
+
+@contextlib.contextmanager
+def holding(folder):
+    """Holds the lock of a folder within the block."""
+    lock = FolderLock(folder)
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        lock.release()
 
 
 def state(trainer):
