@@ -168,6 +168,12 @@ def test_a_part_of_the_mask_that_is_dropped_is_seen(monkeypatch, part):
     assert largest_difference(weights, expected("causal and padded", True)) > 1e-4
 
 
+def test_a_causal_flag_on_an_encoder_is_seen(monkeypatch):
+    monkeypatch.setattr(adapter, "read_mask", lambda *of, **options: read_mask(*of, **options)._replace(after=0))
+    weights, _ = trained(stock(*CASES["padded"]), *padded(left=True))
+    assert largest_difference(weights, expected("padded", True)) > 1e-4
+
+
 def test_a_window_that_is_off_by_one_is_seen(monkeypatch):
     def wider(*arguments, **options):
         found = read_mask(*arguments, **options)
