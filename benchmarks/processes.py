@@ -189,21 +189,21 @@ def contestants_of(points):
 
 
 @contextlib.contextmanager
+def _alone(kind, *arguments):
+    with _importable():
+        process = _start_process()
+    with process:
+        yield getattr(process, kind)(*arguments)
+
+
 def peer(*arguments):
     """A `Peer` in a process of its own, where its framework's threads wait for no others; it ends with the scope."""
-    with _importable():
-        process = _start_process()
-    with process:
-        yield process.Peer(*arguments)
+    return _alone("Peer", *arguments)
 
 
-@contextlib.contextmanager
 def replicas(*arguments):
     """`Replicas` in a process of their own; it ends with the scope."""
-    with _importable():
-        process = _start_process()
-    with process:
-        yield process.Replicas(*arguments)
+    return _alone("Replicas", *arguments)
 
 
 def in_new_process(function, *arguments):

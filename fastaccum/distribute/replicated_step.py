@@ -82,7 +82,7 @@ class ReplicatedStep(Step):
         self._optimizers = [part for part in optimizer.parts if hasattr(part, "_distribution_strategy")]
         for part in self._optimizers:  # that of the scope in which it was made, if any
             part._distribution_strategy = replicas.strategy
-        replicas.mirror(model.trainable_variables)  # those that were made later, outside the scope
+        replicas.mirror(model.trainable_variables)  # LoRA may be enabled outside the scope
         self._build_optimizer(model, optimizer)
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         losses.replicas = replicas.count

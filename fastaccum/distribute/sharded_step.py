@@ -136,7 +136,8 @@ class ShardedStep(ReplicatedStep):
             rounds.append(replicas.all_reduce(given, number))
             for owner, found, total in zip(self._owners, own, rounds[-1], strict=True):
                 for (place, *_), part in zip(parts, total["gradients"], strict=True):
-                    found[place] += [part] * (place in owner.own)
+                    if place in owner.own:
+                        found[place].append(part)
         for device, total, found in zip(replicas.devices, rounds[0], own, strict=True):
             with tf.device(device):
                 whole = (tf.reshape(tf.concat(f, 0), s.shape) if f else None for f, s in zip(found, specs, strict=True))

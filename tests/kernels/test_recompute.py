@@ -131,55 +131,50 @@ def test_a_policy_that_names_nothing_is_refused():
         recomputed(tf.sin, tf.constant(0.0), policy="all")
 
 
-def test_a_named_value_is_not_computed_again():
-    """What follows from it is: one product less than without the name."""
-    w = tf.Variable(tf.ones([D, D]))
-
-    def function(x):
-        return tf.tanh(checkpoint_name(tf.tanh(x @ w), "hidden") @ w) @ w
+def products_saved(make, x, w, kept):
+    """Counts the products that a policy saves; `make` returns the function, and is called outside of what is computed
+    again."""
 
     def products(policy):
         @jitted
         def step(x):
             with tf.GradientTape() as tape:
-                y = recomputed(function, x, policy=policy)
+                y = recomputed(make(), x, policy=policy)
             return tape.gradient(y, w)
 
-        return step.experimental_get_compiler_ir(tf.ones([4, D]))(stage="stablehlo").count("stablehlo.dot")
+        return step.experimental_get_compiler_ir(x)(stage="stablehlo").count("stablehlo.dot")
 
-    assert products("nothing_saveable") - products(["hidden"]) == 1
+    return products("nothing_saveable") - products(kept)
+
+
+def test_a_named_value_is_not_computed_again():
+    """What follows from it is: one product less than without the name."""
+    w = tf.Variable(tf.ones([D, D]))
+
+    def make():
+        return lambda x: tf.tanh(checkpoint_name(tf.tanh(x @ w), "hidden") @ w) @ w
+
+    assert products_saved(make, tf.ones([4, D]), w, ["hidden"]) == 1
 
 
 def test_a_product_with_a_weight_that_is_cast_outside_is_kept():
     w = tf.Variable(tf.ones([D, D]))
 
-    def products(policy):
-        @jitted
-        def step(x):
-            with tf.GradientTape() as tape:
-                rounded = tf.cast(w, tf.bfloat16)
-                y = recomputed(lambda x: tf.tanh(tf.tanh(x @ rounded) @ rounded), x, policy=policy)
-            return tape.gradient(y, w)
+    def make():
+        rounded = tf.cast(w, tf.bfloat16)
+        return lambda x: tf.tanh(tf.tanh(x @ rounded) @ rounded)
 
-        return step.experimental_get_compiler_ir(tf.ones([4, D], tf.bfloat16))(stage="stablehlo").count("stablehlo.dot")
-
-    assert products("nothing_saveable") - products(["projection"]) == 2
+    assert products_saved(make, tf.ones([4, D], tf.bfloat16), w, ["projection"]) == 2
 
 
 def test_a_product_of_what_ids_make_is_kept():
     """Ids are inputs that vary, although the function captures them."""
     w = tf.Variable(tf.ones([D, D]))
 
-    def products(policy):
-        @jitted
-        def step(ids):
-            with tf.GradientTape() as tape:
-                y = recomputed(lambda ids: tf.tanh(tf.tanh(tf.one_hot(ids, D) @ w) @ w), ids, policy=policy)
-            return tape.gradient(y, w)
+    def make():
+        return lambda ids: tf.tanh(tf.tanh(tf.one_hot(ids, D) @ w) @ w)
 
-        return step.experimental_get_compiler_ir(tf.range(2))(stage="stablehlo").count("stablehlo.dot")
-
-    assert products("nothing_saveable") - products(["projection"]) == 2
+    assert products_saved(make, tf.range(2), w, ["projection"]) == 2
 
 
 def test_nests_go_in_and_out():
