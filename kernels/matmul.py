@@ -9,11 +9,16 @@ import math
 from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 
 from fastaccum.kernels.checks import as_tensor
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.rounded import rounded
-from fastaccum.kernels.xla_ops import HALF, dot, product, sizes, unfused
+from fastaccum.kernels.xla_ops import HALF, dot, in_xla, product, sizes, unfused
+
+_ELEMENTWISE = ("AddV2", "Erf", "Mul", "Pow", "Sigmoid", "Tanh")
+_TRANSPARENT = ("Cast", "Identity", "IdentityN")  # an IdentityN holds a custom gradient, such as that of SiLU
 
 
 def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
@@ -136,11 +141,44 @@ def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor, copy_IO: tf.Tensor | None) -
         rounded_IO = rounded(kernel_IO, x_TI.dtype, copy_IO)
 
         def gradient(dy_TO):
-            return tf.matmul(dy_TO, rounded_IO, transpose_b=True), dot(x_TI, dy_TO, transpose_a=True)
+            again_TI, dy_TO = _again(x_TI, dy_TO)
+            return tf.matmul(dy_TO, rounded_IO, transpose_b=True), dot(again_TI, dy_TO, transpose_a=True)
 
         return tf.matmul(x_TI, rounded_IO), gradient
 
     return multiply(x_TI, kernel_IO)
+
+
+def _again(x: tf.Tensor, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns both; x, if it is a gated unit's product, computed again on a GPU once dy is there, and so not kept."""
+    gated = x if has_gpu() and in_xla() else None
+    while gated is not None and gated.op.type in ("Identity", "Reshape"):
+        gated = gated.op.inputs[0]
+    if gated is None or gated.op.type != "Mul" or gated.op.inputs[0].shape != gated.op.inputs[1].shape:
+        return x, dy
+    values = {t.name: t for each in gated.op.inputs for t in _preactivations(each)}
+    *barred, dy = xla.optimization_barrier(*values.values(), dy)
+    values = dict(zip(values, barred, strict=True))
+
+    def rebuild(t: tf.Tensor) -> tf.Tensor:
+        if t.name in values or t.op.type == "Const":
+            return values.get(t.name, t)
+        if t.op.type in _TRANSPARENT:
+            return tf.cast(rebuild(t.op.inputs[t.value_index]), t.dtype)
+        names = (argument.name for argument in t.op.op_def.input_arg)
+        return getattr(tf.raw_ops, t.op.type)(**dict(zip(names, map(rebuild, t.op.inputs), strict=True)))
+
+    return tf.reshape(rebuild(gated), tf.shape(x)), dy
+
+
+def _preactivations(t: tf.Tensor, depth: int = 16) -> list[tf.Tensor]:
+    """Returns the one tensor that an activation of at most so many operations computes t from; t if there is none."""
+    operation = t.op
+    inputs = [operation.inputs[t.value_index]] if operation.type in _TRANSPARENT else operation.inputs
+    inputs = inputs if depth and operation.type in (*_TRANSPARENT, *_ELEMENTWISE) else []
+    found = {each.name: each for source in inputs for each in _preactivations(source, depth - 1)}
+    constant = operation.type == "Const" or (inputs and not found)
+    return list(found.values()) if constant or len(found) == 1 else [t]
 
 
 def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import re
+from unittest import mock
 
 import h200
 import keras
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastaccum as fa
-from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad
+from fastaccum.kernels import matmul
+from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
+from fastaccum.step.compiler_ir import compiler_ir
 
 ALLOWED = {"float64": 1e-12, "float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 HALVES = ["float16", "bfloat16"]
@@ -547,3 +550,81 @@ def test_weights_that_a_layer_reads_in_float32_are_not_rounded(policy):
     for ours, theirs in zip(model(x), expected, strict=True):
         assert ours.dtype == theirs.dtype == tf.float32
         np.testing.assert_array_equal(ours, theirs)
+
+
+GATES = {
+    "silu": keras.activations.silu,
+    "gelu": lambda x: keras.activations.gelu(x, approximate=True),
+    "exact gelu": lambda x: keras.activations.gelu(x, approximate=False),
+    "silu in float32": lambda x: tf.cast(keras.activations.silu(tf.cast(x, tf.float32)), x.dtype),
+    "relu": keras.activations.relu,
+    "of two": lambda x: tf.tanh(x + tf.reverse(x, [0])),
+}
+
+
+def gated(activation, x, gate, up, down):
+    hidden, inner = (matmul_fp32_wgrad(x, kernel) for kernel in (gate, up))
+    return matmul_fp32_wgrad(activation(hidden) * inner, down)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gated_unit_that_is_computed_again_has_its_gradients(gate):
+    x, weights = draw([32, 16], "bfloat16"), [draw(shape, "float32", 1) for shape in ([16, 24], [16, 24], [24, 16])]
+
+    def gradients():
+        @tf.function(jit_compile=True, autograph=False)
+        def run(x, *weights):
+            return tf.gradients(gated(GATES[gate], x, *weights), [x, *weights])
+
+        graph = run.get_concrete_function(x, *weights).graph
+        return run(x, *weights), [op for op in graph.get_operations() if op.type == "XlaOptimizationBarrier"]
+
+    plain, none = gradients()
+    with mock.patch.object(matmul, "has_gpu", lambda: True):
+        again, barriers = gradients()
+    assert not none and len(barriers) == 1
+    assert len(barriers[0].inputs) == 3  # the preactivation, the other product and what comes back
+    for one, other in zip(again, plain, strict=True):
+        assert worst(tf.cast(one, tf.float32), tf.cast(other, "float64").numpy()) < 2e-3
+
+
+def test_what_is_no_gated_unit_is_kept():
+    """Neither a product with a scale nor one that is broadcast; and an activation is followed over a few operations."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(x, kernel):
+        deep = x
+        for _ in range(40):
+            deep = tf.tanh(deep) + 1.0
+        products = x * 2.0, x * x[:1], tf.nn.relu(x), x * deep
+        for each in products:
+            tf.gradients(matmul_fp32_wgrad(each, kernel), kernel)
+        return deep
+
+    with mock.patch.object(matmul, "has_gpu", lambda: True):
+        graph = run.get_concrete_function(draw([8, 4], "bfloat16"), draw([4, 4], "float32")).graph
+    (barrier,) = (op for op in graph.get_operations() if op.type == "XlaOptimizationBarrier")
+    assert len(barrier.inputs) == 3 and barrier.inputs[1].op.type in ("Tanh", "AddV2")
+
+
+@pytest.mark.parametrize("gate", ["silu in float32", "gelu"])
+def test_of_a_gated_unit_a_gpu_keeps_the_operands_alone(gate, monkeypatch):
+    rows, width, layers = 2**14, 2048, 3
+    shapes = [[width, 4 * width], [width, 4 * width], [4 * width, width]] * layers
+
+    def temp_bytes():
+        @tf.function(jit_compile=True, autograph=False)
+        def step(x, *weights):
+            for i in range(0, 3 * layers, 3):
+                x += gated(GATES[gate], x, *weights[i : i + 3])
+            return tf.gradients(x, weights)
+
+        with h200.as_on_a_gpu():
+            specs = [tf.TensorSpec([rows, width], tf.bfloat16), *(tf.TensorSpec(shape) for shape in shapes)]
+            exported = compiler_ir(step, *specs, stage="stablehlo_serialized")
+        return h200.compile_for_h200(exported)[1].temp_bytes
+
+    ours = temp_bytes()
+    monkeypatch.setattr(matmul, "_again", lambda x, dy: (x, dy))
+    of_one = 2 * rows * 4 * width
+    assert ours < temp_bytes() - (layers - 1.1) * of_one
