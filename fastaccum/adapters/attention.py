@@ -33,7 +33,7 @@ Call = Callable[..., Any]
 _SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
 _SHORT_ON_CPU, _SHORT_ON_GPU = 512, 2048  # tokens of what blocks alone compute: on a GPU of a window or a soft cap
 _OWN_FORMULA = "a formula of the layer's own"
-_UNREADABLE = "a mask that cannot be read as causal, a window or padding"
+_UNREADABLE = "a mask that cannot be read as causal, a window, padding or documents"
 
 
 class _HubLayer(NamedTuple):
@@ -234,7 +234,7 @@ class FusedAttention:
         short = (0 if rate else _SHORT_ON_GPU) if has_gpu() else _SHORT_ON_CPU
         if self._mode == "auto" and not plain and max(queries, keys) <= short:
             raise _NotFused(f"dropout, a window or a soft cap, of {short} tokens at most")
-        padded = parts.queries is not None or parts.keys is not None
+        padded = any(part is not None for part in parts[2:])
         compiled = in_xla() and plain
         chosen = attention_implementation(
             query.shape, key.shape, dtype=query.dtype, causal=causal, packed=padded, jit_compile=compiled
@@ -292,10 +292,16 @@ def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[
     may_see = tf.ones([1, queries], tf.bool) if mask.queries is None else mask.queries
     seen = tf.ones([1, keys], tf.bool) if mask.keys is None else mask.keys
     may_see, seen = tf.broadcast_to(may_see, [rows, queries]), tf.broadcast_to(seen, [rows, keys])
-    segments = tf.where(may_see, 1, 2), tf.where(seen, 1, 3)
-    sums, places = tf.cumsum(tf.pad(tf.cast(seen, tf.int32), [[0, 0], [1, 0]]), 1), np.arange(queries)
+    # Multiples of 4, so that no document is what stands for padding.
+    own, others = (0, 0) if mask.documents is None else (4 * tf.cast(ids, tf.int64) for ids in mask.documents)
+    segments = tf.where(may_see, own, 1), tf.where(seen, others, 2)
+    places = np.arange(queries)
     end = np.minimum(places + (keys if mask.after is None else mask.after + 1), keys)
     start = 0 * places if mask.before is None else np.maximum(places - mask.before, 0)
+    if mask.documents:
+        in_band = (np.arange(keys) >= start[:, None]) & (np.arange(keys) < end[:, None])
+        return segments, tf.reduce_any((segments[0][:, :, None] == segments[1][:, None]) & in_band, 2)
+    sums = tf.cumsum(tf.pad(tf.cast(seen, tf.int32), [[0, 0], [1, 0]]), 1)
     return segments, may_see & (tf.gather(sums, end, axis=1) > tf.gather(sums, start, axis=1))
 
 

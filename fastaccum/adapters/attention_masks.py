@@ -25,20 +25,25 @@ class Mask(NamedTuple):
     after: int | None = None  # to t + after: a causal mask has 0
     queries: tf.Tensor | None = None  # bool [B or 1, T], false for a query that sees nothing
     keys: tf.Tensor | None = None  # bool [B or 1, S], false for a key that no query sees
+    documents: tuple[tf.Tensor, tf.Tensor] | None = (
+        None  # ids [B or 1, T] and [B or 1, S]: a query sees keys of its own
+    )
 
     def both(self, other: Mask) -> Mask:
         """Returns the mask that has the parts of this one and of the other."""
-        parts = zip((min, min, tf.logical_and, tf.logical_and), self, other, strict=True)
-        return Mask(*(b if a is None else a if b is None else join(a, b) for join, a, b in parts))
+        parts = zip((min, min, tf.logical_and, tf.logical_and), self[:4], other[:4], strict=True)
+        before, after, queries, keys = (b if a is None else a if b is None else join(a, b) for join, a, b in parts)
+        return Mask(before, after, queries, keys, self.documents or other.documents)
 
 
 def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = False) -> Mask | None:
     """Takes a symbolic mask apart: true, or a positive integer, where a query sees a key.
 
     A part that depends on no input of the graph is evaluated, such as a causal mask. A part of shape [B, 1, S] or
-    [B, T, 1] is padding, whatever its values. Parts are joined by `&` or `minimum`, and may get axes of size 1. The
-    mask is broadcast to [B, H, queries, keys], as by NumPy; `zero_or_one` says that integers which are cast to booleans
-    are no others. Returns None if there is a part of another kind, such as one that differs between heads.
+    [B, T, 1] is padding, whatever its values. Integers [B, T, 1] that equal integers [B, 1, S] are documents, of which
+    a mask may have one part. Parts are joined by `&` or `minimum`, and may get axes of size 1. The mask is broadcast to
+    [B, H, queries, keys], as by NumPy; `zero_or_one` says that integers which are cast to booleans are no others.
+    Returns None if there is a part of another kind, such as one that differs between heads.
     """
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
@@ -59,9 +64,10 @@ class _Reader:
         if (t.dtype.is_bool or positive) and (padding := self._read_padding(t, axes)) is not None:
             return padding
         if operation.type in _BOTH:
-            inputs = [(each, axes[len(axes) + 2 - (each.shape.rank or 0) :]) for each in operation.inputs]
-            one, other = (self.read(each, names, positive) for each, names in inputs)
-            return None if one is None or other is None else one.both(other)
+            one, other = (self.read(each, names, positive) for each, names in _operands(operation, axes))
+            if one is None or other is None or (one.documents and other.documents):
+                return None
+            return one.both(other)
         if operation.type in _TRANSPARENT and (kept := _axes_of_input(operation, axes)) is not None:
             # A cast to a boolean tells 0 from the others, and not what is positive.
             to_bool = operation.type == "Cast" and t.dtype.is_bool and not self._zero_or_one
@@ -71,15 +77,33 @@ class _Reader:
             return self.read(captured[t.name], axes, positive)
         if not t.dtype.is_bool or last != self._size:
             return None
+        if operation.type == "Equal" and operation.inputs[0].dtype.is_integer:
+            (query, key), (other_query, other_key) = (self._along(*each) for each in _operands(operation, axes))
+            query, key = other_query if query is None else query, other_key if key is None else key
+            return _evaluate(t) if query is None or key is None else Mask(documents=(query, key))
         return _compare(operation) if operation.type in _COMPARISONS else _evaluate(t)
 
     def _read_padding(self, t: tf.Tensor, axes: Axes) -> Mask | None:
         """Reads a mask of shape [B, 1, S] or [B, T, 1]."""
-        one_head = all(name != "head" or length == 1 for name, length in zip(axes, t.shape[:-2], strict=True))
-        for part, ones, size in (("keys", -2, self._size[1]), ("queries", -1, self._size[0])):
-            if one_head and t.shape[ones] == 1 and t.shape[-3 - ones] == size:
-                return Mask(**{part: tf.reshape(t if t.dtype.is_bool else t > 0, [-1, size])})
-        return None
+        query, key = (None if ids is None else ids if t.dtype.is_bool else ids > 0 for ids in self._along(t, axes))
+        return None if query is key is None else Mask(queries=query, keys=key)
+
+    def _along(self, t: tf.Tensor, axes: Axes) -> tuple[tf.Tensor | None, tf.Tensor | None]:
+        """Returns a tensor of shape [B, T, 1] as [B, T], and none of keys; one of shape [B, 1, S] as [B, S] of keys."""
+        if (t.shape.rank or 0) < 2 or any(
+            n == "head" and size != 1 for n, size in zip(axes, t.shape[:-2], strict=True)
+        ):
+            return None, None
+        if t.shape[-2] == 1 and t.shape[-1] == self._size[1]:
+            return None, tf.reshape(t, [-1, self._size[1]])
+        if t.shape[-1] == 1 and t.shape[-2] == self._size[0]:
+            return tf.reshape(t, [-1, self._size[0]]), None
+        return None, None
+
+
+def _operands(operation: tf.Operation, axes: Axes) -> list[tuple[tf.Tensor, Axes]]:
+    """Returns the operands of an operation that broadcasts, each with the names of its own axes."""
+    return [(each, axes[len(axes) + 2 - (each.shape.rank or 0) :]) for each in operation.inputs]
 
 
 def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
@@ -123,8 +147,8 @@ def _compare(operation: tf.Operation) -> Mask | None:
 
 def _band(before: int, after: int, rows: int, columns: int) -> Mask | None:
     """Makes a mask of a band, without a bound that hides nothing; None where a query does not see its own place."""
-    bounds = (int(bound) if bound < size - 1 else None for bound, size in ((before, rows), (after, columns)))
-    return None if before < 0 or after < 0 else Mask(*bounds)
+    first, last = (int(bound) if bound < size - 1 else None for bound, size in ((before, rows), (after, columns)))
+    return None if before < 0 or after < 0 else Mask(first, last)
 
 
 def _evaluate(t: tf.Tensor) -> Mask | None:

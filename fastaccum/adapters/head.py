@@ -53,8 +53,8 @@ class LinearCrossEntropy(keras.losses.Loss):
 
     Args:
         head: the name of the layer that computes the logits, whose output is the model's. It has a `kernel` [D, V] and
-            maybe a `bias` [V]; they may be properties, as in a head tied to an embedding. None for the layer with the
-            output's name, or else the last Dense layer.
+            maybe a `bias` [V]; they may be properties, as in a head tied to an embedding. KerasHub's MaskedLMHead is
+            taken too. None for the layer with the output's name, or else the last Dense layer.
         ignore_index: the label of tokens that count neither in the sum nor in its divisor: Keras's `ignore_class`.
         label_smoothing: as in `linear_cross_entropy`.
         z_loss: as in `linear_cross_entropy`.
@@ -130,8 +130,12 @@ class FusedHeadLoss:
             arguments = signature.bind(*args, **kwargs).arguments
             if self._reversible and not arguments.get("reverse"):  # it embeds ids
                 return call(*args, **kwargs)
+            inputs, *positions = arguments.values()
+            if _is_masked(self.head):
+                inputs = keras.ops.take_along_axis(inputs, positions[0][..., None], axis=1)
+                inputs = self.head._intermediate_layer_norm(self.head._intermediate_dense(inputs))
             # A tensor of its own, so that whatever else reads it can be told.
-            hidden = tf.identity(args[0] if args else next(iter(arguments.values())))
+            hidden = tf.identity(inputs)
             observe(hidden)
             return hidden
 
@@ -164,7 +168,7 @@ class FusedHeadLoss:
     ) -> tuple[tf.Tensor, ScoredLabels | None]:
         """Returns the weighted sum of losses that are `counted`, bool [...], and labels' scores for metrics."""
         kernel, transposed = _kernel(self.head)
-        bias = getattr(self.head, "bias", None)
+        bias = _bias(self.head)
         total, scores = linear_cross_entropy_sum_and_scores(
             hidden,
             tf.convert_to_tensor(kernel),
@@ -228,12 +232,17 @@ def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:
-    return (_is_dense(layer) or _is_reversible(layer)) and not is_users(layer, "call")
+    return any(kind(layer) for kind in (_is_dense, _is_reversible, _is_masked)) and not is_users(layer, "call")
 
 
 def _is_reversible(layer: keras.layers.Layer) -> bool:
     kind = type(layer)
     return kind in _REVERSIBLE or (package(kind) == "keras_hub" and kind.__bases__ == _REVERSIBLE[:1])
+
+
+def _is_masked(layer: keras.layers.Layer) -> bool:
+    """Tells if a layer is KerasHub's head of masked language models, with layers of its own before the linear one."""
+    return package(type(layer)) == "keras_hub" and type(layer).__name__ == "MaskedLMHead"
 
 
 def _is_dense(layer: keras.layers.Layer) -> bool:
@@ -245,21 +254,28 @@ def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
     """Returns a layer's kernel or None, as a variable where it is one, and True if its shape is [V, D], not [D, V]."""
     if _is_reversible(layer):
         return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
+    if _is_masked(layer):
+        return (layer._kernel, False) if layer.token_embedding is None else _kernel(layer.token_embedding)
     return getattr(layer, "kernel", None), False
 
 
+def _bias(layer: keras.layers.Layer) -> Any:
+    return getattr(layer, "_bias" if _is_masked(layer) else "bias", None)
+
+
 def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
-    (kernel, transposed), bias = _kernel(layer), getattr(layer, "bias", None)
+    (kernel, transposed), bias = _kernel(layer), _bias(layer)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
             f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
-            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits. Heads of "
-            f"several layers, as KerasHub's MaskedLMHead, are not taken: use {KERAS_LOSS}."
+            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits, or, for a head "
+            f"of several layers other than KerasHub's MaskedLMHead, use {KERAS_LOSS}."
         )
     activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
-    altered = activation != "linear" or (not _is_reversible(layer) and getattr(layer, "logit_soft_cap", None))
+    capped = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None) and not _is_reversible(layer)
+    altered = activation != "linear" or capped
     if altered or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(
             f"{what} has activation={activation!r}, a soft cap of its own or an activity regulariser; "

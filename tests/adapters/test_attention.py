@@ -227,7 +227,7 @@ def in_fours(x):
 
 
 LEFT = {
-    "a mask that cannot be read as causal, a window or padding": lambda: Asks(mask=in_fours),
+    "a mask that cannot be read as causal, a window, padding or documents": lambda: Asks(mask=in_fours),
     "a bias": Biased,
     "a causal mask of 24 queries and 7 keys": Crossed,
     "a formula of the layer's own": Scored,
@@ -412,23 +412,56 @@ def test_another_program_of_512_tokens_is_seen():
     assert program_of_512_tokens(attend, True) != program_of_512_tokens(attend, False)
 
 
-def test_rows_of_several_documents_are_left_to_the_layer(monkeypatch):
-    """A token sees its own document alone: no band, and no padding."""
+class Packed(keras.layers.Layer):
+    """Attends within documents of a row, of which an id of 4 or less begins one."""
 
-    class Packed(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.attention = keras.layers.MultiHeadAttention(2, 4)
+    def __init__(self, compare=keras.ops.equal, swapped=False, padded=False, dtype="int32", **options):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+        self.compare, self.swapped, self.padded = compare, swapped, padded
+        self.dtype_of_ids, self.options = dtype, options
 
-        def call(self, x):
-            documents = keras.ops.cumsum(keras.ops.cast(x[..., 0] > 0, "int32"), 1) // 4
-            mask = keras.ops.expand_dims(documents, 1) == keras.ops.expand_dims(documents, 2)
-            return self.attention(x, x, attention_mask=mask, use_causal_mask=True)
+    def call(self, x):
+        documents = keras.ops.cumsum(keras.ops.cast(x[..., 0] > 0, self.dtype_of_ids), 1) // 4
+        of_key, of_query = (keras.ops.expand_dims(documents, axis) for axis in (1, 2))
+        mask = self.compare(of_query, of_key) if self.swapped else self.compare(of_key, of_query)
+        if self.padded:
+            mask = mask & keras.ops.expand_dims(x[..., 1] > x[..., 2], 1)
+        return self.attention(x, x, attention_mask=mask, **self.options)
 
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_causal_mask": True},
+        {},
+        {"swapped": True, "dtype": "int64"},
+        {"padded": True},
+        {"padded": True, "use_causal_mask": True},
+    ],
+    ids=str,
+)
+def test_documents_in_a_row_see_themselves_alone(monkeypatch, options):
+    """With padding, too: a query whose document has no key that counts, or none before it, sees nothing."""
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
-    whole = in_keras(stock(Packed), *padded())
-    weights, choices = trained(stock(Packed), *padded(), "auto")
-    assert choices == ["unfused: a mask that cannot be read as causal, a window or padding"] * 2
+    model = functools.partial(stock, functools.partial(Packed, **options))
+    whole = in_keras(model(), *padded())
+    weights, choices = trained(model(), *padded())
+    assert choices == ["fused: blockwise"] * 2
+    assert largest_difference(weights, whole) < 2e-7
+    # Negative control: the mask dropped is another update.
+    make = functools.partial(Packed, lambda a, b: (a == a) & (b == b), **options)
+    unmasked, _ = trained(stock(make), *padded(), "auto")
+    assert largest_difference(unmasked, whole) > 1e-4
+
+
+@pytest.mark.parametrize("compare", [keras.ops.not_equal, lambda a, b: abs(a - b) < 2], ids=["others", "neighbours"])
+def test_another_comparison_of_documents_is_left_to_the_layer(monkeypatch, compare):
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+    make = functools.partial(Packed, compare)
+    whole = in_keras(stock(make), *padded())
+    weights, choices = trained(stock(make), *padded(), "auto")
+    assert choices == ["unfused: a mask that cannot be read as causal, a window, padding or documents"] * 2
     assert largest_difference(weights, whole) < 2e-7
 
 

@@ -426,12 +426,53 @@ def test_a_causal_lm_of_keras_hub_with_a_soft_cap():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_masked_lm_of_keras_hub_is_told_what_to_use():
-    hub = pytest.importorskip("keras_hub").models
-    model = hub.BertMaskedLM(hub.BertBackbone(V, num_layers=1, num_heads=1, hidden_dim=D, intermediate_dim=8))
-    ids = np.zeros((2, T), int)
-    x = {"token_ids": ids, "padding_mask": ids + 1, "segment_ids": ids, "mask_positions": ids[:, :2]}
-    with pytest.raises(
-        ValueError, match=r"kernel shape \(8, 8\).*MaskedLMHead, are not taken: use keras\.losses\.Sparse"
-    ):
-        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(x, ids[:, :2], verbose=0)
+def masked_lm(tied=True, dtype="float32", **options):
+    """Builds a masked language model with positions and weights as its preprocessor makes them."""
+    hub = pytest.importorskip("keras_hub")
+    keras.utils.set_random_seed(1)
+    sizes = {"num_layers": 1, "num_heads": 1, "hidden_dim": D, "intermediate_dim": 8, "dropout": 0.0}
+    backbone = hub.models.BertBackbone(V, **sizes, max_sequence_length=T, dtype=dtype)
+    if tied and not options:
+        model = hub.models.BertMaskedLM(backbone)
+    else:
+        table = {"token_embedding": backbone.token_embedding} if tied else {"vocabulary_size": V}
+        head = hub.layers.MaskedLMHead(**table, **options, dtype=dtype, name="mlm_head")
+        positions = keras.Input((2,), dtype="int32", name="mask_positions")
+        logits = head(backbone.output["sequence_output"], positions)
+        model = keras.Model({**backbone.input, "mask_positions": positions}, logits)
+    rng, rows = np.random.default_rng(0), 2 * B + 1
+    ids, weights = rng.integers(1, V, (rows, T)), np.arange(2) < rng.integers(1, 3, (rows, 1))
+    x = {"token_ids": ids, "padding_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}
+    x["mask_positions"] = np.stack([rng.choice(T, 2, replace=False) for _ in ids]) * weights
+    return model, x, rng.integers(0, V, (rows, 2)) * weights, weights.astype("float32")
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "float32"), (True, "mixed_bfloat16")])
+def test_a_masked_lm_of_keras_hub(tied, dtype):
+    """Loss, accuracy, evaluation and weights are those of Keras's loss, which has the logits."""
+    outcomes = []
+    for loss in (ours(), theirs()):
+        model, *data = masked_lm(tied, dtype)
+        options = {"weighted_metrics": ["accuracy"], "gradient_accumulation_steps": 2, "jit_compile": False}
+        trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), loss, **options)
+        history = trainer.fit(*data[:2], sample_weight=data[2], batch_size=B, shuffle=False, verbose=0).history
+        evaluated = trainer.evaluate(*data[:2], sample_weight=data[2], batch_size=B, verbose=0)
+        outcomes.append([*history.values(), *evaluated, *model.get_weights()])
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for got, expected in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_masked_lm_holds_no_logits():
+    model, x, y, _ = masked_lm()
+    trainer = fa.Trainer(model, "sgd", ours())
+    hlo = trainer.compiler_ir(
+        tuple(keras.tree.map_structure(lambda t: t[None, :8], each) for each in (x, y)), stage="hlo"
+    )
+    assert not re.search(rf"f32\[(8,2|16),{V}\]", hlo) and re.search(rf"f32\[{CHUNK},{CHUNK}\]", hlo)
+
+
+def test_a_masked_lm_whose_head_returns_probabilities_is_refused():
+    model, x, y, _ = masked_lm(activation="softmax")
+    with pytest.raises(ValueError, match=r"'mlm_head' \(MaskedLMHead\) has activation='softmax'"):
+        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(x, y, verbose=0)
