@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from fastaccum.kernels import trace_context
 from fastaccum.kernels.checks import as_tensor, shown
-from fastaccum.kernels.trace_context import Names
 
 
 def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
@@ -30,8 +29,8 @@ def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def collected_names() -> Iterator[Names]:
+def collected_names() -> Iterator[trace_context.Names]:
     """Collects the names given inside the block, but for those of an inner block."""
-    names: Names = {}
+    names: trace_context.Names = {}
     with trace_context.current().extended(names=names):
         yield names

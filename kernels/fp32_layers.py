@@ -100,8 +100,7 @@ def _in_scope(layer: keras.layers.Layer) -> bool:
 
 def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
     """Returns whether a layer may leave Keras's call: not with LoRA, sparse inputs, or a `weight` without autocast."""
-    halves = isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype == weight.dtype
-    return halves and _in_scope(layer)
+    return isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype == weight.dtype and _in_scope(layer)
 
 
 def _float32(variable: keras.Variable) -> tf.Tensor:
@@ -125,7 +124,9 @@ def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.
     return _float32(variable), copy_of(variable, inputs.dtype)
 
 
-def _convolution(layer: keras.layers.Layer, convolution: Call, inputs: tf.Tensor) -> tf.Tensor:
+def _convolve(layer: keras.layers.Layer, call: Call, convolution: Call, inputs: Inputs) -> tf.Tensor:
+    if not _switches(layer, inputs, layer._kernel):
+        return call(inputs)
     of_one_pixel = {*layer.kernel_size} == {1} and layer.groups == 1 and layer.data_format == "channels_last"
     pixels = (slice(None), *(slice(None, None, stride) for stride in layer.strides)) if of_one_pixel else None
     return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(layer._kernel, inputs), pixels))
@@ -170,14 +171,11 @@ class Fp32Conv1D(keras.layers.Conv1D):
     """`keras.layers.Conv1D` with float32 weight gradients."""
 
     def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
-        if not _switches(self, inputs, self._kernel):
-            return call(inputs)
-
         def causal(x, kernel):
             x = keras.ops.pad(x, self._compute_causal_padding())
             return keras.ops.conv(x, kernel, self.strides, "valid", self.data_format, self.dilation_rate)
 
-        return _convolution(self, causal if self.padding == "causal" else self.convolution_op, inputs)
+        return _convolve(self, call, causal if self.padding == "causal" else self.convolution_op, inputs)
 
 
 @_switched_from_base
@@ -185,9 +183,7 @@ class Fp32Conv2D(keras.layers.Conv2D):
     """`keras.layers.Conv2D` with float32 weight gradients."""
 
     def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
-        if not _switches(self, inputs, self._kernel):
-            return call(inputs)
-        return _convolution(self, self.convolution_op, inputs)
+        return _convolve(self, call, self.convolution_op, inputs)
 
 
 @_switched_from_base

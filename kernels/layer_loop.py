@@ -25,8 +25,8 @@ from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfi
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
 
-
 Form: TypeAlias = "tuple[Policy, bool | Literal['auto']]"  # the `policy` and `unroll` of a LayerStack
+Tensors = list[tf.Tensor]
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
 
 
@@ -41,7 +41,7 @@ class Body(NamedTuple):
     arguments: list[object]  # the mask (or None) and the keyword arguments
 
     @property
-    def shared(self) -> list[tf.Tensor]:
+    def shared(self) -> Tensors:
         """The tensors among the arguments."""
         return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
 
@@ -103,7 +103,7 @@ class LayerGraph(RecomputedFunction):
         fetches = [self._y, self.after, self.residuals]
         return self.copy("forward", fetches, self.feed(self._inputs, arguments), self._graph.control_outputs)
 
-    def backward(self, dy: tf.Tensor, residuals: list[tf.Tensor], *arguments: Any) -> list[tf.Tensor]:
+    def backward(self, dy: tf.Tensor, residuals: Tensors, *arguments: Any) -> Tensors:
         """Copies the gradients of x, the floating shared tensors and the weights; takes `forward`'s arguments but x."""
         number, _, *others = self._inputs
         found = self.gradients([dy], self.feed([number, *others, self.residuals], [*arguments, residuals]))
@@ -112,9 +112,7 @@ class LayerGraph(RecomputedFunction):
         return [tf.zeros_like(t) if g is None else tf.convert_to_tensor(g) for t, g in zip(like, found, strict=True)]
 
 
-def run_plainly(
-    body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
-) -> Result:
+def run_plainly(body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors, state: Tensors) -> Result:
     """Computes `run_loops` as plain calls with plain autodiff, which keeps everything."""
     states = []
     for i, (own_weights, own_state) in enumerate(zip(_layers(depth, weights), _layers(depth, state), strict=True)):
@@ -123,9 +121,7 @@ def run_plainly(
     return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
 
 
-def run_loops(
-    body: Body, depth: int, form: Form, x: tf.Tensor, weights: list[tf.Tensor], state: list[tf.Tensor]
-) -> Result:
+def run_loops(body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors, state: Tensors) -> Result:
     """Computes the last layer's output and, by its place, each new stacked state, in a loop each way or unrolled."""
     accumulators = {k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))}
     assigned: list[int] = []
@@ -169,8 +165,7 @@ def run_loops(
 
             def backward(i, dy, sums, buffers, totals):
                 at = depth - 1 - i
-                own = _at(at, kept), at, shared, _at(at, weights), _at(at, state)
-                dx, *found = layer.backward(dy, *own)
+                dx, *found = layer.backward(dy, _at(at, kept), at, shared, _at(at, weights), _at(at, state))
                 d_floating, d_weights = found[: len(floating)], found[len(floating) :]
                 sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]
                 totals = {k: _add_at(at, total, d_weights[k]) for k, total in totals.items()}
@@ -193,7 +188,7 @@ def run_loops(
     return y, dict(zip(assigned, after, strict=True))
 
 
-def _choose(layer: LayerGraph, form: Form, depth: int, weights: list[tf.Tensor]) -> bool:
+def _choose(layer: LayerGraph, form: Form, depth: int, weights: Tensors) -> bool:
     """Chooses what is kept, and whether the loops are unrolled."""
     # In training each weight has its gradient and, under Adam, two slots.
     budget = (device_memory() - 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)) / 2
@@ -208,7 +203,7 @@ def _choose(layer: LayerGraph, form: Form, depth: int, weights: list[tf.Tensor])
     return False
 
 
-def _floating(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _floating(tensors: Sequence[tf.Tensor]) -> Tensors:
     return [t for t in tensors if t.dtype.is_floating]
 
 
@@ -217,23 +212,22 @@ def _specs(tensors: Nest, axis: int | None = None) -> Nest:
     return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape if axis is None else t.shape[1:], t.dtype), tensors)
 
 
-def _layers(depth: int, stacks: list[tf.Tensor]) -> list[tuple[tf.Tensor, ...]]:
+def _layers(depth: int, stacks: Tensors) -> list[tuple[tf.Tensor, ...]]:
     return list(zip(*(tf.unstack(stack) for stack in stacks), strict=True)) if stacks else [()] * depth
 
 
-def _write(i: int | tf.Tensor, buffers: list[Buffer], values: list[tf.Tensor]) -> list[Buffer]:
+def _write(i: int | tf.Tensor, buffers: list[Buffer], values: Tensors) -> list[Buffer]:
     return [buffer.write(i, value) for buffer, value in zip(buffers, values, strict=True)]
 
 
-def _at(i: int | tf.Tensor, stacks: Sequence[tf.Tensor | UnrolledBuffer]) -> list[tf.Tensor]:
+def _at(i: int | tf.Tensor, stacks: Sequence[tf.Tensor | UnrolledBuffer]) -> Tensors:
     if isinstance(i, int):
         return [stack.read(i) if isinstance(stack, UnrolledBuffer) else stack[i] for stack in stacks]
     return [tf.gather(stack, i) for stack in stacks]
 
 
 def _add_at(i: tf.Tensor, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-    part = tf.cast(gradient, total.dtype)[tf.newaxis]
-    return dynamic_add_slice(total, part, [i, *[0] * gradient.shape.rank])
+    return dynamic_add_slice(total, tf.cast(gradient, total.dtype)[tf.newaxis], [i, *[0] * gradient.shape.rank])
 
 
 def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:

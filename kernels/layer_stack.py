@@ -216,7 +216,6 @@ class LayerStack(keras.layers.Layer):
         return y
 
     def _split(self, variables: list[keras.Variable]) -> tuple[list[keras.Variable], list[keras.Variable]]:
-        """Splits variables into those that are learned and the others."""
         marked = list(zip(variables, self._learned, strict=True))
         return [v for v, learned in marked if learned], [v for v, learned in marked if not learned]
 

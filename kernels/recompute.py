@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -119,8 +120,7 @@ class _Block(RecomputedFunction, Generic[R]):
         sources = [t if _is_floating(t) else None for t in self._inputs]
         reads = [(t, self._read.get(t.name)) for _, t in self._states]
         sources += [t if value is None or _is_floating(value) else None for t, value in reads]
-        targets = [t for t in graph.outputs if _is_floating(t)]
-        super().__init__(concrete, names, roots, targets, sources, same)
+        super().__init__(concrete, names, roots, [t for t in graph.outputs if _is_floating(t)], sources, same)
         self.residuals = self._with_draws()
 
     def keep(self, policy: Policy) -> None:
@@ -197,8 +197,7 @@ class _Block(RecomputedFunction, Generic[R]):
         holders = list({id(each): each for each in holders if each}.values())
         places = [(each, key) for each in holders for key in (each if isinstance(each, dict) else range(len(each)))]
         self._aside = [(each, k) for each, k in places if tf.is_symbolic_tensor(each[k]) and each[k].graph is graph]
-        aside = [place[key] for place, key in self._aside]
-        return [t for t in [*self._flat, *self._masks, *aside] if _is_tensor(t)]
+        return [t for t in [*self._flat, *self._masks, *(place[key] for place, key in self._aside)] if _is_tensor(t)]
 
     def packed(self, y: Sequence[tf.Tensor]) -> R:
         """Packs floating tensors into what the function returns."""
@@ -259,8 +258,7 @@ class _Block(RecomputedFunction, Generic[R]):
             after = dict(zip(map(id, each), xla.optimization_barrier(*each), strict=True))
             return {name: after[id(given[name])] for name in names}
 
-        fed = {**self._fed(values), **self.feed(self._kept, kept)}
-        found = self.gradients(dy, fed, tied)
+        found = self.gradients(dy, {**self._fed(values), **self.feed(self._kept, kept)}, tied)
         return [_Rows(g.values, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else g for g in found]
 
 
@@ -287,14 +285,9 @@ def _in_turn(gradients: list[Gradient], count: int, accumulators: list[Accumulat
 class _Rows(tf.IndexedSlices):
     """Gradient of some rows that a custom gradient returns as `IndexedSlices`, and not as their values alone."""
 
-    class _Whole:
-        def get_gradient_components(self, value: tf.IndexedSlices) -> tf.IndexedSlices:
-            return value
-
-        def replace_gradient_components(self, value: tf.IndexedSlices, components: tf.Tensor) -> tf.Tensor:
-            return components
-
-    __composite_gradient__ = _Whole()
+    __composite_gradient__ = types.SimpleNamespace(
+        get_gradient_components=lambda value: value, replace_gradient_components=lambda value, components: components
+    )
 
 
 def _refuse_second_derivatives(gradients: Sequence[Gradient], sources: Sequence[tf.Tensor]) -> None:

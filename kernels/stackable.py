@@ -60,11 +60,9 @@ def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
 def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
     """Raises ValueError for layers that one body cannot stand for."""
     first, *others = map(_settings, layers)
-    for i, settings in enumerate(others, start=1):
-        if settings != first:
-            raise ValueError(
-                f"Layer {i} is {settings}, but the first {first}: only names, weights and seeds may differ."
-            )
+    for i, each in enumerate(others, start=1):
+        if each != first:
+            raise ValueError(f"Layer {i} is {each}, but the first {first}: only names, weights and seeds may differ.")
 
 
 def _settings(layer: keras.layers.Layer) -> object:

@@ -20,7 +20,7 @@ BUDGETS = {
     "checkpoint": 1_148,
     "data": 1_411,
     "distribute": 1_301,
-    "kernels": 4_024,
+    "kernels": 4_003,
     "memory": 1_261,
     "step": 2_797,
     "training": 802,
