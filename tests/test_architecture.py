@@ -18,7 +18,7 @@ BUDGETS = {
     "adapters": 4_902,
     "app": 668,
     "checkpoint": 1_148,
-    "data": 1_411,
+    "data": 1_399,
     "distribute": 1_301,
     "kernels": 4_003,
     "memory": 1_261,

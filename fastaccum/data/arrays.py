@@ -111,8 +111,7 @@ class ArrayStacks:
         passes_are_epochs = len(lengths) == 1
         passes, part = divmod(at.epoch - at.first, len(lengths))
         chunks = self._chunks(self.layout.steps_per_execution if passes_are_epochs else 1)
-        ends = itertools.accumulate(steps for _, steps in chunks)
-        done = sum(end <= part * wanted + at.step for end in ends)
+        done = sum(end <= part * wanted + at.step for end in itertools.accumulate(steps for _, steps in chunks))
         stream, skipped = _ahead(self._stream(at.first + passes, chunks, done)), at.step
         for length in itertools.islice(itertools.cycle(lengths), part, None):
             dispatches, skipped = self._epoch(stream, length, length - skipped), 0

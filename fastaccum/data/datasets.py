@@ -60,8 +60,7 @@ class DatasetSource:
     @property
     def sample(self) -> Batch:
         """Returns specs of one micro-batch, whose number of rows is unknown."""
-        spec = self.dataset.element_spec
-        return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec)
+        return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), self.dataset.element_spec)
 
     def most_rows(self, workers: int) -> int | None:
         """Returns None; ValueError where Python code makes the batches, or where several workers share them."""
@@ -115,11 +114,10 @@ class DatasetStacks:
             raise ValueError(f"{self.what} is infinite: pass {source.origin.steps}{counted}.")
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
         size = tf.nest.flatten(source.dataset.element_spec)[0].shape[0]
-        known = batches > 0 and size is not None
         self.plan: dict[str, int | None] = {
             "steps_per_epoch": steps_per_epoch,
             "steps_per_pass": steps_per_pass,
-            "rows": batches * size if known else None,
+            "rows": batches * size if batches > 0 and size is not None else None,
         }
         self.cut = {"batch_size": source.batch_size, "batches": batches}
         self._batch_size = self._checksum = 0
@@ -258,7 +256,6 @@ class DatasetStacks:
         yield from self._steps(steps)
 
     def _steps(self, steps: Iterator[tuple[Batch, list[int]]]) -> Iterator[Dispatch]:
-        """Yields the rest of a pass."""
         before = self._full_rows
         for pooled, lengths in steps:
             rows = count(f"{self.what}: x, y and sample_weight", pooled)
@@ -357,9 +354,7 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
         lengths = tf.fill([tf.shape(first)[0]], tf.shape(first)[1])
 
     def rows(t):
-        if isinstance(t, tf.RaggedTensor):
-            return t.values
-        return tf.reshape(t, tf.concat([[-1], tf.shape(t)[2:]], 0))
+        return t.values if isinstance(t, tf.RaggedTensor) else tf.reshape(t, tf.concat([[-1], tf.shape(t)[2:]], 0))
 
     return tf.nest.map_structure(rows, batch), lengths
 

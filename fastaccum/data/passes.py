@@ -18,12 +18,8 @@ from fastaccum.lines import warn
 _ITERATOR, _START = "iterator", "start of the pass"
 _SEEDS_DRAWN = b"epoch_num_random_samples"  # in a shuffle's state
 _HOLDERS = {"CacheDataset": "a cache", "ConcatenateDataset": "a concatenation", "RepeatDataset": "a finite repetition"}
-_OF_BATCHES = {
-    "ShuffleDataset": "shuffles",
-    "RepeatDataset": "repeats",
-    "ConcatenateDataset": "concatenates",
-    "DirectedInterleave": "chooses between",
-}
+_OF_BATCHES = {"ShuffleDataset": "shuffles", "RepeatDataset": "repeats"}
+_OF_BATCHES |= {"ConcatenateDataset": "concatenates", "DirectedInterleave": "chooses between"}
 
 
 class Origin(NamedTuple):
@@ -88,7 +84,6 @@ class Passes:
         return self.steps
 
     def iterator(self) -> Iterator:
-        """Returns the iterator of the pass."""
         if self._resumed is None:
             self._iterator = iter(self._pipeline)
             if self.tracked and self._savable and not _endless(self._pipeline):
@@ -104,7 +99,6 @@ class Passes:
         return step
 
     def end(self) -> None:
-        """Ends a pass."""
         self._ended, self.steps, self.rows, self._random = self._ended + 1, 0, 0, None
         self._origin.end()
 
