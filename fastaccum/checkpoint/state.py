@@ -18,8 +18,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
-from fastaccum.data.arrays import ArrayStacks
-from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.source import Stacks
 
 Json = dict[str, Any]  # an object of JSON
 # By which Keras tells apart what one process made: another process counts anew.
@@ -59,7 +58,7 @@ class Training:
     cut: Mapping[str, int]
     split_sensitive_layers: Sequence[str]  # by name: they compute other numbers if the cut is another
     unsaved_draws: Sequence[str]  # operations whose random numbers no checkpoint can bring back
-    stacks: ArrayStacks | DatasetStacks
+    stacks: Stacks
     callbacks: Callbacks
     # Returns False while steps are skipped until an error that is still to be read, and raises ValueError if indices
     # out of range were seen: neither leaves a state to go on from.
@@ -115,9 +114,7 @@ def plain(value: object) -> Any:
         return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, (set, frozenset)):  # whose order is another in each process
         return sorted((plain(each) for each in value), key=repr)
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return type(value).__name__
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else type(value).__name__
 
 
 def name_variables(groups: Mapping[str, Sequence[tf.Variable | keras.Variable]]) -> dict[str, dict[str, tf.Variable]]:
@@ -163,9 +160,7 @@ def differences(saved: object, now: object, path: str = "", words: str = "{} was
         before, after = pairs.get("class", (None, None))
         if isinstance(before, str) and isinstance(after, str) and before != after:
             pairs = {"class": (before, after)}  # whose other items say no more
-        found = [
-            line for name, pair in pairs.items() for line in differences(*pair, f"{path}.{name}".lstrip("."), words)
-        ]
+        found = [line for key, pair in pairs.items() for line in differences(*pair, f"{path}.{key}".lstrip("."), words)]
         ordered = path != "batch plan"  # whose entries also come from earlier fits
         return found or ([f"{path}: in another order"] if ordered and list(saved) != list(now) else [])
     if path.endswith(".code") and str(saved).split()[-1] != str(now).split()[-1]:

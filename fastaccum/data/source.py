@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.data import rows
-from fastaccum.data.arrays import ArraySource
-from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.arrays import ArraySource, ArrayStacks
+from fastaccum.data.datasets import DatasetSource, DatasetStacks
 from fastaccum.data.stacks import Batch
+
+Source: TypeAlias = ArraySource | DatasetSource
+Stacks: TypeAlias = ArrayStacks | DatasetStacks
 
 
 def make_data_source(
@@ -30,7 +33,7 @@ def make_data_source(
     preprocess: Callable[..., object] | None = None,  # of a batch, for the model: arrays then keep their order
     what: str = "x",  # the name of x in errors
     steps: str = "steps_per_epoch",  # and of the argument that says how much of x is read at a time
-) -> ArraySource | DatasetSource:
+) -> Source:
     """Makes the source of the data in `x`; its method `stacks` makes the stacks of a layout."""
     weigh = None if class_weight is None else functools.partial(_weigh, class_weight, sparse_labels)
     require_some(what, x)

@@ -7,15 +7,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn, Protocol
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.attributes import replaced
-from fastaccum.data.arrays import ArrayStacks
-from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Dispatch
 from fastaccum.step import compilable
 from fastaccum.step.model_objective import ModelObjective
@@ -37,10 +35,10 @@ class FirstRun(NamedTuple):
 class MemoryGuard(Protocol):
     """Checks that programs fit the device's memory."""
 
-    def admit(self, run: FirstRun) -> AbstractContextManager[None]:
+    def admit(self, run: FirstRun) -> contextlib.AbstractContextManager[None]:
         """Encloses a first run; an error of the scope keeps the program from running."""
 
-    def translate_oom_errors(self) -> AbstractContextManager[None]:
+    def translate_oom_errors(self) -> contextlib.AbstractContextManager[None]:
         """Raises the out-of-memory errors inside the block as `OutOfMemoryError`."""
 
 
@@ -124,14 +122,12 @@ class Step(abc.ABC):
             with self._translate_oom_errors():
                 raise error
 
-    def lockstep(
-        self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool = True
-    ) -> Iterator[Dispatch]:
+    def lockstep(self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool = True) -> Iterator[Dispatch]:
         """Yields the dispatches of a pass; raises WorkersDifferError on every worker if their data differ in length."""
         with self._translate_oom_errors():
             yield from self._lockstep(stacks, dispatches, training)
 
-    def translate_errors(self) -> AbstractContextManager[None]:
+    def translate_errors(self) -> contextlib.AbstractContextManager[None]:
         """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
         return compilable.translate_errors(self.objective.model)
 
@@ -144,15 +140,13 @@ class Step(abc.ABC):
     @abc.abstractmethod
     def _require(self, executed: Executed, dispatch: Dispatch) -> None: ...
 
-    def _lockstep(
-        self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool
-    ) -> Iterator[Dispatch]:
+    def _lockstep(self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool) -> Iterator[Dispatch]:
         return dispatches
 
-    def _admit(self, run: FirstRun) -> AbstractContextManager[None]:
+    def _admit(self, run: FirstRun) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.guard is None else self.guard.admit(run)
 
-    def _translate_oom_errors(self) -> AbstractContextManager[None]:
+    def _translate_oom_errors(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.guard is None else self.guard.translate_oom_errors()
 
     def _reraise(self, error: Exception) -> NoReturn:

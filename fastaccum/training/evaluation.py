@@ -15,20 +15,19 @@ from fastaccum.adapters.models import Model
 from fastaccum.data import source
 from fastaccum.data.stacks import Batch, Position
 from fastaccum.step.options import Options, capped
-from fastaccum.training.recipe import Source
 from fastaccum.training.step_builder import StepBuilder
 
 
 class Evaluation:
     """Computes loss and metrics over `steps` batches, or all, of data that is read in as many `passes`."""
 
-    def __init__(self, builder: StepBuilder, source: Source, options: Options, steps: int | None, passes: int = 1):
+    def __init__(self, builder: StepBuilder, data: source.Source, options: Options, steps: int | None, passes: int = 1):
         steps = capped("steps", steps)
-        self._step = builder.get_or_build(source.sample, options)
+        self._step = builder.get_or_build(data.sample, options)
         # One micro-batch per dispatch where the caller counts them.
         micro_batches = options.gradient_accumulation_steps * options.steps_per_execution if steps is None else 1
-        self._stacks = source.stacks(builder.evaluation_layout(micro_batches), steps, passes)
-        self._sample, self._model = source.sample, self._step.objective.model.model
+        self._stacks = data.stacks(builder.evaluation_layout(micro_batches), steps, passes)
+        self._sample, self._model = data.sample, self._step.objective.model.model
         dispatches, self._size = self._stacks.steps_per_epoch, self._stacks.layout.accumulation
         self.batches = None if dispatches is None else dispatches * self._size
 

@@ -17,10 +17,8 @@ from fastaccum.adapters import arguments
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, take_backed_up_epoch
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.saver import Saver
-from fastaccum.checkpoint.state import Training
 from fastaccum.data import arrays
-from fastaccum.data.arrays import ArrayStacks
-from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.distribute import replicas
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
@@ -162,10 +160,7 @@ class Fit:
             Callbacks(hooks.list, self._recipe.model.model, verbose=0, epochs=1, steps=None, history=False)
         )
 
-    def _training(
-        self, options: Options, step: Step, stacks: ArrayStacks | DatasetStacks, hooks: Callbacks
-    ) -> Training:
-        """Returns what a checkpoint holds of this fit."""
+    def _training(self, options: Options, step: Step, stacks: Stacks, hooks: Callbacks) -> state.Training:
         recipe, model = self._recipe, self._recipe.model
         variables: dict[str, Sequence[tf.Variable | keras.Variable]] = {
             "model": [*model.variables, *model.state],
@@ -181,7 +176,7 @@ class Fit:
         options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)  # what "auto" chose
         describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)
         sensitive = [*model.split_sensitive_layers, *self._builder.split_sensitive]
-        return Training(
+        return state.Training(
             model.model,
             variables,
             changes.begin(describe),

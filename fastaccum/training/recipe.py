@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,26 +12,20 @@ from fastaccum.adapters import arguments, fingerprint, models, optimizers, own_l
 from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
-from fastaccum.adapters.models import Model
-from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.checkpoint import state
-from fastaccum.data import source
-from fastaccum.data.arrays import ArraySource
-from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.source import Source, make_data_source
 from fastaccum.data.stacks import Batch
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.step.options import Options
-
-Source: TypeAlias = ArraySource | DatasetSource
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A model and what trains it."""
 
-    model: Model
-    optimizer: Optimizer
+    model: models.Model
+    optimizer: optimizers.Optimizer
     losses: Losses
     metrics: Metrics
     given: Mapping[str, object]  # "loss" and "loss_weights", as they were passed or compiled
@@ -70,7 +64,7 @@ class Recipe:
         """Makes the source of data as `fit` takes them; `arguments` are those of `make_data_source`."""
         arguments |= {"preprocess": self.model.preprocess, "sparse_labels": sparse_labels(self.given["loss"])}
         arguments |= {"needs_targets": self.needs_targets, "text": self.takes_text(options)}
-        return source.make_data_source(x, y, sample_weight, **arguments)
+        return make_data_source(x, y, sample_weight, **arguments)
 
 
 class RunFingerprint:
@@ -78,8 +72,7 @@ class RunFingerprint:
 
     def __init__(self, recipe: Recipe):
         self._recipe, self._replicas = recipe, recipe.replicas
-        metrics = dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True))
-        self._given = {**recipe.given, **metrics}
+        self._given = {**recipe.given, **dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True))}
         self.changes = state.ChangesOfTraining()
 
     def require_alike(self, call: str, **description: object) -> None:
