@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_902,
+    "adapters": 4_900,
     "app": 668,
     "checkpoint": 1_143,
     "data": 1_402,
-    "distribute": 1_301,
+    "distribute": 1_282,
     "kernels": 4_003,
     "memory": 1_261,
-    "step": 2_791,
+    "step": 2_785,
     "training": 789,
     "": 1_169,  # the modules directly in fastaccum
 }

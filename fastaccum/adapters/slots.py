@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -63,7 +63,7 @@ def slots_per_weight(optimizer: Optimizer) -> float:
     return sum(math.prod(v.shape) for v in copy.variables if len(v.shape)) / size**2
 
 
-@contextlib.contextmanager
+@contextmanager
 def placed(optimizer: Optimizer, place: Callable[[keras.Variable, keras.Variable], None]) -> Iterator[None]:
     """Calls `place` inside the block with each slot, as soon as Keras has made it, and the weight that it is like."""
     make = optimizer.optimizer.add_variable_from_reference
@@ -134,8 +134,7 @@ def pair_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> Iterator[tu
                         yield slot, place
 
 
-@contextlib.contextmanager
-def restricted(optimizer: Optimizer, trained: Sequence[Variable], own: Collection[int]) -> Iterator[None]:
+def restricted(optimizer: Optimizer, trained: Sequence[Variable], own: Collection[int]) -> AbstractContextManager[None]:
     """Lets the optimizer know, inside the block, the weights in these places of `trained` alone, and their slots."""
     slots = {id(raw(slot)) for slot, place in pair_slots(optimizer, trained) if place not in own}
     others = slots | {id(raw(v)) for j, v in enumerate(trained) if j not in own}
@@ -147,5 +146,4 @@ def restricted(optimizer: Optimizer, trained: Sequence[Variable], own: Collectio
             kept = [pair for pair in pairs if id(raw(pair[0])) not in others]
             attributes.append((part, "_trainable_variables", [weight for weight, _ in kept]))
             attributes.append((part, "_model_variables_moving_average", [average for _, average in kept]))
-    with replaced(attributes):
-        yield
+    return replaced(attributes)

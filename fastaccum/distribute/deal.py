@@ -35,8 +35,7 @@ def deal(sizes: Sequence[int], replicas: int) -> list[list[int]]:
 def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> tuple[int, int]:
     """Returns the numbers in a segment, and of rounds."""
     line = max(sum(_size(tensors[place]) for place in own) for own in owned)
-    dtype = _dtype(tensors)
-    segment = min(line, max(1, ROUND // (len(owned) * dtype.size)))
+    segment = min(line, max(1, ROUND // (len(owned) * _dtype(tensors).size)))
     return segment, -(-line // segment)
 
 
@@ -52,8 +51,7 @@ def pack(own: Sequence[int], tensors: Tensors, specs: Tensors, number: int, segm
     found, dtype = dict(zip(own, tensors, strict=True)), _dtype(specs)
     line = (part for part in _line(own, specs, segment) if part[1] == number)
     parts = [tf.reshape(tf.cast(found[place], dtype), [-1])[start:stop] for place, _, start, stop in line]
-    rest = segment - sum(part.shape[0] for part in parts)
-    return flat([*parts, tf.zeros([rest], dtype)])
+    return flat([*parts, tf.zeros([segment - sum(part.shape[0] for part in parts)], dtype)])
 
 
 def unpack(own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors) -> Iterator[tuple[int, tf.Tensor]]:

@@ -94,15 +94,10 @@ def outside_scope() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
-class _Component:
+def _read_component(variable: keras.Variable) -> tf.Variable:
     """Stands in for `keras.Variable._value`: reads the first local component of a distributed variable."""
-
-    def __get__(self, variable: keras.Variable, owner: type | None = None) -> tf.Variable:
-        value = vars(variable)["_value"]
-        return value.values[0] if isinstance(value, values.DistributedVariable) else value
-
-    def __set__(self, variable: keras.Variable, value: tf.Variable) -> None:
-        vars(variable)["_value"] = value
+    value = vars(variable)["_value"]
+    return value.values[0] if isinstance(value, values.DistributedVariable) else value
 
 
 @contextlib.contextmanager
@@ -112,7 +107,7 @@ def first_components() -> Iterator[None]:
     A program is so traced for one device; `Replicas.on` then finds the variables of another.
     """
     with outside_scope():
-        keras.Variable._value = _Component()
+        keras.Variable._value = property(_read_component, lambda variable, value: vars(variable).update(_value=value))
         try:
             yield
         finally:

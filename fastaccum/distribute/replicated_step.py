@@ -20,8 +20,7 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.adapters.outputs import Outputs
-from fastaccum.data.arrays import ArrayStacks
-from fastaccum.data.datasets import DatasetStacks
+from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
 from fastaccum.distribute.workers import WorkersDifferError
@@ -35,6 +34,7 @@ from fastaccum.step.train_step import Accumulated, Share
 
 SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet
 Shared = dict[str, tf.Tensor | list[tf.Tensor | None]]  # what replicas add up, by name
+Own = dict[str, Any]  # what a replica keeps of its own for the end of the step, by name
 
 
 class ReplicatedStep(Step):
@@ -120,16 +120,13 @@ class ReplicatedStep(Step):
         """The programs that follow the reduction of gradients."""
         return [self._finish]
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Keeps the optimizers inside the block from reducing, or updating on other devices, in a replica's trace."""
-        default = tf.distribute.get_strategy()
-        with replaced([(part, "_distribution_strategy", default) for part in self._optimizers]):
-            yield
+        return replaced([(part, "_distribution_strategy", tf.distribute.get_strategy()) for part in self._optimizers])
 
     # On one replica, compiled.
 
-    def _accumulated(self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch) -> tuple[Shared, Shared]:
+    def _accumulated(self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch) -> tuple[Shared, Own]:
         """Returns the sums that replicas add up, and the state that this replica keeps for the end of the step."""
         objective, count = self.objective, self._replicas.count
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
@@ -170,8 +167,7 @@ class ReplicatedStep(Step):
         return {"sums": sums, **self._common(reached)}, self.running.index_checks.seen()
 
     def _totalled(self, shared: Shared, seen: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        in_range = self._take_over(shared, seen)
-        return shared["sums"], in_range, shared["working"]
+        return shared["sums"], self._take_over(shared, seen), shared["working"]
 
     def _counted(self, *stacks: Batch) -> tf.Tensor:
         return tf.stack(self.objective.count(*stacks))
@@ -225,13 +221,11 @@ class ReplicatedStep(Step):
         executed, *_ = self._run_ends(ends, sums)
         return executed
 
-    def _trace_ends(self, shared: Shared, own: dict[str, Any]) -> list[TracedProgram]:
+    def _trace_ends(self, shared: Shared, own: Own) -> list[TracedProgram]:
         """Traces the programs of `_ends` for the specs of what `_accumulated` returns."""
         return [self._finish(shared, own["state"], own["seen"])]
 
-    def _run_ends(
-        self, ends: list[TracedProgram], sums: list[tuple[Shared, dict[str, Any]]]
-    ) -> list[tuple[Executed, tf.Tensor]]:
+    def _run_ends(self, ends: list[TracedProgram], sums: list[tuple[Shared, Own]]) -> list[tuple[Executed, tf.Tensor]]:
         """Reduces what each local replica has accumulated, and ends the step on each."""
         (finish,) = ends
         totals = self._replicas.all_reduce([shared for shared, _ in sums])
@@ -334,10 +328,9 @@ class ReplicatedStep(Step):
                 "another's: see its error): "
             )
         if dispatch.is_multi_step:
-            ran = tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks)
-            dispatch = dispatch._replace(stacks=ran)
+            dispatch = dispatch._replace(stacks=tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks))
         with first_components():
-            self._step.require_at(place, executed, dispatch)
+            self._step._require(executed, dispatch, place)
         self._require_in_range(executed.indices, False)
 
     def _steps(self, dispatch: Dispatch) -> Iterator[Sequence[Batch]]:
@@ -358,9 +351,7 @@ class ReplicatedStep(Step):
 
     # One pass over the data.
 
-    def _lockstep(
-        self, stacks: ArrayStacks | DatasetStacks, dispatches: Iterator[Dispatch], training: bool
-    ) -> Iterator[Dispatch]:
+    def _lockstep(self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool) -> Iterator[Dispatch]:
         if self._replicas.workers == 1:
             yield from dispatches
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +14,7 @@ from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.distribute import deal
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
-from fastaccum.distribute.replicated_step import ReplicatedStep, Shared, widest
+from fastaccum.distribute.replicated_step import Own, ReplicatedStep, Shared, widest
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Share
 
@@ -92,7 +91,7 @@ class ShardedStep(ReplicatedStep):
     def _ends(self) -> list[ReplicaProgram]:
         return [program for owner in self._owners for program in (owner.measure, owner.finish)]
 
-    def _trace_ends(self, shared: Shared, own: dict[str, Any]) -> list[TracedProgram]:
+    def _trace_ends(self, shared: Shared, own: Own) -> list[TracedProgram]:
         squares, specs = tf.TensorSpec([len(self._trained)], tf.float32), shared["gradients"]
         traced = []
         for replica, places in enumerate(self._owned):
@@ -107,9 +106,7 @@ class ShardedStep(ReplicatedStep):
             traced += [owner.measure(mine), owner.finish(mine, squares, own["state"], own["seen"])]
         return traced
 
-    def _run_ends(
-        self, ends: list[TracedProgram], sums: list[tuple[Shared, dict[str, Any]]]
-    ) -> list[tuple[Executed, tf.Tensor]]:
+    def _run_ends(self, ends: list[TracedProgram], sums: list[tuple[Shared, Own]]) -> list[tuple[Executed, tf.Tensor]]:
         replicas = self._replicas
         seen = widest([own["seen"] for _, own in sums])
         totals = self._reduce([shared for shared, _ in sums])

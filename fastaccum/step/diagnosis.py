@@ -44,14 +44,13 @@ class _Failed(NamedTuple):
     place: str
 
 
-def error(
-    cycle: TrainStep, objective: ModelObjective, stacks: Sequence[Batch], patience: int, place: str = ""
-) -> NonFiniteError:
+def error(cycle: TrainStep, objective: ModelObjective, stacks: Sequence[Batch], place: str) -> NonFiniteError:
     """Returns the error of a train step that was not finite, and that no lower loss scale can help.
 
     Run again, micro-batches give what they gave then, since a skipped step changes nothing; `place` begins their line.
     """
     updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
+    patience = objective.running.stuck_steps.patience
     lines = [
         ("A train step is" if patience == 1 else f"{patience} train steps in a row were")
         + f" not finite, after {updates:,} updates, and no lower loss scale can help: it is "

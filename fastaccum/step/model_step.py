@@ -80,11 +80,9 @@ class ModelStep(Step):
         step, steps, evaluation = self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate
         return {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
 
-    def _admit_program(
-        self, is_multi_step: bool, training: bool, concrete: ConcreteFunction
-    ) -> AbstractContextManager[None]:
+    def _admit_program(self, several: bool, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
-        dispatch = Dispatch(stacks, is_multi_step=is_multi_step)
+        dispatch = Dispatch(stacks, is_multi_step=several)
         return self._admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
 
     def retrace(self) -> None:
@@ -108,10 +106,7 @@ class ModelStep(Step):
         sums, seen = self.compiled_evaluate(*dispatch.stacks)
         return sums, lambda: self.running.index_checks.require(seen)
 
-    def _require(self, executed: Executed, dispatch: Dispatch) -> None:
-        self.require_at("", executed, dispatch)
-
-    def require_at(self, place: str, executed: Executed, dispatch: Dispatch) -> None:
+    def _require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
         """Checks the outcome as `Step.require` does; the message of an error begins with `place`."""
         if executed.fine:
             return
@@ -125,7 +120,7 @@ class ModelStep(Step):
             (stack,) = stacks
             stacks = (_at(stack, trip_count(stack) - 1 - since),)
         try:
-            raise diagnosis.error(self.cycle, self.objective, stacks, running.stuck_steps.patience, place)
+            raise diagnosis.error(self.cycle, self.objective, stacks, place)
         finally:
             running.stuck_steps.reset()
 
