@@ -21,7 +21,7 @@ BUDGETS = {
     "data": 1_402,
     "distribute": 1_282,
     "kernels": 4_003,
-    "memory": 1_261,
+    "memory": 1_243,
     "step": 2_785,
     "training": 789,
     "": 1_169,  # the modules directly in fastaccum

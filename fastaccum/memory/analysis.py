@@ -47,15 +47,12 @@ def measure(step: Step, programs: list[tuple[ConcreteFunction, HloProto]]) -> St
     return max(moments, key=lambda moment: moment.peak_bytes)
 
 
-def needs_shares(
-    weights: Sequence[Variable], trained: Sequence[Variable], devices: Sequence[str], slots: float
-) -> bool:
+def needs_shares(weights: Sequence[Variable], trained: Sequence[Variable], devices: list[str], slots: float) -> bool:
     """Tells if a device would be too small for all slots, `slots` numbers a weight, beside what replicas exchange."""
     held, updated = (sum(_bytes(raw(v).shape, raw(v).dtype) for v in each) for each in (weights, trained))
     needed = held + (slots + 2) * updated
     sharing = len(devices) if "CPU" in devices[0] else 1
-    found = map(available, devices)
-    return needed > min(m.total if m.source == LIMIT else m.free // sharing + held for m in found)
+    return needed > min(m.total if m.source == LIMIT else m.free // sharing + held for m in map(available, devices))
 
 
 def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | None:
@@ -83,8 +80,7 @@ def _computed(concrete: ConcreteFunction) -> int | None:
         return sum(of_node(node) + _list_elements(node, constants) for node in nodes)
 
     def of_node(node: tf.compat.v1.NodeDef) -> float:
-        called = [value.func.name for value in node.attr.values() if value.func.name in functions]
-        total = sum(map(of_function, called))
+        total = sum(of_function(value.func.name) for value in node.attr.values() if value.func.name in functions)
         if node.op in _ALIASES:
             return total
         for shape in node.attr["_output_shapes"].list.shape:
@@ -114,9 +110,7 @@ def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, object]) 
 
 def limit_of(step: Step, memory: DeviceMemory) -> int:
     """Returns the bytes that `peak_bytes` of a built step may reach: free memory, and the variables' share of it."""
-    if memory.source == LIMIT:
-        return memory.total
-    return memory.free // step.sharing + resident_bytes(step)
+    return memory.total if memory.source == LIMIT else memory.free // step.sharing + resident_bytes(step)
 
 
 def specs(sample: Batch, rows: int) -> Batch:
@@ -149,8 +143,7 @@ def resident(step: Step) -> list[Buffer]:
     def add(kind: Kind, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         for variable in variables:
             value = variable if isinstance(variable, tf.Variable) else variable.value
-            path = getattr(variable, "path", value.name.partition(":")[0])
-            layer, _, name = path.rpartition("/")
+            layer, _, name = getattr(variable, "path", value.name.partition(":")[0]).rpartition("/")
             shape = tuple(value.shape)
             found.setdefault(id(value), Buffer(_bytes(shape, value.dtype), kind, layer, name, shape))
 
@@ -163,7 +156,6 @@ def resident(step: Step) -> list[Buffer]:
 
 
 def resident_bytes(step: Step) -> int:
-    """Sums the bytes of the variables that stay in memory."""
     return sum(buffer.bytes for buffer in resident(step))
 
 

@@ -79,7 +79,6 @@ def _gpu(device: str) -> DeviceMemory:
 
 
 def _host() -> Iterator[DeviceMemory]:
-    """Yields the host's limits."""
     machine = _kilobytes(_MACHINE.read_text())
     total, free = machine["MemTotal"], machine["MemAvailable"] + machine["SwapFree"]
     yield DeviceMemory(total, max(0, total - free), free, "the machine's memory")

@@ -89,9 +89,7 @@ def advice(
 ) -> list[str]:
     """Lists changes that save memory, a sentence each, the one that helps most first; `batch_size` is one that fits."""
     kinds, peak = memory.by_kind, memory.peak_bytes
-    much = (
-        min(peak, limit or peak) / 4
-    )  # `limit` is the device's memory: a peak far beyond it has many parts that each are too large
+    much = min(peak, limit or peak) / 4  # a peak far beyond the device's memory has many parts that are too large
     found = []
     if batch_size is not None:
         rows, steps = batch_size

@@ -51,13 +51,12 @@ class Guard:
             if self._memory is None:
                 yield
                 return
-            needed = self._memory.peak_bytes
-            if needed > limit:
+            if (needed := self._memory.peak_bytes) > limit:
                 raise self._refused(run, self._memory, limit, device)
-        if needed + copies > limit:
-            _rehearse(self._memory)
-            yield
-            return
+            if needed + copies > limit:
+                _rehearse(self._memory)
+                yield
+                return
         try:
             with preserve_variables(run.captured):
                 yield
@@ -70,8 +69,7 @@ class Guard:
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        more = self._step.advice
-        return explain(message, memory, limit, self._outputs, fits, more, note=note, training=run.training)
+        return explain(message, memory, limit, self._outputs, fits, self._step.advice, note=note, training=run.training)
 
     def _fitting(self, run: FirstRun, limit: int) -> tuple[int, int] | None:
         """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold the same rows."""
@@ -115,8 +113,7 @@ class Guard:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
             return explain(message, held, limit, (), more=["Take a smaller batch_size."])
         fits = self._fitting(self._run, limit) if self._run.training and memory.peak_bytes > limit else None
-        more, training = self._step.advice, self._run.training
-        return explain(message, memory, limit, self._outputs, fits, more, training=training)
+        return explain(message, memory, limit, self._outputs, fits, self._step.advice, training=self._run.training)
 
     def _known(self) -> StepMemory | None:
         """Measures the program that ran last; returns None where the host has too little memory to compile it."""
@@ -127,13 +124,12 @@ class Guard:
         return self._memory
 
 
-def _rehearse(memory: StepMemory | None) -> None:
+def _rehearse(memory: StepMemory) -> None:
     """Allocates what a program will take, and frees it: an error comes before variables are at stake."""
-    if memory is not None:
-        plan = memory.analysis
-        size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
-        with tf.device("GPU:0" if has_gpu() else "CPU:0"):
-            tf.raw_ops.Empty(shape=[size // 2**20 + 1, 2**20], dtype=tf.uint8)
+    plan = memory.analysis
+    size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
+    with tf.device("GPU:0" if has_gpu() else "CPU:0"):
+        tf.raw_ops.Empty(shape=[size // 2**20 + 1, 2**20], dtype=tf.uint8)
 
 
 def _leading(run: FirstRun) -> tuple[int, ...]:

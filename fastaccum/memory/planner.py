@@ -215,8 +215,7 @@ class Planner:
         programs = compile_programs(self._trace(rows))
         memory, flops = measure(self._step, programs), cost.count(proto for _, proto in programs).flops
         # A dispatch of several train steps holds the data of all of them.
-        more = (self._dispatched - 1) * memory.by_kind["data"]
-        peak = self._agreed(max, memory.peak_bytes + more)
+        peak = self._agreed(max, memory.peak_bytes + (self._dispatched - 1) * memory.by_kind["data"])
         self._considered.append(Considered(rows, steps, policy, peak, peak <= self._limit, flops))
         self._memory[repr(policy), rows] = memory
         return peak

@@ -81,8 +81,7 @@ class Summary:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
         yield "runs", "with XLA" if self.jit_compile else "without XLA (figures: with it)"
-        at_least = "at least " if self.at_least else ""
-        yield "FLOPs of products", f"{at_least}{self.flops / 1e9:,.4g} GFLOP"
+        yield "FLOPs of products", f"{'at least ' * self.at_least}{self.flops / 1e9:,.4g} GFLOP"
 
     def _memory(self) -> Iterator[tuple[str, str]]:
         for kind, size in self.memory.by_kind.items():
@@ -117,8 +116,7 @@ def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
         fused.choices.clear()
     uses_xla = step.objective.options.uses_xla
     with step.temporary_retrace():
-        dispatch = analysis.dispatch_of(sample, local, layout.accumulation)
-        programs = analysis.compile_programs(step.trace(dispatch))
+        programs = analysis.compile_programs(step.trace(analysis.dispatch_of(sample, local, layout.accumulation)))
     total = cost.count(proto for _, proto in programs)
     model, trained = step.objective.model.model, step.cycle.trained
     training = {id(v) for v in trained}
