@@ -10,6 +10,8 @@ from fastaccum.memory.planner import Plan
 from fastaccum.trainer import Trainer
 from fastaccum.training.fit import Verbose
 
+_plan = workers.abort_peers_on_error(Trainer._plan)
+
 
 def plan(
     trainer: Trainer,
@@ -60,9 +62,4 @@ def plan(
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...).")
     asked = {"global_batch_size": global_batch_size, "memory_limit": memory_limit, "recompute": recompute}
-    return _plan(trainer, sample, {**asked, "verbose": verbose})
-
-
-@workers.abort_peers_on_error
-def _plan(trainer: Trainer, sample: arguments.Data, asked: dict[str, object]) -> Plan:
-    return trainer._plan(sample, **asked)
+    return _plan(trainer, sample, **asked, verbose=verbose)
