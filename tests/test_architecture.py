@@ -17,7 +17,7 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 BUDGETS = {
     "adapters": 4_900,
     "app": 668,
-    "checkpoint": 1_143,
+    "checkpoint": 1_137,
     "data": 1_402,
     "distribute": 1_282,
     "kernels": 4_003,

@@ -52,7 +52,6 @@ class FolderLock:
             os.pwrite(descriptor, holder.encode(), 0)
 
     def release(self) -> None:
-        """Releases the lock, if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -177,12 +177,6 @@ def _read_manifest(path: Path) -> Json:
     return manifest
 
 
-def _sealed(manifest: Json) -> Json:
-    """Returns what manifest.json holds: a manifest with its format, versions and checksum."""
-    plain: Json = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
-    return {**plain, "sha256": _digest(plain)}
-
-
 def _digest(manifest: Json) -> str:
     """Returns the checksum of all that a manifest holds but the checksum."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
@@ -210,7 +204,8 @@ def write(
         manifest = {**manifest, "shares": [f"{TENSORS}.data-{i:05d}-of-{len(shares):05d}" for i in range(len(shares))]}
     try:
         temporary.mkdir(exist_ok=bool(others))
-        sealed, prefix = _sealed(manifest), str(temporary / TENSORS)
+        plain: Json = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
+        sealed, prefix = {**plain, "sha256": _digest(plain)}, str(temporary / TENSORS)
         _save(shares[0] if others else prefix, {**tensors, SEAL: sealed["sha256"]})
         for wait in others:
             wait()
