@@ -86,7 +86,6 @@ class Model:
         return False
 
     def predict(self, x: Nest, **options: Any) -> Any:
-        """Calls the model's own `predict`."""
         return self.model.predict(wrap_sequence(x), **options)
 
     @property
@@ -163,7 +162,6 @@ class Model:
         return y, y_pred
 
     def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
-        """Calls the model's own `compute_loss`."""
         return self.model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
     def own_losses(
@@ -343,10 +341,9 @@ class Model:
         scopes = [(layer, s) for layer, s in scopes if s.mode != "list_of_layers" or layer.name in s.layer_names]
         return [layer for layer, scope in scopes if scope.mode != "activations"]
 
-    def uncompilable_layers(self) -> list[str]:
-        """Names the layers that declare that XLA cannot compile them, as "name (Type)"."""
-        found = [layer for layer in self.layers if not getattr(layer, "supports_jit", True)]
-        return [f"{layer.name} ({type(layer).__name__})" for layer in found]
+    def uncompilable_layers(self) -> list[keras.layers.Layer]:
+        """Lists the layers that declare that XLA cannot compile them."""
+        return [layer for layer in self.layers if not getattr(layer, "supports_jit", True)]
 
     def adopt(self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
         """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
@@ -395,6 +392,5 @@ def _may_do_more(layer: keras.layers.Layer) -> bool:
     own = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, few)
     across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
     of_ops = any(not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ()))
-    regularised = layer.activity_regularizer is not None
-    written = of_ops or regularised or _has_own_activation(layer)
+    written = of_ops or layer.activity_regularizer is not None or _has_own_activation(layer)
     return not own or written or getattr(layer, "stateful", False) or across_rows

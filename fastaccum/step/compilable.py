@@ -16,7 +16,7 @@ def require(model: Model, instead: str = "pass jit_compile=False") -> None:
     """Raises ValueError for layers that declare that XLA cannot compile them, with what to do `instead`."""
     if layers := model.uncompilable_layers():
         raise ValueError(
-            f"XLA cannot compile these layers: {', '.join(layers)}. Move them into the input pipeline "
+            f"XLA cannot compile these layers: {', '.join(map(_called, layers))}. Move them into the input pipeline "
             f"(dataset.map), or {instead}."
         )
 
