@@ -133,8 +133,7 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
     uses = [[(last_use.get(id(t), k), _size(t)) for t in node.outputs] for k, node in enumerate(nodes)]
     costs = [_Cost(_inside(node), outputs) for node, outputs in zip(nodes, uses, strict=True)]
     ends, least = _least(costs, apart)
-    whole = sum(cost.inside for k, cost in enumerate(costs) if k not in apart)
-    if least >= worth * whole:
+    if least >= worth * sum(cost.inside for k, cost in enumerate(costs) if k not in apart):
         return None
     parts = [nodes[i:j] for i, j in itertools.pairwise([0, *ends])]
     segments = [_segment(part, graph.outputs, nodes, nodes.index(part[0]) not in apart) for part in parts]
@@ -148,8 +147,7 @@ def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
     """Returns the nodes that a call runs, in Keras's order, and the places of those apart, which no block may hold."""
     by_depth = graph._nodes_by_depth
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation]
-    nodes = [node for node in nodes if not node.is_input]
-    nodes = [*_callable(nodes, graph)]
+    nodes = [*_callable([node for node in nodes if not node.is_input], graph)]
     outputs = {id(t) for t in graph.outputs}
     apart = [node for node in nodes if _is_apart(node, outputs)]
     first = [*_callable(apart, graph)]  # what these do to ids and masks would part what others compute

@@ -174,8 +174,7 @@ def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int
     if state := getattr(model, "_training_state", None):  # tf_keras's
         epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
         return int(epoch) or None
-    epoch = getattr(model, "_initial_epoch", None)
-    if epoch:
+    if epoch := getattr(model, "_initial_epoch", None):
         model._initial_epoch = None
     return epoch
 

@@ -155,7 +155,6 @@ def _class_attributes(classes: Sequence[type]) -> dict[str, object]:
 
 
 def _shapes(nest: object) -> list[list]:
-    """Lists the shapes in a nest of them."""
     parts = [*nest.values()] if isinstance(nest, dict) else nest if isinstance(nest, (list, tuple)) else []
     if parts and all(size is None or isinstance(size, int) for size in parts):
         return [[*parts]]

@@ -264,7 +264,6 @@ def _require_target(position: int, outputs: Outputs, targets: Sequence[keras.Ker
 
 
 def _with_weights(loss: keras.losses.Loss, weight: Any, name: str) -> list[tuple[keras.losses.Loss, float]]:
-    """Pairs the losses of one output with their weights."""
     losses = [each for each in loss if each is not None] if isinstance(loss, (list, tuple)) else [loss]
     weights = list(weight) if isinstance(weight, (list, tuple)) else [1.0 if weight is None else weight] * len(losses)
     if len(weights) != len(losses):

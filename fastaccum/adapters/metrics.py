@@ -134,7 +134,6 @@ class Metrics:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The state variables of every metric."""
         return [*(raw(v) for metric in (self.compiled, *self.own) for v in metric.variables), *self._kept]
 
     @property
@@ -157,8 +156,7 @@ class Metrics:
                 y_true, y_pred = batch.y_true[i], batch.y_pred[i]
                 if (labels := scored.get(i)) is not None:
                     given = None if weights is None else weights[i]
-                    weight = _row_weight(metric, labels.counted, labels.counted, given, ())
-                    update_from_scores(metric, labels, weight)
+                    update_from_scores(metric, labels, _row_weight(metric, labels.counted, labels.counted, given, ()))
                     continue
                 with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
                     axes = self._axes[id(metric)]
@@ -200,7 +198,6 @@ class Metrics:
         return [variable for by_name in self._returned.values() for variable in by_name.values()]
 
     def reset(self) -> None:
-        """Resets every metric."""
         for metric in (self.compiled, *self.own):
             metric.reset_state()
         for variable in self._kept:

@@ -89,8 +89,7 @@ class TFKerasModel(Model):
         return replaced([(self.model, "compiled_loss", compiled)])
 
     def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
-        compiled = types.SimpleNamespace(update_state=update, metrics=[])
-        with replaced([(self.model, "compiled_metrics", compiled)]):
+        with replaced([(self.model, "compiled_metrics", types.SimpleNamespace(update_state=update, metrics=[]))]):
             return self.model.compute_metrics(x, y, y_pred, sample_weight)
 
     @property

@@ -236,8 +236,6 @@ class _Constraint(keras.constraints.Constraint):
 
 
 class _Keras(Optimizer):
-    """The optimizers of Keras 3."""
-
     def __init__(self, optimizer: keras.Optimizer):
         super().__init__(optimizer)
         self._seen_as: dict[int, keras.Variable] = {}
@@ -366,8 +364,7 @@ class _Legacy(_TFKeras):
         if "tensorflow_addons.AveragedOptimizerWrapper" in kinds(self.optimizer):
             # What keras.callbacks.SwapEMAWeights swaps, by the names of Keras 3.
             self.optimizer._trainable_variables = variables
-            averages = [self.optimizer.get_slot(v, "average") for v in variables]
-            self.optimizer._model_variables_moving_average = averages
+            self.optimizer._model_variables_moving_average = [self.optimizer.get_slot(v, "average") for v in variables]
             if self.optimizer._distribution_strategy is None:
                 self.optimizer._distribution_strategy = tf.distribute.get_strategy()
 

@@ -80,8 +80,7 @@ class Outputs:
 
         If `repeat`, one value stands for every output; if `several`, an output may have a list of values.
         """
-        found = self._placed(value, what, self._tree, repeat, several)
-        return {i: each for i, each in found if not _is_nothing(each)}
+        return {i: v for i, v in self._placed(value, what, self._tree, repeat, several) if not _is_nothing(v)}
 
     def _placed(self, value: Any, what: str, tree: Positions, repeat: bool, several: bool) -> Iterator[tuple[int, Any]]:
         leaves = list(_leaves(tree))

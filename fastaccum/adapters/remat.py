@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from fastaccum.adapters import blocks, interceptors, models
 from fastaccum.adapters.attributes import Nest
-from fastaccum.adapters.blocks import Block, Segment
-from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.kernels.recompute import recomputed
 from fastaccum.kernels.recomputed_function import Policy, require_policy
 
@@ -58,7 +56,7 @@ def remat(
     True
     """
     models.get(model)  # raises for what is no model
-    replacing: list[Interceptor] = []
+    replacing: list[interceptors.Interceptor] = []
     if policy is not None and require_policy(policy) != "everything_saveable":
         replacing = [_interceptor(block, policy) for block in _blocks(model, layer_names)]
     _replace(model, replacing)
@@ -86,24 +84,24 @@ def changes() -> int:
     return _changes
 
 
-def installed(model: keras.Model) -> list[Interceptor]:
+def installed(model: keras.Model) -> list[interceptors.Interceptor]:
     """Returns what `remat` has put into a model: the same objects until `remat` changes the model again."""
     layers = list(model._flatten_layers())
     graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]  # also in Sequential models
     distinct = {id(layer): layer for layer in [*layers, *graphs]}.values()
-    return [each for layer in distinct for each in interceptors.installed(layer, Role.RECOMPUTE)]
+    return [each for layer in distinct for each in interceptors.installed(layer, interceptors.Role.RECOMPUTE)]
 
 
-def _replace(model: keras.Model, replacing: list[Interceptor]) -> None:
+def _replace(model: keras.Model, replacing: list[interceptors.Interceptor]) -> None:
     for each in installed(model):
         interceptors.remove(each)
     for each in replacing:
         interceptors.install(each)
 
 
-def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[Block]:
+def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[blocks.Block]:
     if layer_names is not None:
-        return [Block(layer) for layer in _named(model, layer_names)]
+        return [blocks.Block(layer) for layer in _named(model, layer_names)]
     if not model.weights:
         raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
     if not (found := blocks.find(model)):
@@ -132,7 +130,7 @@ def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.
     return [by_name[name] for name in layer_names]
 
 
-def _interceptor(block: Block, policy: Policy) -> Interceptor:
+def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Interceptor:
     layer, segments = block
 
     def recompute(call: Callable, *args: object, **kwargs: object) -> Nest:
@@ -152,10 +150,10 @@ def _interceptor(block: Block, policy: Policy) -> Interceptor:
         return keras.tree.pack_sequence_as(layer.output, [values[id(t)] for t in layer.outputs])
 
     method, replacement = ("call", recompute) if segments is None else ("_run_through_graph", walk)
-    return Interceptor(layer, method, replacement, Role.RECOMPUTE)
+    return interceptors.Interceptor(layer, method, replacement, interceptors.Role.RECOMPUTE)
 
 
-def _run(segment: Segment, operation_fn: Callable, given: list[tf.Tensor]) -> list[tf.Tensor]:
+def _run(segment: blocks.Segment, operation_fn: Callable, given: list[tf.Tensor]) -> list[tf.Tensor]:
     values = dict(zip(map(id, segment.inputs), given, strict=True))
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(values)

@@ -24,10 +24,8 @@ UNSEEDED = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of t
 _CHECKS = {"All", "Any", "Assert"}
 _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
-_LINEAR = {
-    *("Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"),
-    *("Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2"),
-}
+_LINEAR = {"Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"}
+_LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2"}
 _FUNCTIONS = {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"}  # not looked into
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
 
@@ -123,8 +121,7 @@ def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variabl
     owners = {id(v.handle): v for v in graph.variables} | owners
     outside = {id(inside): id(handle) for handle, inside in graph.captures}
     written = [outside.get(id(t)) for op in graph.get_operations() for t in get_read_write_resource_inputs(op)[1]]
-    found = {id(owners[handle]): owners[handle] for handle in written if handle in owners}
-    return list(found.values())
+    return list({id(owners[handle]): owners[handle] for handle in written if handle in owners}.values())
 
 
 # The number of rows: where a function computes with it, and by which power.
