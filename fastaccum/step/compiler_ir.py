@@ -53,12 +53,11 @@ def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo
 def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
     """Returns what a concrete function compiles to, with XLA's plan of its memory; takes no data, runs nothing."""
     captured = concrete.captured_inputs
-    given = concrete.inputs[: len(concrete.inputs) - len(captured)]
     compiled = context.context().get_compiler_ir(
         device_name=tf.zeros([]).device,
         platform_name=None,
         function_name=concrete.name,
-        flat_args=[tf.TensorSpec(t.shape, t.dtype) for t in given],
+        flat_args=[tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs[: len(concrete.inputs) - len(captured)]],
         captured_inputs=captured,
         stage="optimized_hlo_proto_serialized",
     )

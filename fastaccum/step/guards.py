@@ -70,7 +70,6 @@ class StuckSteps(tf.Module):
         self._in_epoch.assign(0)
 
     def reset(self) -> None:
-        """Counts all anew."""
         self._in_a_row.assign(0)
         self.start_epoch()
 
@@ -131,6 +130,5 @@ class IndexChecks(tf.Module):
             )
 
     def reset(self) -> None:
-        """Forgets what was seen."""
         for each in self._ranges:
             each.assign(_NOTHING_SEEN)

@@ -149,9 +149,7 @@ class ModelObjective(Objective):
     def _in_range(self, batch: Matched) -> Matched:
         return batch if self.options.uses_xla else self.losses.in_range(batch)
 
-    def update_metrics(
-        self, batch: Batch, terms: Sequence[Term], y_pred: Nest, training: bool
-    ) -> Mapping[str, tf.Tensor]:
+    def update_metrics(self, batch: Batch, terms: Sequence[Term], y_pred: Nest, training: bool) -> dict[str, tf.Tensor]:
         """Updates the metrics with one micro-batch; returns what a `compute_metrics` of the model's own returns."""
         if not self.has_own_metrics:
             if self.metrics.compiled.metrics:
@@ -339,7 +337,6 @@ def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], s
 
 
 def _targets(batch: Batch) -> Nest:
-    """Returns the targets, or None."""
     return batch.y if tf.nest.flatten(batch.y) else None
 
 

@@ -14,7 +14,6 @@ from fastaccum.adapters.attention import FlashAttention
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.lines import warn
 from fastaccum.step import loss_scale as loss_scales
-from fastaccum.step.loss_scale import LossScale
 
 OnNonfinite = Literal["skip", "raise"]
 JitCompile = bool | Literal["auto"]
@@ -38,7 +37,6 @@ def _rules(
     may_change: bool = False,  # True if an attribute of a Trainer may be set after the train step was built
     must_agree: bool = True,  # False if a training may be resumed with another value, as the option moves no weight
 ) -> dict[str, object]:
-    """Declares the rules of an option."""
     return {"check": check, "may_change": may_change, "must_agree": must_agree}
 
 
@@ -51,7 +49,7 @@ class Options:
         default=1, metadata=_rules(checks.whole_number, may_change=True, must_agree=False)
     )
     steps_per_execution: int = field(default=1, metadata=_rules(checks.whole_number, may_change=True))
-    loss_scale: LossScale | float | None = field(
+    loss_scale: loss_scales.LossScale | float | None = field(
         default=None, metadata=_rules(lambda _, value: loss_scales.get(value, "float32"))
     )
     clip_norm: float | None = field(default=None, metadata=_rules(checks.positive_or_none))

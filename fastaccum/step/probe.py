@@ -62,8 +62,7 @@ def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[s
         )
     by_row = not objective.model.mixes_rows and not objective.model.moving_layers
     beyond = [traces.first_op_beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
-    compared = traces.first_comparison_of_rows(traced.graph)
-    found = [operation for operation in (compared, normalized, *beyond) if operation]
+    found = [each for each in (traces.first_comparison_of_rows(traced.graph), normalized, *beyond) if each]
     if found:
         warn_of_mixing(f"A loss that {name} computes itself", found[0])
     return [f"a loss of {name}'s own"] if found else []

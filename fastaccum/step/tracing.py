@@ -84,5 +84,4 @@ def _interruptible() -> Iterator[None]:
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Converts a function by AutoGraph, inline, where a nested tf.function would hide the function's operations."""
-    enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
-    return autograph.convert(recursive=True, conversion_ctx=enabled)(function)
+    return autograph.convert(recursive=True, conversion_ctx=ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))(function)

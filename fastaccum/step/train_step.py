@@ -359,12 +359,10 @@ def _scalars(returned):
 
 
 def _require_trainable(variables: Sequence[tf.Variable]) -> None:
-    for variable in variables:
-        if not variable.dtype.is_floating:
-            raise TypeError(
-                f"variables holds {variable.name!r} of dtype {variable.dtype.name}: only floats are trained."
-            )
-        if not variable.shape.is_fully_defined():
-            raise ValueError(f"variables holds {variable.name!r} of shape {variable.shape}: its shape must be known.")
-        if tf.executing_eagerly() and tf.is_symbolic_tensor(variable.handle):
-            raise ValueError(f"variables holds {variable.name!r}, which belongs to another graph.")
+    for v in variables:
+        if not v.dtype.is_floating:
+            raise TypeError(f"variables holds {v.name!r} of dtype {v.dtype.name}: only floats are trained.")
+        if not v.shape.is_fully_defined():
+            raise ValueError(f"variables holds {v.name!r} of shape {v.shape}: its shape must be known.")
+        if tf.executing_eagerly() and tf.is_symbolic_tensor(v.handle):
+            raise ValueError(f"variables holds {v.name!r}, which belongs to another graph.")

@@ -12,7 +12,6 @@ from fastaccum.adapters.remat import installed
 from fastaccum.data.stacks import Batch
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
-from fastaccum.memory.planner import Plan
 from fastaccum.memory.summary import Summary, summary
 from fastaccum.step import compilable
 from fastaccum.step.options import Options
@@ -29,7 +28,7 @@ def make_plan(
     memory_limit: int | str | None = None,
     recompute: Literal["auto"] | None = None,
     verbose: Literal["auto", 0, 1, 2] = "auto",
-) -> Plan:
+) -> planner.Plan:
     """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are `fastaccum.plan`'s."""
     asked = {"memory_limit": memory_limit, "recompute": recompute, "verbose": verbose, "at_most": at_most}
     builder.fingerprint.require_alike("plan", global_batch_size=global_batch_size, **asked)
@@ -52,7 +51,7 @@ def make_plan(
         return search.plan(rows, memory_limit, policies)
 
 
-def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: Any) -> Plan:
+def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: Any) -> planner.Plan:
     """Plans the micro-batch for data as `fit` takes them; `asked` are the other arguments of `fastaccum.plan`."""
     if hasattr(data, "__next__") or isinstance(wrap_sequence(data), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(data).__name__}: pass one of its batches, as a tuple.")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -145,13 +144,11 @@ class StepBuilder:
         self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)
         self._compilation = self._model.compilation
 
-    @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
+    def fitting(self) -> contextlib.AbstractContextManager[None]:
         """Compiles the model with what trains it; no other Trainer's `evaluate` compiles it inside the block."""
         if self._model.compiled_since(self._compilation):
             self._compile()
-        with replaced([(self._model.model, _FITTING, True)]):
-            yield
+        return replaced([(self._model.model, _FITTING, True)])
 
     def require_same(self) -> None:
         """Raises ValueError if a callback has compiled the model, or switched what of it is trained."""
