@@ -41,8 +41,7 @@ def __getattr__(name: str) -> Any:
     # Import machinery, doctest and inspect probe for dunders; they must not cost an import.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_ADDONS), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(_ADDONS), name)
     return value
 
 

@@ -260,8 +260,7 @@ def _norm(name, dtype):
 
 
 def _dense(units, fan_in, name, dtype, scale=1.0):
-    initial = _normal(fan_in, scale)
-    return keras.layers.Dense(units, use_bias=False, kernel_initializer=initial, dtype=dtype, name=name)
+    return keras.layers.Dense(units, use_bias=False, kernel_initializer=_normal(fan_in, scale), dtype=dtype, name=name)
 
 
 def _normal(fan_in, scale=1.0):

@@ -16,7 +16,7 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
     "adapters": 4_878,
-    "app": 668,
+    "app": 664,
     "checkpoint": 1_137,
     "data": 1_402,
     "distribute": 1_282,
@@ -24,7 +24,7 @@ BUDGETS = {
     "memory": 1_243,
     "step": 2_773,
     "training": 785,
-    "": 1_166,  # the modules directly in fastaccum
+    "": 1_164,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

@@ -46,7 +46,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    """Makes the parser of the command line."""
     about = "Trains a small language model on text, with gradient accumulation in one XLA program."
     parser = Parser(prog="fastaccum", description=about, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"fastaccum {sys.modules['fastaccum'].__version__}")

@@ -48,8 +48,7 @@ class Run:
         self.rows = math.ceil(options.steps / self.steps_per_row)
         self.evaluated_rows = {*range(0, self.rows, math.ceil(self.rows / EVALUATIONS)), self.rows} - {0}
         self.context: int = PRESETS[options.preset]["context"]
-        tokens = options.batch_size * options.accum * self.context
-        if 8 * tokens > device.available("CPU:0").free:
+        if 8 * options.batch_size * options.accum * self.context > device.available("CPU:0").free:
             raise MemoryError  # for a step's ids and labels alone
         self.text = text.read_text(options.paths)
         windows = MOST_STEPS * MOST  # more than any run takes

@@ -81,8 +81,7 @@ class RandomWindows(keras.utils.PyDataset):
         return self.batches
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        random = np.random.default_rng((self.seed, index))
-        starts = random.integers(0, len(self.ids) - self.context, self.batch_size)
+        starts = np.random.default_rng((self.seed, index)).integers(0, len(self.ids) - self.context, self.batch_size)
         return _windows_at(self.ids, starts, self.context)
 
 

@@ -53,7 +53,6 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _begin(options: argparse.Namespace) -> tuple[Run, Path]:
-    """Makes the run and its folder."""
     try:
         if options.resume is not None:
             return resume(options), Path(options.resume)
