@@ -260,7 +260,7 @@ def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
 
 
 def _bias(layer: keras.layers.Layer) -> Any:
-    return getattr(layer, "_bias" if _is_masked(layer) else "bias", None)
+    return layer._bias if _is_masked(layer) else getattr(layer, "bias", None)
 
 
 def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
