@@ -168,7 +168,7 @@ class FusedHeadLoss:
     ) -> tuple[tf.Tensor, ScoredLabels | None]:
         """Returns the weighted sum of losses that are `counted`, bool [...], and labels' scores for metrics."""
         kernel, transposed = _kernel(self.head)
-        bias = _bias(self.head)
+        bias = _bias_of(self.head)
         total, scores = linear_cross_entropy_sum_and_scores(
             hidden,
             tf.convert_to_tensor(kernel),
@@ -259,12 +259,12 @@ def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
     return getattr(layer, "kernel", None), False
 
 
-def _bias(layer: keras.layers.Layer) -> Any:
+def _bias_of(layer: keras.layers.Layer) -> Any:
     return layer._bias if _is_masked(layer) else getattr(layer, "bias", None)
 
 
 def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
-    (kernel, transposed), bias = _kernel(layer), _bias(layer)
+    (kernel, transposed), bias = _kernel(layer), _bias_of(layer)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
