@@ -70,8 +70,8 @@ def attention(
         implementation: "blockwise"; "reference", the unfused expression with plain autodiff; "cudnn", cuDNN's kernels
             (not run on a GPU yet); or "auto", see `attention_implementation`. cuDNN's need a program that XLA compiles
             for a GPU, float16 or bfloat16, sizes known when it is traced, and K a multiple of 8 up to 128 (256 on a
-            GPU of compute capability 9); T equal to S if causal, or with segment_ids; with these,
-            an even T, and memory for a mask [B, T, T]; no window, soft cap or dropout.
+            GPU of compute capability 9); T equal to S if causal, with segment_ids or with dropout;
+            with the last two an even T, and memory for a mask [B, T, T], or [B, H, T, T]; no window or soft cap.
 
     >>> query, key, value = (tf.random.stateless_normal([1, 6, 2, 4], [0, i]) for i in range(3))
     >>> whole = attention(query, key, value, causal=True, implementation="reference")
@@ -88,7 +88,7 @@ def attention(
     window = None if window is None else min(whole_number("window", window), 2**30)
     soft_cap = None if soft_cap is None else checks.positive("soft_cap", soft_cap, ", or None")
     drawn = (dropout, _require_seed(seed)) if (dropout := checks.fraction("dropout", dropout)) else None
-    plain = window is soft_cap is drawn is None
+    plain = window is soft_cap is None
     if implementation == "auto":
         implementation = attention_implementation(
             query.shape,
@@ -97,6 +97,7 @@ def attention(
             dtype=query.dtype,
             causal=causal,
             packed=segments is not None,
+            dropout=drawn is not None,
             jit_compile=in_xla() and plain,
         )
     if scale is None:
@@ -108,8 +109,8 @@ def attention(
             return checkpoint_name(reference_attention(query, key, value, form), "attention")
         if implementation == "cudnn":
             if not plain:
-                raise ValueError('implementation="cudnn" has no dropout, window or soft cap: pass "blockwise".')
-            return cudnn_attention(query, key, value, scale=scale, causal=causal, segments=segments)
+                raise ValueError('implementation="cudnn" has no window or soft cap: pass "blockwise".')
+            return cudnn_attention(query, key, value, form)
         if None in (query.shape[1], key.shape[1]):
             raise ValueError(
                 f"The times must be known when this is traced: query {query.shape}, key {key.shape}. Give the function "
@@ -128,6 +129,7 @@ def attention_implementation(
     dtype: tf.DType | str = "float32",
     causal: bool = False,
     packed: bool = False,
+    dropout: bool = False,
     jit_compile: bool = True,
 ) -> Literal["blockwise", "cudnn", "reference"]:
     """Returns the implementation that `implementation="auto"` of `attention` stands for.
@@ -144,7 +146,8 @@ def attention_implementation(
         dtype: of query, key and value.
         causal: as in `attention`.
         packed: whether queries and keys have `segment_ids`.
-        jit_compile: whether XLA compiles the program; False with a window, a soft cap or dropout.
+        dropout: whether weights are dropped.
+        jit_compile: whether XLA compiles the program; False with a window or a soft cap.
 
     >>> attention_implementation([8, 128, 4, 32], [8, 128, 4, 32])
     'reference'
@@ -156,7 +159,7 @@ def attention_implementation(
     with naming(f"dtype={shown(dtype)}"):
         dtype = tf.as_dtype(dtype)
     causal, packed = true_or_false("causal", causal), true_or_false("packed", packed)
-    call = Call(query_shape, key_shape, dtype, causal, packed)
+    call = Call(query_shape, key_shape, dtype, causal, packed, true_or_false("dropout", dropout))
     if true_or_false("jit_compile", jit_compile) and has_gpu() and is_usable(call):
         return "cudnn"
     queries, keys = query_shape[1], key_shape[1]

@@ -50,7 +50,7 @@ class Form(NamedTuple):
 _LOW = -1e30
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Axis of `size` in `pieces` of `length`, the last piece padded."""
 
     size: int | tf.Tensor
@@ -62,14 +62,14 @@ class _Blocks(NamedTuple):
         return 0 if self.length is self.size else self.pieces * self.length - self.size
 
 
-def _cut(size: int, block_size: int) -> _Blocks:
+def _cut(size: int, block_size: int) -> Blocks:
     """Cuts an axis into even pieces of at most `block_size`, of a multiple of 8 where possible."""
     pieces = math.ceil(size / block_size)
     length = min(block_size, 8 * math.ceil(size / pieces / 8))
-    return _Blocks(size, math.ceil(size / length), length)
+    return Blocks(size, math.ceil(size / length), length)
 
 
-def _list_pairs(queries: _Blocks, keys: _Blocks, form: Form) -> np.ndarray:
+def _list_pairs(queries: Blocks, keys: Blocks, form: Form) -> np.ndarray:
     """Lists the pairs of blocks that see each other, row by row, and which are the first of a row: int32 [3, pairs]."""
     first_n1 = np.arange(queries.pieces)[:, None] * queries.length + keys.size - queries.size
     last_n1 = np.minimum(first_n1 + queries.length, keys.size) - 1
@@ -80,7 +80,7 @@ def _list_pairs(queries: _Blocks, keys: _Blocks, form: Form) -> np.ndarray:
 
 
 def _make_mask(
-    queries: _Blocks, keys: _Blocks, form: Form, groups: int, per_group: int
+    queries: Blocks, keys: Blocks, form: Form, groups: int, per_group: int
 ) -> Callable[[int | tf.Tensor, int | tf.Tensor], tf.Tensor | None]:
     """Returns a function of two blocks' numbers: which keys each query sees, bool, for [N, q, k]; None if all."""
     segments = form.segments
@@ -107,7 +107,7 @@ def _make_mask(
     return seen
 
 
-def _make_dropout(form: Form, query: tf.Tensor, groups: int, queries: _Blocks, keys: _Blocks) -> Callable[..., Any]:
+def make_dropout(form: Form, query: tf.Tensor, groups: int, queries: Blocks, keys: Blocks) -> Callable[..., Any]:
     """Returns a function of the numbers of two blocks: the factor of each weight, 0 where it is dropped, [N, q, k].
 
     It depends on the seed and the weight's place alone, since each query of each head has keys of its own.
@@ -127,7 +127,7 @@ def _make_dropout(form: Form, query: tf.Tensor, groups: int, queries: _Blocks, k
     return factor
 
 
-def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
+def _split(t: tf.Tensor, groups: int, blocks: Blocks) -> tf.Tensor:
     """Splits [B, T, H, K] into blocks [n, N, q, K], padded with zeros; a group's heads become rows, one by one."""
     batch, _, heads, width = sizes(t)
     per_group = heads // groups
@@ -137,7 +137,7 @@ def _split(t: tf.Tensor, groups: int, blocks: _Blocks) -> tf.Tensor:
     return tf.reshape(t, [blocks.pieces, batch * groups, per_group * blocks.length, width])
 
 
-def _join(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Tensor:
+def _join(t: tf.Tensor, groups: int, blocks: Blocks, like: tf.Tensor) -> tf.Tensor:
     """Inverts `_split`, to the shape and dtype of `like`."""
     batch, _, heads, width = sizes(like)
     t = tf.reshape(t, [blocks.pieces, batch, groups, heads // groups, blocks.length, width])
@@ -148,7 +148,7 @@ def _join(t: tf.Tensor, groups: int, blocks: _Blocks, like: tf.Tensor) -> tf.Ten
 def reference_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Form) -> tf.Tensor:
     """Computes `attention` as the unfused expression, with plain autodiff."""
     groups, per_group = key.shape[2], query.shape[2] // key.shape[2]
-    queries, keys = (_Blocks(size, 1, size) for size in (sizes(query)[1], sizes(key)[1]))
+    queries, keys = (Blocks(size, 1, size) for size in (sizes(query)[1], sizes(key)[1]))
     query_NqK, key_NkK, value_NkK = (
         _split(t, groups, blocks)[0] for t, blocks in ((query, queries), (key, keys), (value, keys))
     )
@@ -158,7 +158,7 @@ def reference_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
     if seen is not None and not (form.segments is None and query.shape[1] == key.shape[1]):
         # Some query may see nothing.
         weights_Nqk = tf.where(seen, weights_Nqk, 0.0)
-    weights_Nqk *= _make_dropout(form, query, groups, queries, keys)(0, 0)
+    weights_Nqk *= make_dropout(form, query, groups, queries, keys)(0, 0)
     return _join(product(tf.cast(weights_Nqk, value.dtype), value_NkK)[None], groups, queries, query)
 
 
@@ -169,7 +169,7 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
     pairs = tf.constant(_list_pairs(queries, keys, form))
     steps = pairs.shape[1]
     seen = _make_mask(queries, keys, form, groups, query.shape[2] // groups)
-    factor = _make_dropout(form, query, groups, queries, keys)
+    factor = make_dropout(form, query, groups, queries, keys)
 
     @custom_gradient
     def run(query, key, value):

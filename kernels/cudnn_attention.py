@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
-from fastaccum.kernels.blockwise_attention import Form, Segments, reference_attention
+from fastaccum.kernels.blockwise_attention import Blocks, Form, make_dropout, reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import compute_capability, has_gpu
@@ -48,6 +48,7 @@ class Call(NamedTuple):
     dtype: tf.DType
     causal: bool
     packed: bool  # a query sees keys of its own segment alone
+    dropout: bool = False
 
     def example(self) -> Call:
         """Returns a small call of the same kind; of T and S above 512 what a kernel's tiles leave over."""
@@ -58,7 +59,7 @@ class Call(NamedTuple):
 
     def reason_against(self) -> str | None:
         """Returns what cuDNN does not take of the call, or None."""
-        (batch, queries, _, width), keys = self.query_shape, self.key_shape[1]
+        (batch, queries, heads, width), keys = self.query_shape, self.key_shape[1]
         capability = compute_capability()
         widest = 256 if capability >= (9, 0) else 128
         if capability < (8, 0):
@@ -69,12 +70,14 @@ class Call(NamedTuple):
             return "sizes that are not known when this is traced"
         if width % 8 or width > widest:
             return f"heads {width} wide: they must be a multiple of 8, up to {widest} on this device"
-        if (self.causal or self.packed) and queries != keys:
-            return f"{queries} queries and {keys} keys: there must be as many if causal or packed"
-        if self.packed and queries % 2:
-            return f"packed sequences over {queries} tokens: their number must be even"
-        if self.packed and 2 * batch * queries * keys > _LARGEST_MASK:
-            return f"packed sequences of [{batch}, {queries}]: their mask must take at most 1 GiB"
+        masked = self.packed or self.dropout
+        if (self.causal or masked) and queries != keys:
+            return f"{queries} queries and {keys} keys: there must be as many if causal or packed, or with dropout"
+        if masked and queries % 2:
+            return f"packed sequences or dropout over {queries} tokens: their number must be even"
+        if masked and 2 * batch * (heads if self.dropout else 1) * queries * keys > _LARGEST_MASK:
+            shape = [batch, heads, queries] if self.dropout else [batch, queries]
+            return f"packed sequences or dropout of {shape}: their mask must take at most 1 GiB"
         return None
 
 
@@ -119,16 +122,15 @@ def _compute_both(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> l
     def run(query, key, value, doutput, ids):
         # Keys have fewer segments, so that some queries see nothing.
         segments, scale = (ids, tf.minimum(ids, 1)) if call.packed else None, 0.125
+        dropout = (0.25, tf.constant([1, 2], tf.int64)) if call.dropout else None
 
         def outcome(attend, *inputs):
             output = attend(*inputs)
             return output, *tf.gradients(output, inputs, tf.cast(doutput, output.dtype))  # no tape records here
 
-        fused = outcome(
-            lambda *t: cudnn_attention(*t, scale=scale, causal=call.causal, segments=segments), query, key, value
-        )
+        fused = outcome(lambda *t: cudnn_attention(*t, Form(scale, call.causal, segments, dropout)), query, key, value)
         exact = outcome(
-            lambda *t: reference_attention(*t, Form(scale, call.causal, segments)),
+            lambda *t: reference_attention(*t, Form(scale, call.causal, segments, dropout)),
             *(tf.cast(t, tf.float32) for t in (query, key, value)),
         )
         return fused, exact
@@ -147,36 +149,84 @@ def _compare(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType) -
     return None
 
 
-def cudnn_attention(
-    query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, *, scale: float, causal: bool, segments: Segments = None
-) -> tf.Tensor:
-    """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in memory."""
-    _require(query, key, causal, segments)
-    config = functools.partial(_configure, query, key, scale, causal)
-    name, masks = ("Softmax", []) if segments is None else ("ScaleBiasSoftmax", [_mask(segments, query.dtype)])
-    sees_BT11 = None if segments is None or segments[0] is segments[1] else _sees(segments, causal)[..., None, None]
+def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Form) -> tf.Tensor:
+    """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in memory.
+
+    With dropout as two each way, since cuDNN's own draws other numbers in a training that is resumed. One sees the keys
+    that are kept alone, one all: `P1 = softmax(scores of kept)` and its log-sum-exp `l1`, P and l. By
+    `share = exp(l1 - l) / (1 - rate)` the weights after dropout are `share * P1`, so that
+
+        output = share * P1 @ value
+        dscores = P1 * (share * doutput @ value^T) - P * sum(doutput * output)
+
+    A call on the way back computes `P * (doutput @ value^T - sum(doutput * output))` of what it is given: the first
+    term is that of an output of 0, the second that of values of 0.
+    """
+    _require(query, key, form)
+    sees_BT11 = None
+    if form.segments is not None and form.segments[0] is not form.segments[1]:
+        sees_BT11 = _sees(form.segments, form.causal)[..., None, None]
 
     def zeroed(t_BTHK):
         """Returns 0 for a query that sees nothing: all its scores are as low, and cuDNN returns a mean."""
         return t_BTHK if sees_BT11 is None else tf.where(sees_BT11, t_BTHK, tf.zeros([], t_BTHK.dtype))
 
+    kept, mask = _make_kept(form, query, key), _mask(form, query.dtype)
+    rate = 0.0 if form.dropout is None else form.dropout[0]
+
     @custom_gradient
     def run(*inputs_BTHK):
-        query_BTHK, *_ = inputs_BTHK
-        batch, queries, heads, _ = query_BTHK.shape
-        results = [query_BTHK, tf.TensorSpec([batch, heads, queries], tf.float32)]
-        output_BTHK, lse_BHT = _call(f"__cudnn$fmha{name}", [*inputs_BTHK, *masks], results, config(_FORWARD))
+        output_BTHK, lse_BHT = _forward(form, inputs_BTHK, mask)
+        output_BTHK, lses = zeroed(output_BTHK), [lse_BHT]
+        if rate:
+            output_BTHK, lse_of_kept_BHT = _forward(form, inputs_BTHK, _mask(form, query.dtype, kept(0)))
+            lses.append(lse_of_kept_BHT)
+            output_BTHK = zeroed(_scaled(output_BTHK, rate, *lses))
         # Kept for the backward pass is what the next layer takes, and no second tensor beside it.
-        output_BTHK, lse_BHT = (checkpoint_name(t, "attention") for t in (zeroed(output_BTHK), lse_BHT))
+        output_BTHK, *lses = (checkpoint_name(t, "attention") for t in (output_BTHK, *lses))
 
         def gradient(doutput_BTHK):
-            operands = [*inputs_BTHK, lse_BHT, zeroed(doutput_BTHK), *masks, output_BTHK]
-            gradients = _call(f"__cudnn$fmha{name}Backward", operands, inputs_BTHK, config(_BACKWARD))
-            return first_order(gradients, "cuDNN's attention")
+            doutput_BTHK = zeroed(doutput_BTHK)
+            if not rate:
+                gradients = _backward(form, inputs_BTHK, lses[0], doutput_BTHK, mask, output_BTHK)
+                return first_order(gradients, "cuDNN's attention")
+            barred_BTHK, zero = xla.optimization_barrier(doutput_BTHK, tf.constant(0))  # or XLA would keep the mask
+            of_kept = _mask(form, query.dtype, kept(zero))
+            scaled_BTHK = _scaled(barred_BTHK, rate, *lses)
+            one = _backward(form, inputs_BTHK, lses[1], scaled_BTHK, of_kept, tf.zeros_like(output_BTHK))
+            without_value = *inputs_BTHK[:2], tf.zeros_like(inputs_BTHK[2])
+            other = _backward(form, without_value, lses[0], barred_BTHK, mask, output_BTHK)
+            return first_order([one[0] + other[0], one[1] + other[1], one[2]], "cuDNN's attention")
 
         return output_BTHK, gradient
 
     return run(query, key, value)
+
+
+def _forward(form: Form, inputs: Sequence[tf.Tensor], masks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    batch, queries, heads, _ = inputs[0].shape
+    results = [inputs[0], tf.TensorSpec([batch, heads, queries], tf.float32)]
+    config = _configure(inputs[0], inputs[1], form.scale, form.causal, _FORWARD)
+    return _call(f"__cudnn$fmha{'ScaleBias' * len(masks)}Softmax", [*inputs, *masks], results, config)
+
+
+def _backward(form, inputs, lse_BHT, doutput_BTHK, masks, output_BTHK) -> list[tf.Tensor]:
+    operands = [*inputs, lse_BHT, doutput_BTHK, *masks, output_BTHK]
+    config = _configure(inputs[0], inputs[1], form.scale, form.causal, _BACKWARD)
+    return _call(f"__cudnn$fmha{'ScaleBias' * len(masks)}SoftmaxBackward", operands, inputs, config)
+
+
+def _scaled(t_BTHK: tf.Tensor, rate: float, lse_BHT: tf.Tensor, lse_of_kept_BHT: tf.Tensor) -> tf.Tensor:
+    share_BHT = tf.exp(lse_of_kept_BHT - lse_BHT) / (1 - rate)
+    return tf.cast(tf.cast(t_BTHK, tf.float32) * tf.transpose(share_BHT, [0, 2, 1])[..., None], t_BTHK.dtype)
+
+
+def _make_kept(form: Form, query: tf.Tensor, key: tf.Tensor) -> Callable[[int | tf.Tensor], tf.Tensor]:
+    """Returns a function of 0: which weights dropout keeps, bool [B, H, T, S]."""
+    queries, keys = Blocks(query.shape[1], 1, query.shape[1]), Blocks(key.shape[1], 1, key.shape[1])
+    factor = make_dropout(form, query, key.shape[2], queries, keys)
+    (batch, _, heads, _) = query.shape
+    return lambda zero: tf.reshape(factor(0, zero) > 0, [batch, heads, queries.size, keys.size])
 
 
 def _sees(segments: tuple[tf.Tensor, tf.Tensor], causal: bool) -> tf.Tensor:
@@ -186,9 +236,13 @@ def _sees(segments: tuple[tf.Tensor, tf.Tensor], causal: bool) -> tf.Tensor:
     return tf.reduce_any(seen_BTS, 2)
 
 
-def _mask(segments: tuple[tf.Tensor, tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-    """Returns the mask that is added to the scores of all heads, [B, 1, T, T]."""
-    return tf.where(_same(segments), tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))
+def _mask(form: Form, dtype: tf.DType, kept_BHTS: tf.Tensor | None = None) -> list[tf.Tensor]:
+    """Returns the mask that is added to the scores, [B, 1, T, S] for all heads or [B, H, T, S]; nothing without one."""
+    seen = [] if form.segments is None else [_same(form.segments)]
+    seen += [] if kept_BHTS is None else [kept_BHTS]
+    if not seen:
+        return []
+    return [tf.where(functools.reduce(tf.logical_and, seen), tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))]
 
 
 def _same(segments: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
@@ -279,14 +333,15 @@ def _configure(
     return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
 
 
-def _require(query: tf.Tensor, key: tf.Tensor, causal: bool, segments: Segments) -> None:
+def _require(query: tf.Tensor, key: tf.Tensor, form: Form) -> None:
     remedy = 'Pass implementation="blockwise".'
     if not (has_gpu() and in_xla()):
         raise ValueError(
             f'implementation="cudnn" needs a GPU, and a program that XLA compiles (jit_compile=True). {remedy}'
         )
-    reason = Call(tuple(query.shape), tuple(key.shape), query.dtype, causal, segments is not None).reason_against()
+    terms = form.causal, form.segments is not None, form.dropout is not None
+    reason = Call(tuple(query.shape), tuple(key.shape), query.dtype, *terms).reason_against()
     if reason:
         raise ValueError(
-            f"cuDNN does not take {reason}. Query {query.shape}, key {key.shape}, causal={causal}. {remedy}"
+            f"cuDNN does not take {reason}. Query {query.shape}, key {key.shape}, causal={form.causal}. {remedy}"
         )

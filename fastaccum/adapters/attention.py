@@ -235,9 +235,15 @@ class FusedAttention:
         if self._mode == "auto" and not plain and max(queries, keys) <= short:
             raise _NotFused(f"dropout, a window or a soft cap, of {short} tokens at most")
         padded = any(part is not None for part in parts[2:])
-        compiled = in_xla() and plain
+        compiled = in_xla() and window is soft_cap is None
         chosen = attention_implementation(
-            query.shape, key.shape, dtype=query.dtype, causal=causal, packed=padded, jit_compile=compiled
+            query.shape,
+            key.shape,
+            dtype=query.dtype,
+            causal=causal,
+            packed=padded,
+            dropout=bool(rate),
+            jit_compile=compiled,
         )
         if left and chosen != "cudnn":
             raise small

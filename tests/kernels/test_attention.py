@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastaccum.kernels import attention, attention_implementation, cudnn_attention
+from fastaccum.kernels.blockwise_attention import Form, reference_attention
 from fastaccum.step import compiler_ir as compiled
 from fastaccum.step.program import Program
 
@@ -392,21 +393,72 @@ def compute_as_cudnn(target, operands, results, config):
     inputs, backward = operands[:3], target.endswith("Backward")
     mask = operands[5 if backward else 3] if "Bias" in target else 0
 
-    def scores(query, key):
-        key = tf.repeat(tf.cast(key, tf.float32), query.shape[2] // key.shape[2], 2)
-        found = tf.einsum("bthk,bshk->bhts", tf.cast(query, tf.float32), key) * options["fmha_scale"]
-        causal = tf.linalg.band_part(tf.ones(found.shape[-2:]), -1, 0 if options["mask_type"] == "CAUSAL" else -1)
-        return tf.where(causal > 0, found + tf.cast(mask, tf.float32), -1e38)
+    per_group = inputs[0].shape[2] // inputs[1].shape[2]
+    query, key, value = (tf.cast(each, tf.float32) for each in inputs)
+    key, value = (tf.repeat(each, per_group, 2) for each in (key, value))
+    scale = options["fmha_scale"]
+    scores = tf.einsum("bthk,bshk->bhts", query, key) * scale
+    causal = tf.linalg.band_part(tf.ones(scores.shape[-2:]), -1, 0 if options["mask_type"] == "CAUSAL" else -1)
+    scores = tf.where(causal > 0, scores + tf.cast(mask, tf.float32), -1e38)
+    if not backward:
+        weights = tf.cast(tf.nn.softmax(scores), inputs[0].dtype)
+        output = tf.einsum("bhts,bshk->bthk", tf.cast(weights, tf.float32), value)
+        return [tf.cast(output, inputs[0].dtype), tf.reduce_logsumexp(scores, -1)]
+    # As FlashAttention does, from the log-sum-exp and the output that it is given.
+    lse, doutput, output = operands[3], *(tf.cast(each, tf.float32) for each in (operands[4], operands[-1]))
+    weights = tf.exp(scores - lse[..., None])
+    delta = tf.einsum("bthk,bthk->bht", doutput, output)
+    dscores = scale * weights * (tf.einsum("bthk,bshk->bhts", doutput, value) - delta[..., None])
+    found = [
+        tf.einsum("bhts,bshk->bthk", dscores, key),
+        tf.einsum("bhts,bthk->bshk", dscores, query),
+        tf.einsum("bhts,bthk->bshk", weights, doutput),
+    ]
+    of_groups = [tf.reduce_sum(tf.reshape(t, [*t.shape[:2], -1, per_group, t.shape[3]]), 3) for t in found[1:]]
+    return [tf.cast(t, inputs[0].dtype) for t in (found[0], *of_groups)]
 
-    def output(query, key, value):
-        value = tf.repeat(value, query.shape[2] // value.shape[2], 2)
-        weights = tf.cast(tf.nn.softmax(scores(query, key)), value.dtype)
-        return tf.einsum("bhts,bshk->bthk", weights, value)
 
-    if backward:
-        inputs = [tf.identity(each) for each in inputs]
-        return tf.gradients(output(*inputs), inputs, operands[4])
-    return [output(*inputs), tf.reduce_logsumexp(scores(*inputs[:2]), -1)]
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"segments": 3}, {"causal": True, "segments": 3}], ids=str)
+@pytest.mark.parametrize(("dtype", "allowed"), [("float16", 6e-3), ("bfloat16", 5e-2)])
+def test_dropout_as_two_calls_of_cudnns(monkeypatch, form, dtype, allowed):
+    """The same weights are dropped as by the unfused expression; by one call alone their sum would be another."""
+    monkeypatch.setattr(cudnn_attention, "_call", compute_as_cudnn)
+    tensors, (ids, _) = make(dtype, time=38, width=16, segments=form.get("segments", 1))
+    options = {"causal": form.get("causal", False), "dropout": 0.3, "seed": [4, 5]}
+    options["segment_ids"] = (ids, np.roll(np.minimum(ids, 1), 5, 1)) if "segments" in form else None
+
+    def results(implementation, dtype):
+        with h200.as_on_a_gpu():
+            return outcome([tf.cast(t, dtype) for t in tensors], implementation=implementation, **options)
+
+    fused, exact = results("cudnn", dtype), results("reference", "float32")
+    half = results("reference", dtype)
+    for got, unfused, expected in zip(fused, half, exact, strict=True):
+        np.testing.assert_allclose(tf.cast(got, tf.float32), expected, atol=allowed)
+        error, error_unfused = (np.abs(tf.cast(t, tf.float32) - expected).max() for t in (got, unfused))
+        assert error <= 2.5 * error_unfused + allowed / 10
+    monkeypatch.setattr(cudnn_attention, "_scaled", lambda t, *_: t)  # negative control
+    wrong = zip(results("cudnn", dtype), exact, strict=True)
+    assert max(np.abs(tf.cast(got, tf.float32) - expected).max() for got, expected in wrong) > 5 * allowed
+
+
+def test_what_dropout_keeps_is_drawn_again_on_the_way_back():
+    """No mask of all heads is kept from one pass to the other."""
+    shape, layers = [2, 512, 4, 64], 8
+    mask = 2 * 2 * 4 * 512**2
+
+    def step(x, seed):
+        y = x
+        for i in range(layers):
+            y += attention(y, y, y, dropout=0.1, seed=seed + i, implementation="cudnn")
+        return tf.gradients(y, x)
+
+    with h200.as_on_a_gpu():
+        specs = tf.TensorSpec(shape, tf.bfloat16), tf.TensorSpec([2], tf.int32)
+        compiled_step = tf.function(step, jit_compile=True, autograph=False)
+        hlo, memory = h200.compile_for_h200(compiled.compiler_ir(compiled_step, *specs, stage="stablehlo_serialized"))
+    assert hlo.count("fmhaScaleBiasSoftmaxBackward") == hlo.count("fmhaSoftmaxBackward") == layers
+    assert memory.temp_bytes < 5 * mask
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -476,7 +528,7 @@ def _cudnn_calls(module):
         ({"width": 12}, "heads 12 wide: they must be a multiple of 8, up to 256"),
         ({"width": 264}, "heads 264 wide"),
         ({"keys": 50}, "37 queries and 50 keys: there must be as many"),
-        ({"segments": 2}, "packed sequences over 37 tokens: their number must be even"),
+        ({"segments": 2}, "packed sequences or dropout over 37 tokens: their number must be even"),
     ],
 )
 def test_what_cudnn_does_not_take_is_named_and_left_to_the_others_by_auto(sizes, message):
@@ -530,7 +582,8 @@ def test_the_mask_of_packed_sequences_leaves_no_weight_to_others(dtype):
     """Ids in any order; each query sees the key of its own place at least, and scores are of thousands."""
     rng = np.random.default_rng(0)
     ids, scores = rng.integers(0, 3, (2, 16)), rng.normal(size=(2, 4, 16, 16)).astype("float32") * 5000
-    mask = cudnn_attention._mask((tf.constant(ids), tf.constant(ids)), tf.as_dtype(dtype))
+    form = Form(1.0, False, (tf.constant(ids), tf.constant(ids)))
+    (mask,) = cudnn_attention._mask(form, tf.as_dtype(dtype))
     assert mask.dtype == dtype and mask.shape == [2, 1, 16, 16]
     weights = tf.nn.softmax(scores + tf.cast(mask, tf.float32)).numpy()
     same = np.broadcast_to(ids[:, None, :, None] == ids[:, None, None, :], weights.shape)
@@ -582,15 +635,14 @@ def test_the_trial_takes_rounding_for_right_and_another_mask_or_scale_for_wrong(
     """The unfused expression of half precision stands in for the kernel of a device that has one, right or wrong."""
 
     def tried(**wrong):
-        def stand_in(query, key, value, segments, **options):
-            return attention(
-                query, key, value, segment_ids=segments, implementation="reference", **{**options, **wrong}
-            )
+        def stand_in(query, key, value, form):
+            return reference_attention(query, key, value, form._replace(**wrong))
 
         monkeypatch.setattr(cudnn_attention, "cudnn_attention", stand_in)
         cudnn_attention._tried.cache_clear()
         shapes = [8, time, 4, 64], [8, time, 2, 64]
-        return attention_implementation(*shapes, dtype=dtype, causal=True, packed=time > 1, block_size=1)
+        options = {"causal": True, "packed": time > 1, "dropout": time == 32, "block_size": 1}
+        return attention_implementation(*shapes, dtype=dtype, **options)
 
     with h200.as_on_a_gpu(cudnn=None):
         assert tried() == "cudnn"
@@ -641,9 +693,9 @@ def _call(made):
         ({"dropout": 0.1, "seed": [1, 2, 3]}, ValueError, "seed=.* must be two integers"),
         ({"dropout": 0.1, "seed": [1.0, 2.0]}, ValueError, "seed=.* must be two integers"),
         (
-            {"dropout": 0.1, "seed": [1, 2], "implementation": "cudnn"},
+            {"window": 2, "implementation": "cudnn"},
             ValueError,
-            "no dropout, window or soft cap.*blockwise",
+            "no window or soft cap.*blockwise",
         ),
     ],
 )
