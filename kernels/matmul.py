@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
 
 from fastaccum.kernels.checks import as_tensor
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.rounded import rounded
-from fastaccum.kernels.xla_ops import HALF, dot, in_xla, product, sizes, unfused
+from fastaccum.kernels.xla_ops import HALF, barred, dot, in_xla, product, sizes, unfused
 
 _ELEMENTWISE = ("AddV2", "Erf", "Mul", "Pow", "Sigmoid", "Tanh")
 _TRANSPARENT = ("Cast", "Identity", "IdentityN")  # an IdentityN holds a custom gradient, such as that of SiLU
@@ -157,8 +157,8 @@ def _again(x: tf.Tensor, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     if gated is None or gated.op.type != "Mul" or gated.op.inputs[0].shape != gated.op.inputs[1].shape:
         return x, dy
     values = {t.name: t for each in gated.op.inputs for t in _preactivations(each)}
-    *barred, dy = xla.optimization_barrier(*values.values(), dy)
-    values = dict(zip(values, barred, strict=True))
+    *again, dy = barred(*values.values(), dy)
+    values = dict(zip(values, again, strict=True))
 
     def rebuild(t: tf.Tensor) -> tf.Tensor:
         if t.name in values or t.op.type == "Const":
@@ -166,19 +166,24 @@ def _again(x: tf.Tensor, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         if t.op.type in _TRANSPARENT:
             return tf.cast(rebuild(t.op.inputs[t.value_index]), t.dtype)
         names = (argument.name for argument in t.op.op_def.input_arg)
-        return getattr(tf.raw_ops, t.op.type)(**dict(zip(names, map(rebuild, t.op.inputs), strict=True)))
+        operands = dict(zip(names, map(rebuild, t.op.inputs), strict=True))
+        return values.setdefault(t.name, getattr(tf.raw_ops, t.op.type)(**operands))
 
     return tf.reshape(rebuild(gated), tf.shape(x)), dy
 
 
-def _preactivations(t: tf.Tensor, depth: int = 16) -> list[tf.Tensor]:
+def _preactivations(t: tf.Tensor, depth: int = 16, known: dict[Any, list[tf.Tensor]] | None = None) -> list[tf.Tensor]:
     """Returns the one tensor that an activation of at most so many operations computes t from; t if there is none."""
+    known = {} if known is None else known
+    if (t.name, depth) in known:
+        return known[t.name, depth]
     operation = t.op
     inputs = [operation.inputs[t.value_index]] if operation.type in _TRANSPARENT else operation.inputs
     inputs = inputs if depth and operation.type in (*_TRANSPARENT, *_ELEMENTWISE) else []
-    found = {each.name: each for source in inputs for each in _preactivations(source, depth - 1)}
+    found = {each.name: each for source in inputs for each in _preactivations(source, depth - 1, known)}
     constant = operation.type == "Const" or (inputs and not found)
-    return list(found.values()) if constant or len(found) == 1 else [t]
+    known[t.name, depth] = list(found.values()) if constant or len(found) == 1 else [t]
+    return known[t.name, depth]
 
 
 def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:

@@ -98,6 +98,12 @@ def unfused(t: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else tf.identity(t), lambda dy: dy
 
 
+@custom_gradient
+def barred(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Sequence[tf.Tensor]]]:
+    """Returns the tensors in XLA, none of which is used before all of them are there."""
+    return list(xla.optimization_barrier(*tensors)), lambda *upstream: upstream
+
+
 def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
     """Computes `m = max(x)`, finite, `sum(exp(x - m))` and, if asked to, the first place of m over a matrix's rows."""
     places = tf.range(x.shape[1])

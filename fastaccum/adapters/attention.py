@@ -294,19 +294,25 @@ def _require_kernel_arguments(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor
 
 
 def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[tuple[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Returns padding as segment ids of queries and keys, and bool [B, T], whether a query sees any key."""
-    may_see = tf.ones([1, queries], tf.bool) if mask.queries is None else mask.queries
-    seen = tf.ones([1, keys], tf.bool) if mask.keys is None else mask.keys
-    may_see, seen = tf.broadcast_to(may_see, [rows, queries]), tf.broadcast_to(seen, [rows, keys])
-    # Multiples of 4, so that no document is what stands for padding.
-    own, others = (0, 0) if mask.documents is None else (4 * tf.cast(ids, tf.int64) for ids in mask.documents)
-    segments = tf.where(may_see, own, 1), tf.where(seen, others, 2)
+    """Returns documents and padding as ids of queries and keys, and bool [B, T], whether a query sees any key."""
+    own, others = mask.documents or (tf.zeros([1, queries], tf.int32), tf.zeros([1, keys], tf.int32))
+    padded = mask.queries is not None or mask.keys is not None
+    if padded and own.dtype.size > 4:
+        raise _NotFused("documents of 64-bit ids beside padding, which takes an id of its own: cast them to int32")
+    if padded and mask.documents:  # multiples of 4, which padding is not
+        own, others = (4 * tf.cast(ids, tf.int64) for ids in (own, others))
+    own, others = tf.broadcast_to(own, [rows, queries]), tf.broadcast_to(others, [rows, keys])
+    segments = own if mask.queries is None else tf.where(mask.queries, own, 1), others
+    segments = segments[0], others if mask.keys is None else tf.where(mask.keys, others, 2)
+    t_T1, s_S = tf.range(queries)[:, None], tf.range(keys)
+    if mask.documents:
+        in_band = s_S >= 0 if mask.after is None else s_S <= t_T1 + mask.after
+        in_band &= True if mask.before is None else s_S >= t_T1 - mask.before
+        return segments, tf.reduce_any((segments[0][:, :, None] == segments[1][:, None]) & in_band, 2)
+    may_see, seen = segments[0] == 0, segments[1] == 0
     places = np.arange(queries)
     end = np.minimum(places + (keys if mask.after is None else mask.after + 1), keys)
     start = 0 * places if mask.before is None else np.maximum(places - mask.before, 0)
-    if mask.documents:
-        in_band = (np.arange(keys) >= start[:, None]) & (np.arange(keys) < end[:, None])
-        return segments, tf.reduce_any((segments[0][:, :, None] == segments[1][:, None]) & in_band, 2)
     sums = tf.cumsum(tf.pad(tf.cast(seen, tf.int32), [[0, 0], [1, 0]]), 1)
     return segments, may_see & (tf.gather(sums, end, axis=1) > tf.gather(sums, start, axis=1))
 

@@ -455,6 +455,34 @@ def test_documents_in_a_row_see_themselves_alone(monkeypatch, options):
     assert largest_difference(unmasked, whole) > 1e-4
 
 
+@pytest.mark.parametrize("padding", [False, True])
+def test_no_two_documents_of_large_ids_become_one(monkeypatch, padding):
+    """Ids of 64 bits need no other id beside them, but for padding, with which they are left to the layer."""
+    monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
+
+    def make():
+        return Packed(
+            lambda a, b: tf.bitwise.left_shift(a, 62) == tf.bitwise.left_shift(b, 62), False, padding, "int64"
+        )
+
+    whole = in_keras(stock(make), *padded())
+    weights, choices = trained(stock(make), *padded(), "auto")
+    reason = "unfused: documents of 64-bit ids beside padding, which takes an id of its own: cast them to int32"
+    assert choices == [reason if padding else "fused: blockwise"] * 2
+    assert largest_difference(weights, whole) < 2e-7
+
+
+def test_the_graph_of_documents_holds_no_matrix_of_tokens():
+    """Not as a constant, which would take seconds to trace."""
+
+    @tf.function(autograph=False)
+    def segments(ids):
+        return adapter._as_segments(Mask(after=0, documents=(ids, ids)), 2, 4096, 4096)
+
+    graph = segments.get_concrete_function(tf.TensorSpec([2, 4096], tf.int32)).graph
+    assert graph.as_graph_def().ByteSize() < 2**16
+
+
 @pytest.mark.parametrize("compare", [keras.ops.not_equal, lambda a, b: abs(a - b) < 2], ids=["others", "neighbours"])
 def test_another_comparison_of_documents_is_left_to_the_layer(monkeypatch, compare):
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)

@@ -628,3 +628,34 @@ def test_of_a_gated_unit_a_gpu_keeps_the_operands_alone(gate, monkeypatch):
     monkeypatch.setattr(matmul, "_again", lambda x, dy: (x, dy))
     of_one = 2 * rows * 4 * width
     assert ours < temp_bytes() - (layers - 1.1) * of_one
+
+
+def test_second_derivatives_go_through_a_gated_unit_that_is_computed_again():
+    x, weights = draw([8, 4], "bfloat16"), [draw(shape, "float32", 1) for shape in ([4, 6], [4, 6], [6, 2])]
+
+    def second():
+        @tf.function(jit_compile=True, autograph=False)
+        def run(x, *weights):
+            first = tf.gradients(gated(GATES["silu"], x, *weights), x)
+            return tf.gradients([tf.reduce_sum(each**2) for each in first], [x, *weights])
+
+        return run(x, *weights)
+
+    plain = second()
+    with mock.patch.object(matmul, "has_gpu", lambda: True):
+        again = second()
+    for one, other in zip(again, plain, strict=True):
+        assert worst(tf.cast(one, tf.float32), tf.cast(other, "float64").numpy()) < 2e-2
+
+
+def test_what_is_used_twice_is_computed_again_once():
+    @tf.function(jit_compile=True, autograph=False)
+    def run(x, y, kernel):
+        power = tf.sigmoid(x)
+        for _ in range(12):
+            power = power * power
+        return tf.gradients(matmul_fp32_wgrad(power * y, kernel), [x, kernel])
+
+    with mock.patch.object(matmul, "has_gpu", lambda: True):
+        sizes = draw([8, 4], "bfloat16"), draw([8, 4], "bfloat16"), draw([4, 4], "float32")
+        assert len(run.get_concrete_function(*sizes).graph.get_operations()) < 150
