@@ -48,7 +48,7 @@ class Call(NamedTuple):
     dtype: tf.DType
     causal: bool
     packed: bool  # a query sees keys of its own segment alone
-    dropout: bool = False
+    dropout: bool = False  # a mask of all heads says which weights are kept
 
     def example(self) -> Call:
         """Returns a small call of the same kind; of T and S above 512 what a kernel's tiles leave over."""

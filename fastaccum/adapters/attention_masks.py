@@ -25,9 +25,8 @@ class Mask(NamedTuple):
     after: int | None = None  # to t + after: a causal mask has 0
     queries: tf.Tensor | None = None  # bool [B or 1, T], false for a query that sees nothing
     keys: tf.Tensor | None = None  # bool [B or 1, S], false for a key that no query sees
-    documents: tuple[tf.Tensor, tf.Tensor] | None = (
-        None  # ids [B or 1, T] and [B or 1, S]: a query sees keys of its own
-    )
+    # Ids [B or 1, T] and [B or 1, S]: a query sees keys of its own document.
+    documents: tuple[tf.Tensor, tf.Tensor] | None = None
 
     def both(self, other: Mask) -> Mask:
         """Returns the mask that has the parts of this one and of the other."""
@@ -90,9 +89,7 @@ class _Reader:
 
     def _along(self, t: tf.Tensor, axes: Axes) -> tuple[tf.Tensor | None, tf.Tensor | None]:
         """Returns a tensor of shape [B, T, 1] as [B, T], and none of keys; one of shape [B, 1, S] as [B, S] of keys."""
-        if (t.shape.rank or 0) < 2 or any(
-            n == "head" and size != 1 for n, size in zip(axes, t.shape[:-2], strict=True)
-        ):
+        if t.shape.rank < 2 or any(name == "head" and size != 1 for name, size in zip(axes, t.shape[:-2], strict=True)):
             return None, None
         if t.shape[-2] == 1 and t.shape[-1] == self._size[1]:
             return None, tf.reshape(t, [-1, self._size[1]])
