@@ -76,7 +76,7 @@ def fit(trainer, tmp_path, monkeypatch):
             return dataclasses.replace(alone, workers=workers, holders=holders)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fitting, "Training", training)
+            patch.setattr(fitting.state, "Training", training)
             saves = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "keep": 9}
             trainer.fit(X, X[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=list(callbacks), **saves)
 
