@@ -36,7 +36,7 @@ _STABLEHLO = {tf.float16: "f16", tf.bfloat16: "bf16", tf.float32: "f32", tf.uint
 _HIDDEN = {tf.float16: tf.float16.min, tf.bfloat16: -(2.0**41)}
 # Of the largest value: what half precision explains.
 _ROUNDING = {tf.float16: 0.01, tf.bfloat16: 0.05}
-# Of a packed batch's mask, the one thing here that is quadratic in time.
+# Of the mask of packed sequences or of dropout, all that is quadratic in time here.
 _LARGEST_MASK = 2**30
 
 
@@ -152,9 +152,9 @@ def _compare(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType) -
 def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Form) -> tf.Tensor:
     """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in memory.
 
-    With dropout as two each way, since cuDNN's own draws other numbers in a training that is resumed. One sees the keys
-    that are kept alone, one all: `P1 = softmax(scores of kept)` and its log-sum-exp `l1`, P and l. By
-    `share = exp(l1 - l) / (1 - rate)` the weights after dropout are `share * P1`, so that
+    With dropout each pass makes two calls, since cuDNN's own dropout draws other numbers in a training that is resumed.
+    The first attends to the kept keys, the second to all. With `P1 = softmax(scores of kept)` and its log-sum-exp `l1`,
+    P and l of all, and `share = exp(l1 - l) / (1 - rate)`, the weights after dropout are `share * P1`, so that
 
         output = share * P1 @ value
         dscores = P1 * (share * doutput @ value^T) - P * sum(doutput * output)
@@ -180,6 +180,8 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
         output_BTHK, lses = zeroed(output_BTHK), [lse_BHT]
         if rate:
             output_BTHK, lse_of_kept_BHT = _forward(form, inputs_BTHK, _mask(form, query.dtype, kept(0)))
+            # Of a row without a kept key: so that its weights are exactly 0 on the way back, too.
+            lse_of_kept_BHT = tf.where(lse_of_kept_BHT < _HIDDEN[query.dtype] / 2, 1e30, lse_of_kept_BHT)
             lses.append(lse_of_kept_BHT)
             output_BTHK = zeroed(_scaled(output_BTHK, rate, *lses))
         # Kept for the backward pass is what the next layer takes, and no second tensor beside it.
@@ -217,12 +219,12 @@ def _backward(form, inputs, lse_BHT, doutput_BTHK, masks, output_BTHK) -> list[t
 
 
 def _scaled(t_BTHK: tf.Tensor, rate: float, lse_BHT: tf.Tensor, lse_of_kept_BHT: tf.Tensor) -> tf.Tensor:
-    share_BHT = tf.exp(lse_of_kept_BHT - lse_BHT) / (1 - rate)
+    share_BHT = tf.where(lse_of_kept_BHT > 1e29, 0.0, tf.exp(lse_of_kept_BHT - lse_BHT) / (1 - rate))
     return tf.cast(tf.cast(t_BTHK, tf.float32) * tf.transpose(share_BHT, [0, 2, 1])[..., None], t_BTHK.dtype)
 
 
 def _make_kept(form: Form, query: tf.Tensor, key: tf.Tensor) -> Callable[[int | tf.Tensor], tf.Tensor]:
-    """Returns a function of 0: which weights dropout keeps, bool [B, H, T, S]."""
+    """Returns a function that draws which weights dropout keeps, bool [B, H, T, S]; of a 0 that ties it to a pass."""
     queries, keys = Blocks(query.shape[1], 1, query.shape[1]), Blocks(key.shape[1], 1, key.shape[1])
     factor = make_dropout(form, query, key.shape[2], queries, keys)
     (batch, _, heads, _) = query.shape

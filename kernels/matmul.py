@@ -17,7 +17,7 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.rounded import rounded
 from fastaccum.kernels.xla_ops import HALF, barred, dot, in_xla, product, sizes, unfused
 
-_ELEMENTWISE = ("AddV2", "Erf", "Mul", "Pow", "Sigmoid", "Tanh")
+_ELEMENTWISE = ("AddV2", "Erfc", "Mul", "Neg", "Pow", "Sigmoid", "Square", "Tanh")
 _TRANSPARENT = ("Cast", "Identity", "IdentityN")  # an IdentityN holds a custom gradient, such as that of SiLU
 
 
@@ -141,7 +141,7 @@ def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor, copy_IO: tf.Tensor | None) -
         rounded_IO = rounded(kernel_IO, x_TI.dtype, copy_IO)
 
         def gradient(dy_TO):
-            again_TI, dy_TO = _again(x_TI, dy_TO)
+            again_TI, dy_TO = _recompute_product(x_TI, dy_TO)
             return tf.matmul(dy_TO, rounded_IO, transpose_b=True), dot(again_TI, dy_TO, transpose_a=True)
 
         return tf.matmul(x_TI, rounded_IO), gradient
@@ -149,8 +149,8 @@ def _product(x_TI: tf.Tensor, kernel_IO: tf.Tensor, copy_IO: tf.Tensor | None) -
     return multiply(x_TI, kernel_IO)
 
 
-def _again(x: tf.Tensor, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns both; x, if it is a gated unit's product, computed again on a GPU once dy is there, and so not kept."""
+def _recompute_product(x: tf.Tensor, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns x and dy; a product of two tensors, as a gated unit's, is computed again on a GPU once dy is there."""
     gated = x if has_gpu() and in_xla() else None
     while gated is not None and gated.op.type in ("Identity", "Reshape"):
         gated = gated.op.inputs[0]
@@ -169,7 +169,7 @@ def _again(x: tf.Tensor, dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         operands = dict(zip(names, map(rebuild, t.op.inputs), strict=True))
         return values.setdefault(t.name, getattr(tf.raw_ops, t.op.type)(**operands))
 
-    return tf.reshape(rebuild(gated), tf.shape(x)), dy
+    return tf.reshape(rebuild(gated), sizes(x)), dy
 
 
 def _preactivations(t: tf.Tensor, depth: int = 16, known: dict[Any, list[tf.Tensor]] | None = None) -> list[tf.Tensor]:

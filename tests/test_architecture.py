@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_936,
+    "adapters": 4_934,
     "app": 664,
     "checkpoint": 1_137,
     "data": 1_402,
     "distribute": 1_282,
-    "kernels": 4_110,
+    "kernels": 4_112,
     "memory": 1_243,
     "step": 2_773,
     "training": 785,

@@ -130,9 +130,10 @@ class FusedHeadLoss:
             arguments = signature.bind(*args, **kwargs).arguments
             if self._reversible and not arguments.get("reverse"):  # it embeds ids
                 return call(*args, **kwargs)
-            inputs, *positions = arguments.values()
+            inputs = args[0] if args else next(iter(arguments.values()))
             if _is_masked(self.head):
-                inputs = keras.ops.take_along_axis(inputs, positions[0][..., None], axis=1)
+                inputs, positions = arguments.values()
+                inputs = keras.ops.take_along_axis(inputs, positions[..., None], axis=1)
                 inputs = self.head._intermediate_layer_norm(self.head._intermediate_dense(inputs))
             # A tensor of its own, so that whatever else reads it can be told.
             hidden = tf.identity(inputs)

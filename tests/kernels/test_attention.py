@@ -442,6 +442,22 @@ def test_dropout_as_two_calls_of_cudnns(monkeypatch, form, dtype, allowed):
     assert max(np.abs(tf.cast(got, tf.float32) - expected).max() for got, expected in wrong) > 5 * allowed
 
 
+def test_a_row_whose_keys_are_all_dropped_passes_nothing_on(monkeypatch):
+    """Its log-sum-exp is that of the mask alone: a kernel that rounds it otherwise would get an infinite weight."""
+
+    def compute(target, operands, results, config):
+        if target.endswith("Backward"):
+            operands = [*operands[:3], operands[3] * (1 - 2**-20), *operands[4:]]
+        return compute_as_cudnn(target, operands, results, config)
+
+    monkeypatch.setattr(cudnn_attention, "_call", compute)
+    tensors, _ = make("bfloat16", time=8, width=16)
+    with h200.as_on_a_gpu():
+        results = outcome(tensors, causal=True, dropout=0.8, seed=[4, 5], implementation="cudnn")
+    assert (tf.reduce_max(tf.abs(results[0]), -1) == 0).numpy().any()
+    assert all(np.isfinite(tf.cast(t, tf.float32)).all() for t in results)
+
+
 def test_what_dropout_keeps_is_drawn_again_on_the_way_back():
     """No mask of all heads is kept from one pass to the other."""
     shape, layers = [2, 512, 4, 64], 8
