@@ -447,7 +447,7 @@ def test_a_row_whose_keys_are_all_dropped_passes_nothing_on(monkeypatch):
 
     def compute(target, operands, results, config):
         if target.endswith("Backward"):
-            operands = [*operands[:3], operands[3] * (1 - 2**-20), *operands[4:]]
+            operands = [*operands[:3], operands[3] * (1 + 2**-20), *operands[4:]]
         return compute_as_cudnn(target, operands, results, config)
 
     monkeypatch.setattr(cudnn_attention, "_call", compute)
