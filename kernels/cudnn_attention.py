@@ -171,15 +171,15 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
         """Returns 0 for a query that sees nothing: all its scores are as low, and cuDNN returns a mean."""
         return t_BTHK if sees_BT11 is None else tf.where(sees_BT11, t_BTHK, tf.zeros([], t_BTHK.dtype))
 
-    kept, mask = _make_kept(form, query, key), _mask(form, query.dtype)
+    kept, masks = _make_kept(form, query, key), _masks(form, query.dtype)
     rate = 0.0 if form.dropout is None else form.dropout[0]
 
     @custom_gradient
     def run(*inputs_BTHK):
-        output_BTHK, lse_BHT = _forward(form, inputs_BTHK, mask)
+        output_BTHK, lse_BHT = _forward(form, inputs_BTHK, masks)
         output_BTHK, lses = zeroed(output_BTHK), [lse_BHT]
         if rate:
-            output_BTHK, lse_of_kept_BHT = _forward(form, inputs_BTHK, _mask(form, query.dtype, kept(0)))
+            output_BTHK, lse_of_kept_BHT = _forward(form, inputs_BTHK, _masks(form, query.dtype, kept(0)))
             # Of a row without a kept key: so that its weights are exactly 0 on the way back, too.
             lse_of_kept_BHT = tf.where(lse_of_kept_BHT < _HIDDEN[query.dtype] / 2, 1e30, lse_of_kept_BHT)
             lses.append(lse_of_kept_BHT)
@@ -190,14 +190,14 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
         def gradient(doutput_BTHK):
             doutput_BTHK = zeroed(doutput_BTHK)
             if not rate:
-                gradients = _backward(form, inputs_BTHK, lses[0], doutput_BTHK, mask, output_BTHK)
+                gradients = _backward(form, inputs_BTHK, lses[0], doutput_BTHK, masks, output_BTHK)
                 return first_order(gradients, "cuDNN's attention")
             barred_BTHK, zero = xla.optimization_barrier(doutput_BTHK, tf.constant(0))  # or XLA would keep the mask
-            of_kept = _mask(form, query.dtype, kept(zero))
+            of_kept = _masks(form, query.dtype, kept(zero))
             scaled_BTHK = _scaled(barred_BTHK, rate, *lses)
             one = _backward(form, inputs_BTHK, lses[1], scaled_BTHK, of_kept, tf.zeros_like(output_BTHK))
             without_value = *inputs_BTHK[:2], tf.zeros_like(inputs_BTHK[2])
-            other = _backward(form, without_value, lses[0], barred_BTHK, mask, output_BTHK)
+            other = _backward(form, without_value, lses[0], barred_BTHK, masks, output_BTHK)
             return first_order([one[0] + other[0], one[1] + other[1], one[2]], "cuDNN's attention")
 
         return output_BTHK, gradient
@@ -238,7 +238,7 @@ def _sees(segments: tuple[tf.Tensor, tf.Tensor], causal: bool) -> tf.Tensor:
     return tf.reduce_any(seen_BTS, 2)
 
 
-def _mask(form: Form, dtype: tf.DType, kept_BHTS: tf.Tensor | None = None) -> list[tf.Tensor]:
+def _masks(form: Form, dtype: tf.DType, kept_BHTS: tf.Tensor | None = None) -> list[tf.Tensor]:
     """Returns the mask that is added to the scores, [B, 1, T, S] for all heads or [B, H, T, S]; nothing without one."""
     seen = [] if form.segments is None else [_same(form.segments)]
     seen += [] if kept_BHTS is None else [kept_BHTS]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
+from tensorflow.python.framework import auto_control_deps as order
 from tensorflow.python.ops import control_flow_util
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
@@ -22,10 +26,11 @@ def in_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any], at_once: int = 1) -> list[Any]:
     """Runs `for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip count XLA knows.
 
-    Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes and dtypes.
+    Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes and dtypes. Without
+    XLA `at_once` turns may run at a time, where one does not wait for what another computes or assigns.
     """
     # A Python int as trip count: with a tensor, a GPU would ask the host before every turn. No `maximum_iterations`:
     # its second counter hides the trip count from XLA in larger programs.
@@ -33,9 +38,28 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) 
         lambda i, *_: i < steps,
         lambda i, *values: [i + 1, *body(i, *values)],
         [tf.constant(0), *values],
-        parallel_iterations=1,
+        parallel_iterations=at_once,
     )
     return results
+
+
+# Operations that TensorFlow runs in any order: draws with a state of their own, and those that wait for other devices.
+_UNORDERED = order.LEGACY_RANDOM_OPS | order.ASYNC_STATEFUL_OPS | order.SKIPPED_ORDER_INSENSITIVE_STATEFUL_OPS
+_LARGEST_TURN = 2**28  # elements of all results together, 1 GiB in float32
+
+
+def turns_at_once(turn: ConcreteFunction) -> int:
+    """Returns how many turns of a loop over a traced function are to run at a time.
+
+    On a CPU without XLA two: one computes where the operations of the other leave cores idle. It takes their memory.
+    """
+    if in_xla() or has_gpu():
+        return 1
+    graph = turn.graph.as_graph_def(add_shapes=True)
+    nodes = [*graph.node, *itertools.chain(*(function.node_def for function in graph.library.function))]
+    shapes = (shape for node in nodes for shape in node.attr["_output_shapes"].list.shape)
+    elements = sum(math.inf if any(d.size < 0 for d in s.dim) else math.prod(d.size for d in s.dim) for s in shapes)
+    return 2 if elements <= _LARGEST_TURN and not any(node.op in _UNORDERED for node in nodes) else 1
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:

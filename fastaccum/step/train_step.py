@@ -15,7 +15,7 @@ from fastaccum.adapters import arguments, optimizers
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.rounded import hoisted_casts
-from fastaccum.kernels.xla_ops import in_xla, loop
+from fastaccum.kernels.xla_ops import in_xla, loop, turns_at_once
 from fastaccum.lines import warn
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
@@ -218,7 +218,8 @@ class TrainStep:
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
         carried = {j: each.start() for j, each in accumulators.items()}
-        loss_sum, weight_sum, carried = loop(micro_batches, body, [sums.loss_sum, sums.weight_sum, carried])
+        values, at_once = [sums.loss_sum, sums.weight_sum, carried], turns_at_once(traced_step)
+        loss_sum, weight_sum, carried = loop(micro_batches, body, values, at_once)
         totals, looked_up = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
             for j, each in accumulators.items():

@@ -545,14 +545,18 @@ def _cudnn_calls(module):
         ({"width": 264}, "heads 264 wide"),
         ({"keys": 50}, "37 queries and 50 keys: there must be as many"),
         ({"segments": 2}, "packed sequences or dropout over 37 tokens: their number must be even"),
+        ({"dropout": 0.1}, "packed sequences or dropout over 37 tokens: their number must be even"),
+        ({"dropout": 0.1, "keys": 50, "causal": False}, "37 queries and 50 keys: .* or with dropout"),
     ],
 )
 def test_what_cudnn_does_not_take_is_named_and_left_to_the_others_by_auto(sizes, message):
-    tensors, ids = make(**{"dtype": "float16", "width": 16} | sizes)
+    options = {key: sizes[key] for key in ("causal", "dropout") if key in sizes}
+    tensors, ids = make(**{"dtype": "float16", "width": 16} | {k: v for k, v in sizes.items() if k not in options})
 
     def program(implementation):
         def run(*tensors):
-            return attention(*tensors, causal=True, segment_ids=ids, implementation=implementation)
+            form = {"causal": True, "segment_ids": ids, "seed": [1, 2] if "dropout" in options else None} | options
+            return attention(*tensors, **form, implementation=implementation)
 
         return tf.function(run, jit_compile=True, autograph=False).get_concrete_function(*tensors[:3])
 
@@ -591,6 +595,9 @@ def test_a_mask_too_large_is_left_to_the_blocks():
     with h200.as_on_a_gpu():
         assert attention_implementation([8, 8192, 8, 64], [8, 8192, 8, 64], **sizes) == "cudnn"
         assert attention_implementation([9, 8192, 8, 64], [9, 8192, 8, 64], **sizes) == "blockwise"
+        sizes["dropout"] = True  # of each head its own
+        assert attention_implementation([1, 8192, 8, 64], [1, 8192, 8, 64], **sizes) == "cudnn"
+        assert attention_implementation([1, 8192, 9, 64], [1, 8192, 9, 64], **sizes) == "blockwise"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -599,7 +606,7 @@ def test_the_mask_of_packed_sequences_leaves_no_weight_to_others(dtype):
     rng = np.random.default_rng(0)
     ids, scores = rng.integers(0, 3, (2, 16)), rng.normal(size=(2, 4, 16, 16)).astype("float32") * 5000
     form = Form(1.0, False, (tf.constant(ids), tf.constant(ids)))
-    (mask,) = cudnn_attention._mask(form, tf.as_dtype(dtype))
+    (mask,) = cudnn_attention._masks(form, tf.as_dtype(dtype))
     assert mask.dtype == dtype and mask.shape == [2, 1, 16, 16]
     weights = tf.nn.softmax(scores + tf.cast(mask, tf.float32)).numpy()
     same = np.broadcast_to(ids[:, None, :, None] == ids[:, None, None, :], weights.shape)

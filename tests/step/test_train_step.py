@@ -1,6 +1,8 @@
 """The functional core: exact, untouched by bad gradients, and one lean XLA program."""
 
 import itertools
+import threading
+import time
 
 import keras
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
+from fastaccum.kernels import xla_ops
 
 K, B, D = 4, 3, 5
 
@@ -395,3 +398,60 @@ def test_a_variable_that_no_gradient_reaches_is_named():
     with pytest.warns(UserWarning, match=r"No gradient of the loss reaches these trainable variables.*\['unused'\]"):
         step(tf.ones([2, 3, 1]))
     assert float(unused[0]) == 1.0 != float(used[0])
+
+
+@pytest.mark.parametrize(
+    ("draw", "largest", "expected"),
+    [
+        (lambda: 0.0, 2**28, 2),
+        (lambda: 0.0, 10, 1),  # results of a micro-batch take too much memory twice
+        (lambda: tf.random.normal([4]), 2**28, 1),  # each draw is another one, so that their order tells
+        (tf.function(lambda: tf.random.uniform([4])), 2**28, 1),
+        (lambda: tf.random.stateless_normal([4], [1, 2]), 2**28, 2),
+    ],
+)
+def test_without_xla_two_micro_batches_are_computed_at_a_time(draw, largest, expected, monkeypatch):
+    monkeypatch.setattr(xla_ops, "_LARGEST_TURN", largest)
+    w, inside, seen, lock = tf.Variable(1.0), set(), [], threading.Lock()
+
+    def wait(x):
+        with lock:
+            inside.add(x[0])
+            seen.append(len(inside))
+        time.sleep(0.05)
+        with lock:
+            inside.remove(x[0])
+        return x
+
+    def loss(x):
+        slow = tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32, stateful=False), x.shape)
+        return tf.reduce_sum((w * slow + draw()) ** 2), tf.constant(4.0)
+
+    fa.TrainStep(loss, [w], "sgd", jit_compile=False)(tf.reshape(tf.range(24.0), [6, 4]))
+    assert len(seen) == 6 and max(seen) == expected
+
+
+def test_without_xla_each_micro_batch_finds_what_the_one_before_assigned():
+    """With the work after it still to do, as BatchNormalization's averages move long before the backward pass ends."""
+    w, state = tf.Variable(tf.ones([64, 64])), tf.Variable(0.0)
+
+    def loss(x):
+        before = state.read_value()
+        state.assign(0.5 * before + tf.reduce_mean(x))
+        y = x
+        for _ in range(20):
+            y = tf.tanh(y @ w)
+        return tf.reduce_sum(y) * 0.0 + before * tf.reduce_sum(w), tf.constant(1.0)
+
+    x = np.random.default_rng(0).normal(size=(12, 64, 64)).astype("float32")
+    step = fa.TrainStep(loss, [w], keras.optimizers.SGD(0.0), state=[state], jit_compile=False)
+    for _ in range(3):
+        start = float(state)
+        found, orders = float(step(tf.constant(x)).loss), []
+        for means in (x.mean((1, 2)), x.mean((1, 2))[::-1]):  # the second as a control: the order tells
+            value, total = start, 0.0
+            for mean in means:
+                total, value = total + value * 64 * 64, 0.5 * value + mean
+            orders.append((total / 12, value))
+        np.testing.assert_allclose((found, float(state)), orders[0], rtol=1e-4)
+        assert not np.allclose((found, float(state)), orders[1], rtol=1e-2)
