@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -56,7 +55,7 @@ def turns_at_once(turn: ConcreteFunction) -> int:
     if in_xla() or has_gpu():
         return 1
     graph = turn.graph.as_graph_def(add_shapes=True)
-    nodes = [*graph.node, *itertools.chain(*(function.node_def for function in graph.library.function))]
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     shapes = (shape for node in nodes for shape in node.attr["_output_shapes"].list.shape)
     elements = sum(math.inf if any(d.size < 0 for d in s.dim) else math.prod(d.size for d in s.dim) for s in shapes)
     return 2 if elements <= _LARGEST_TURN and not any(node.op in _UNORDERED for node in nodes) else 1

@@ -20,7 +20,7 @@ BUDGETS = {
     "checkpoint": 1_137,
     "data": 1_402,
     "distribute": 1_282,
-    "kernels": 4_112,
+    "kernels": 4_135,
     "memory": 1_243,
     "step": 2_773,
     "training": 785,

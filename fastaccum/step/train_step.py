@@ -217,9 +217,8 @@ class TrainStep:
                 carried = {j: each.add(i, carried[j], terms[j]) for j, each in accumulators.items()}
                 return [loss_sum + tf.cast(loss_i, tf.float32), weight_sum + tf.cast(weight_i, tf.float32), carried]
 
-        carried = {j: each.start() for j, each in accumulators.items()}
-        values, at_once = [sums.loss_sum, sums.weight_sum, carried], turns_at_once(traced_step)
-        loss_sum, weight_sum, carried = loop(micro_batches, body, values, at_once)
+        values = [sums.loss_sum, sums.weight_sum, {j: each.start() for j, each in accumulators.items()}]
+        loss_sum, weight_sum, carried = loop(micro_batches, body, values, turns_at_once(traced_step))
         totals, looked_up = list(sums.gradients), {}
         with tf.name_scope("accumulate"):
             for j, each in accumulators.items():
