@@ -441,7 +441,7 @@ def test_without_xla_each_micro_batch_finds_what_the_one_before_assigned():
         y = x
         for _ in range(20):
             y = tf.tanh(y @ w)
-        return tf.reduce_sum(y) * 0.0 + before * tf.reduce_sum(w), tf.constant(1.0)
+        return tf.reduce_sum(y) * 1e-9 + before * tf.reduce_sum(w), tf.constant(1.0)  # times 0, it would be left out
 
     x = np.random.default_rng(0).normal(size=(12, 64, 64)).astype("float32")
     step = fa.TrainStep(loss, [w], keras.optimizers.SGD(0.0), state=[state], jit_compile=False)
@@ -455,3 +455,18 @@ def test_without_xla_each_micro_batch_finds_what_the_one_before_assigned():
             orders.append((total / 12, value))
         np.testing.assert_allclose((found, float(state)), orders[0], rtol=1e-4)
         assert not np.allclose((found, float(state)), orders[1], rtol=1e-2)
+
+
+def test_two_micro_batches_at_a_time_train_as_one_at_a_time_bit_for_bit(monkeypatch):
+    def weights(largest):
+        monkeypatch.setattr(xla_ops, "_LARGEST_TURN", largest)
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+        model = keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+        trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=6, jit_compile=False)
+        x = np.random.default_rng(0).normal(size=(6, 4, 8, 8, 1)).astype("float32")
+        for _ in range(3):
+            trainer.train_step((x, x[:, :, 0, 0]))
+        return [w.tobytes() for w in model.get_weights()]
+
+    assert weights(2**28) == weights(0)
