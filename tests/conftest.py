@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+import fastaccum  # noqa: F401  # before TensorFlow, as in users' programs: it turns oneDNN on
+
 # Most tests wait for XLA to make machine code: for MLIR's emitters of fusions, and for LLVM, which optimises a program
 # in up to 32 modules. Without them operations and buffers are the same. An XLA_FLAGS that is set is kept, also an empty
 # one: CI runs test_exactness.py with it, on the code that users run.

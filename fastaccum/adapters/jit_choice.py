@@ -2,7 +2,8 @@
 
 XLA:CPU runs the gradients of convolutions as scalar code, but saves launches of operations and passes over memory. The
 rule compares the two in multiply-adds of a forward convolution, by factors from `python -m benchmarks.jit_forms`
-(docs/performance.md). It looks at the model alone: a training keeps its form when an update is split otherwise.
+(docs/performance.md). It looks at the model and at whether TensorFlow has oneDNN on: a training keeps its form when an
+update is split otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_util_port as port
 from tensorflow.types.experimental import ConcreteFunction
 
 _CONVOLUTIONS = {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
@@ -21,9 +23,9 @@ _POOLINGS_3D = {"AvgPool3D", "MaxPool3D"}
 _POOLINGS = {"AvgPool", "MaxPool", "MaxPoolV2"} | _POOLINGS_3D
 _LOOPS = {"While", "StatelessWhile"}
 _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"}
-# What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on a weight, on an operation
-# (with its gradients) and in all.
-_ELEMENT, _WEIGHT, _OPERATION, _STEP = 0.5, 2.3, 2_000.0, 300_000.0
+# What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on an operation (with its
+# gradients), in all, and on a weight, without oneDNN's products of matrices or with them.
+_ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
 _ROWS = 16  # of a micro-batch
 
 Node: TypeAlias = "tf.compat.v1.NodeDef"
@@ -41,7 +43,7 @@ class Work(NamedTuple):
 
 def is_faster_compiled(work: Work, parameters: int) -> bool:
     """Tells if a train step is faster with XLA on a CPU."""
-    once = _STEP + _OPERATION * work.operations + _WEIGHT * parameters
+    once = _STEP + _OPERATION * work.operations + _WEIGHT[port.IsMklEnabled()] * parameters
     return work.convolved <= _ELEMENT * work.computed + once / _ROWS
 
 
