@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_934,
+    "adapters": 4_937,
     "app": 664,
     "checkpoint": 1_137,
     "data": 1_402,
@@ -23,8 +23,8 @@ BUDGETS = {
     "kernels": 4_135,
     "memory": 1_243,
     "step": 2_773,
-    "training": 785,
-    "": 1_164,  # the modules directly in fastaccum
+    "training": 788,
+    "": 1_167,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import arguments
+from fastaccum.adapters import arguments, jit_choice
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, take_backed_up_epoch
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.saver import Saver
@@ -106,6 +107,8 @@ class Fit:
         chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
         if hooks.say is not None and chose_without_xla and not any(each.seconds for each in step.programs.values()):
             reason = "cannot compile a layer" if recipe.model.uncompilable_layers() else "would be slower here"
+            if not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
+                reason += "; its operations may be faster with oneDNN: import fastaccum before TensorFlow"
             hooks.say(f"This model trains without XLA, which {reason}.\n")
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:

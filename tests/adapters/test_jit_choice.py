@@ -16,7 +16,11 @@ from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.data.stacks import Batch
 from fastaccum.training import step_builder
 
-RESULTS = pathlib.Path(jit_forms.__file__).parent / "results/2026-11-23-jit-forms/jit_forms.json"
+RESULTS = pathlib.Path(jit_forms.__file__).parent / "results"
+TIMES = {  # by whether oneDNN was on
+    onednn: json.loads((RESULTS / folder / "jit_forms.json").read_text())
+    for onednn, folder in {False: "2026-11-23-jit-forms", True: "2026-11-24-jit-forms"}.items()
+}
 SMALL = ["dense, narrow", "dense, wide", "embeddings and dense", "LSTM", "Conv2D, tiny", "Conv2D, wide dense head"]
 SMALL += ["Conv1D", "Conv2D, MNIST", "Conv3D", "depthwise", "transposed", "average pooling"]
 X = np.random.default_rng(0).normal(size=(16, 16, 16, 3)).astype("float32")
@@ -42,11 +46,21 @@ def chosen(trainer, x=X, y=Y, rows=8):
 @pytest.mark.parametrize(
     "name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.variant) for name in jit_forms.MODELS]
 )
-def test_no_choice_takes_more_than_a_tenth_longer_than_the_other_form(name):
-    with_xla, without = json.loads(RESULTS.read_text())[name]
-    trainer, (x, y) = jit_forms.trainer(name, "auto")
-    own, other = (with_xla, without) if chosen(trainer, x[0], y[0], rows=x.shape[1]) else (without, with_xla)
-    assert own <= 1.10 * other
+def test_no_choice_takes_more_than_a_tenth_longer_than_the_other_form(name, monkeypatch):
+    for onednn, times in TIMES.items():
+        monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
+        trainer, (x, y) = jit_forms.trainer(name, "auto")
+        own, other = times[name] if chosen(trainer, x[0], y[0], rows=x.shape[1]) else times[name][::-1]
+        assert own <= 1.10 * other, f"oneDNN {onednn}"
+
+
+def test_products_of_matrices_are_worth_less_to_xla_where_onednn_is_on(monkeypatch):
+    choices = []
+    for onednn in (False, True):
+        monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
+        trainer, (x, y) = jit_forms.trainer("Conv2D, wide dense head", "auto")
+        choices.append(chosen(trainer, x[0], y[0], rows=x.shape[1]))
+    assert choices == [True, False]
 
 
 @pytest.mark.parametrize("name, with_xla", [("dense, narrow", True), ("Conv2D, tiny", True), ("Conv2D, MNIST", False)])
@@ -95,12 +109,12 @@ def test_layers_without_a_kernel_for_a_cpu_run_with_xla(without):
 
 
 def test_the_choice_is_that_of_the_model_whatever_the_micro_batch():
-    for name in ("Conv1D and LSTM", "Conv2D, wide dense head"):  # near to the bound
-        choices = set()
+    for name, form in {"Conv1D and LSTM": True, "Conv2D, wide dense head": not jit_choice.ONEDNN}.items():
+        choices = set()  # near to the bound
         for rows in (1, 16, 1024):
             trainer, (x, y) = jit_forms.trainer(name, "auto")
             choices.add(chosen(trainer, x[0], y[0], rows=rows))
-        assert choices == {True}
+        assert choices == {form}
 
 
 def test_work_is_counted_by_row():
@@ -167,3 +181,14 @@ def test_fit_says_once_that_it_runs_without_xla(capsys, monkeypatch):
     for _ in range(2):
         trainer.fit(X, Y, batch_size=8, verbose=2)
     assert capsys.readouterr().out.count("without XLA") == 1
+
+
+@pytest.mark.parametrize("onednn, setting, hints", [(False, None, 1), (False, "0", 0), (True, None, 0)])
+def test_fit_says_how_to_turn_onednn_on_where_nobody_has_chosen(capsys, monkeypatch, onednn, setting, hints):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", setting)
+    make_trainer().fit(X, Y, batch_size=8, verbose=2)
+    assert capsys.readouterr().out.count("import fastaccum before TensorFlow") == hints
