@@ -1,4 +1,4 @@
-"""What `import fastaccum` sets for TensorFlow, leaves as it is, and lets through of its log on standard error."""
+"""The environment that `import fastaccum` sets for TensorFlow, and TensorFlow's log on standard error."""
 
 import os
 import platform

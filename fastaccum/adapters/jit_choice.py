@@ -27,7 +27,7 @@ _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape"
 # gradients), in all, and on a weight, without oneDNN's products of matrices or with them.
 _ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
 _ROWS = 16  # of a micro-batch
-ONEDNN = port.IsMklEnabled()  # whether TensorFlow's operations use oneDNN
+ONEDNN: bool = port.IsMklEnabled()  # TensorFlow's operations use oneDNN
 
 Node: TypeAlias = "tf.compat.v1.NodeDef"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -107,7 +108,8 @@ class Fit:
         chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
         if hooks.say is not None and chose_without_xla and not any(each.seconds for each in step.programs.values()):
             reason = "cannot compile a layer" if recipe.model.uncompilable_layers() else "would be slower here"
-            if not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
+            on_x86 = platform.machine() in ("x86_64", "AMD64")  # where fastaccum turns oneDNN on
+            if on_x86 and not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
                 reason += "; its operations may be faster with oneDNN: import fastaccum before TensorFlow"
             hooks.say(f"This model trains without XLA, which {reason}.\n")
         training = functools.partial(self._training, options, step, stacks, hooks)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import platform
 import sys
 
 import keras
@@ -183,8 +184,12 @@ def test_fit_says_once_that_it_runs_without_xla(capsys, monkeypatch):
     assert capsys.readouterr().out.count("without XLA") == 1
 
 
-@pytest.mark.parametrize("onednn, setting, hints", [(False, None, 1), (False, "0", 0), (True, None, 0)])
-def test_fit_says_how_to_turn_onednn_on_where_nobody_has_chosen(capsys, monkeypatch, onednn, setting, hints):
+@pytest.mark.parametrize(
+    "machine, onednn, setting, hints",
+    [("x86_64", False, None, 1), ("x86_64", False, "0", 0), ("x86_64", True, None, 0), ("aarch64", False, None, 0)],
+)
+def test_fit_says_how_to_turn_onednn_on_where_nobody_has_chosen(capsys, monkeypatch, machine, onednn, setting, hints):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
     monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
