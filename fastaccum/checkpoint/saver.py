@@ -135,8 +135,7 @@ class Saver:
         if not self._pieces:
             fit.stacks.restore(data, self._of("data"))
         elif not self._complete(epochs):
-            others = (name for name in fit.cut if name != "replicas")
-            recut = any(fit.cut[name] != found.manifest["cut"][name] for name in others)
+            recut = any(fit.cut[name] != found.manifest["cut"][name] for name in fit.cut if name != "replicas")
             fit.stacks.find(data, self._pieces, recut)
             if fit.split_sensitive_layers:
                 warn(

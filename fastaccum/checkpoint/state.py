@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters import jit_choice
 from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.data.source import Stacks
@@ -23,7 +24,6 @@ from fastaccum.data.source import Stacks
 Json = dict[str, Any]  # an object of JSON
 # By which Keras tells apart what one process made: another process counts anew.
 NUMBER = r"_\d+(?=[_/]|$)"
-PACKAGES = ("tensorflow", "keras", "numpy", "fastaccum")
 
 
 class WorkerLostError(RuntimeError):
@@ -149,8 +149,9 @@ def checksums(groups: Mapping[str, Sequence[tf.Variable | keras.Variable]]) -> J
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that a training's bits depend on."""
-    return {"python": platform.python_version(), **{name: sys.modules[name].__version__ for name in PACKAGES}}
+    """Returns what a training's bits depend on: the versions of packages, and whether TensorFlow uses oneDNN."""
+    packages = {name: sys.modules[name].__version__ for name in ("tensorflow", "keras", "numpy", "fastaccum")}
+    return {"python": platform.python_version(), **packages, "oneDNN": "on" if jit_choice.ONEDNN else "off"}
 
 
 def differences(saved: object, now: object, path: str = "", words: str = "{} was saved, now {}") -> list[str]:

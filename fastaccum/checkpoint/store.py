@@ -68,8 +68,8 @@ class Checkpoint:
 
     def warn_of_other_versions(self) -> None:
         """Warns with the versions that wrote the checkpoint, if this process has others."""
-        saved, now = self.manifest["versions"], versions()
-        others = [f"{name} {saved[name]}, now {now[name]}" for name in now if now[name] != saved[name]]
+        saved = self.manifest["versions"]
+        others = [f"{name} {saved[name]}, now {now}" for name, now in versions().items() if saved.get(name, now) != now]
         if others:
             warn(
                 f"{self.path} was written under {one_line('; '.join(others))}. Training goes on, but its bits may not "

@@ -12,6 +12,7 @@ import tensorflow as tf
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
+from fastaccum.adapters import jit_choice
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 
@@ -108,6 +109,14 @@ def test_other_versions_of_packages_are_told(run, tmp_path):
     with pytest.warns(RuntimeWarning, match=rf"under tensorflow 2.1.0, now {tf.__version__}; keras 3.0.0, now") as told:
         run.goes_on(tmp_path)
     assert len([each for each in told if "bits may not be" in str(each.message)]) == 1
+
+
+def test_other_operations_on_a_cpu_are_told(run, tmp_path, monkeypatch):
+    before, now = ("on", "off") if jit_choice.ONEDNN else ("off", "on")
+    run.begin(tmp_path)
+    monkeypatch.setattr(jit_choice, "ONEDNN", not jit_choice.ONEDNN)
+    with pytest.warns(RuntimeWarning, match=f"written under oneDNN {before}, now {now}"):
+        run.goes_on(tmp_path)
 
 
 # Names.
