@@ -262,8 +262,8 @@ CONVNET = Workload(
     _images,
     _momentum,
     fit_updates=3,
-    step_updates=1,
-    rounds=3,
+    step_updates=3,
+    rounds=5,
     steps_per_execution=_size((1, 10), (10,)),
 )
 GPT = Workload(

@@ -2,14 +2,15 @@
 
 XLA:CPU runs the gradients of convolutions as scalar code, but saves launches of operations and passes over memory. The
 rule compares the two in multiply-adds of a forward convolution, by factors from `python -m benchmarks.jit_forms`
-(docs/performance.md). It looks at the model and at whether TensorFlow has oneDNN on: a training keeps its form when an
-update is split otherwise.
+(docs/performance.md). It looks at the model, at the CPU and at whether TensorFlow has oneDNN on: a training keeps its
+form when an update is split otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,15 +20,14 @@ from tensorflow.types.experimental import ConcreteFunction
 
 _CONVOLUTIONS = {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
 _TRANSPOSED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2"}
-_POOLINGS_3D = {"AvgPool3D", "MaxPool3D"}
-_POOLINGS = {"AvgPool", "MaxPool", "MaxPoolV2"} | _POOLINGS_3D
-_LOOPS = {"While", "StatelessWhile"}
 _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"}
 # What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on an operation (with its
-# gradients), in all, and on a weight, without oneDNN's products of matrices or with them.
+# gradients), in all, and on a weight, by whether oneDNN's products of matrices are about as fast as XLA's.
 _ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
 _ROWS = 16  # of a micro-batch
 ONEDNN: bool = port.IsMklEnabled()  # TensorFlow's operations use oneDNN
+_CPU = pathlib.Path("/proc/cpuinfo")
+AVX512 = _CPU.exists() and " avx512f " in _CPU.read_text()
 
 Node: TypeAlias = "tf.compat.v1.NodeDef"
 
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
 def is_faster_compiled(work: Work, parameters: int) -> bool:
     """Tells if a train step is faster with XLA on a CPU."""
-    once = _STEP + _OPERATION * work.operations + _WEIGHT[ONEDNN] * parameters
+    once = _STEP + _OPERATION * work.operations + _WEIGHT[ONEDNN and not AVX512] * parameters
     return work.convolved <= _ELEMENT * work.computed + once / _ROWS
 
 
@@ -62,7 +62,7 @@ def count(traced: ConcreteFunction) -> Work:
         shapes, total = given | {node.name: _shape(node) for node in nodes}, Work()
         for node in nodes:
             called = [of_function(v.func.name) for v in node.attr.values() if v.func.name in functions]
-            turns = _turns(node, nodes, shapes) if node.op in _LOOPS else 1
+            turns = _turns(node, nodes, shapes) if node.op.endswith("While") else 1
             found = [_work(node, shapes), *(Work(*(turns * each for each in work)) for work in called)]
             total = Work(*map(sum, zip(total, *found, strict=True)))
         return total
@@ -75,7 +75,7 @@ def _work(node: Node, shapes: Mapping[str, list[int]]) -> Work:
     if node.op in _FREE:
         return Work()
     computed, convolved = math.prod(_shape(node)), 0.0
-    if node.op in _CONVOLUTIONS | _TRANSPOSED | _POOLINGS and _has_no_kernel(node):
+    if (node.op in _CONVOLUTIONS | _TRANSPOSED or "Pool" in node.op) and _has_no_kernel(node):
         convolved = -math.inf
     elif node.op in _CONVOLUTIONS | _TRANSPOSED:
         _, kernel, *dy = (shapes.get(name.partition(":")[0], []) for name in node.input[:3])
@@ -86,7 +86,7 @@ def _work(node: Node, shapes: Mapping[str, list[int]]) -> Work:
 def _has_no_kernel(node: Node) -> bool:
     """Tells if TensorFlow may have no kernel for a CPU of a convolution, a pooling or its gradient."""
     spread = node.op in _TRANSPOSED and max(node.attr["dilations"].list.i, default=1) > 1
-    half = node.op in _POOLINGS_3D and node.attr["T"].type == tf.float16.as_datatype_enum
+    half = "Pool3D" in node.op and node.attr["T"].type == tf.float16.as_datatype_enum
     return spread or half or node.attr["data_format"].s.startswith(b"NC")
 
 

@@ -18,10 +18,12 @@ from fastaccum.data.stacks import Batch
 from fastaccum.training import step_builder
 
 RESULTS = pathlib.Path(jit_forms.__file__).parent / "results"
-TIMES = {  # by whether oneDNN was on
-    onednn: json.loads((RESULTS / folder / "jit_forms.json").read_text())
-    for onednn, folder in {False: "2026-11-23-jit-forms", True: "2026-11-24-jit-forms"}.items()
+FOLDERS = {  # by whether oneDNN was on, and whether the CPU had AVX-512
+    (False, False): "2026-11-23-jit-forms",
+    (True, False): "2026-11-24-jit-forms",
+    (True, True): "2026-11-25-jit-forms",
 }
+TIMES = {on: json.loads((RESULTS / folder / "jit_forms.json").read_text()) for on, folder in FOLDERS.items()}
 SMALL = ["dense, narrow", "dense, wide", "embeddings and dense", "LSTM", "Conv2D, tiny", "Conv2D, wide dense head"]
 SMALL += ["Conv1D", "Conv2D, MNIST", "Conv3D", "depthwise", "transposed", "average pooling"]
 X = np.random.default_rng(0).normal(size=(16, 16, 16, 3)).astype("float32")
@@ -48,20 +50,22 @@ def chosen(trainer, x=X, y=Y, rows=8):
     "name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.variant) for name in jit_forms.MODELS]
 )
 def test_no_choice_takes_more_than_a_tenth_longer_than_the_other_form(name, monkeypatch):
-    for onednn, times in TIMES.items():
+    for (onednn, avx512), times in TIMES.items():
         monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
+        monkeypatch.setattr(jit_choice, "AVX512", avx512)
         trainer, (x, y) = jit_forms.trainer(name, "auto")
         own, other = times[name] if chosen(trainer, x[0], y[0], rows=x.shape[1]) else times[name][::-1]
-        assert own <= 1.10 * other, f"oneDNN {onednn}"
+        assert own <= 1.10 * other, f"oneDNN {onednn}, AVX-512 {avx512}"
 
 
-def test_products_of_matrices_are_worth_less_to_xla_where_onednn_is_on(monkeypatch):
+def test_products_of_matrices_are_worth_less_to_xla_with_onednn_unless_the_cpu_has_avx_512(monkeypatch):
     choices = []
-    for onednn in (False, True):
+    for onednn, avx512 in TIMES:
         monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
+        monkeypatch.setattr(jit_choice, "AVX512", avx512)
         trainer, (x, y) = jit_forms.trainer("Conv2D, wide dense head", "auto")
         choices.append(chosen(trainer, x[0], y[0], rows=x.shape[1]))
-    assert choices == [True, False]
+    assert choices == [True, False, True]
 
 
 @pytest.mark.parametrize("name, with_xla", [("dense, narrow", True), ("Conv2D, tiny", True), ("Conv2D, MNIST", False)])
@@ -110,7 +114,8 @@ def test_layers_without_a_kernel_for_a_cpu_run_with_xla(without):
 
 
 def test_the_choice_is_that_of_the_model_whatever_the_micro_batch():
-    for name, form in {"Conv1D and LSTM": True, "Conv2D, wide dense head": not jit_choice.ONEDNN}.items():
+    wide = jit_choice.AVX512 or not jit_choice.ONEDNN
+    for name, form in {"Conv1D and LSTM": True, "Conv2D, wide dense head": wide}.items():
         choices = set()  # near to the bound
         for rows in (1, 16, 1024):
             trainer, (x, y) = jit_forms.trainer(name, "auto")
