@@ -151,7 +151,7 @@ def checksums(groups: Mapping[str, Sequence[tf.Variable | keras.Variable]]) -> J
 def versions() -> dict[str, str]:
     """Returns what a training's bits depend on: the versions of packages, and whether TensorFlow uses oneDNN."""
     packages = {name: sys.modules[name].__version__ for name in ("tensorflow", "keras", "numpy", "fastaccum")}
-    return {"python": platform.python_version(), **packages, "oneDNN": "on" if jit_choice.ONEDNN else "off"}
+    return {"python": platform.python_version(), **packages, "TF_ENABLE_ONEDNN_OPTS": str(int(jit_choice.ONEDNN))}
 
 
 def differences(saved: object, now: object, path: str = "", words: str = "{} was saved, now {}") -> list[str]:

@@ -72,7 +72,7 @@ class Checkpoint:
         others = [f"{name} {saved[name]}, now {now}" for name, now in versions().items() if saved.get(name, now) != now]
         if others:
             warn(
-                f"{self.path} was written under {one_line('; '.join(others))}. Training goes on, but its bits may not "
+                f"{self.path} was written with {one_line('; '.join(others))}. Training goes on, but its bits may not "
                 "be those of an uninterrupted one."
             )
 
