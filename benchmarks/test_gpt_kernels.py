@@ -29,7 +29,7 @@ class UnfusedAttention(transformer.CausalSelfAttention):
         batch, time, width = tf.shape(x_BTD)[0], x_BTD.shape[1], x_BTD.shape[2]
         qkv = tf.reshape(self.qkv(x_BTD), [batch, time, 3, self.heads, self.head_width])
         q, k, v = tf.unstack(tf.transpose(qkv, [2, 0, 3, 1, 4]))
-        tables = (table(time, self.head_width) for table in (transformer._rotary_cos, transformer._rotary_sin))
+        tables = (transformer._rotary(time, self.head_width, sine) for sine in (False, True))
         cos, sin = (tf.transpose(t, [1, 0, 2]) for t in tables)
         q, k = (transformer._rotate(t, cos, sin) for t in (q, k))
         scores = tf.matmul(q * self.head_width**-0.5, k, transpose_b=True)

@@ -137,8 +137,7 @@ def _follow_weights(swa: Any) -> None:
     def following(self: Any, var: Any, average_var: Any, local_apply_state: Any) -> Any:
         import tensorflow as tf
 
-        early = self.iterations < self._get_hyper("start_averaging", tf.int64)
-        average_var.assign(tf.where(early, var, average_var))
+        average_var.assign(tf.where(self.iterations < self._get_hyper("start_averaging", tf.int64), var, average_var))
         return average_op.__get__(self, swa)(var, average_var, local_apply_state)
 
     swa.average_op = following

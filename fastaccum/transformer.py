@@ -120,8 +120,8 @@ class CausalSelfAttention(_AttentionLayer):
         qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
         q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [heads[0], heads[0] + heads[1]], axis=2)
         if self.rotary:
-            tables = (_rotary_cos, _rotary_sin)
-            cos_T1K, sin_T1K = (table(each, time, self.head_width, dtype=q_BTHK.dtype) for each in tables)
+            tables = (table(_rotary, time, self.head_width, sine, dtype=q_BTHK.dtype) for sine in (False, True))
+            cos_T1K, sin_T1K = tables
             q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
         output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
         return self.out(ops.reshape(output_BTHK, ops.shape(x_BTD)))
@@ -148,8 +148,7 @@ class TransformerBlock(_AttentionLayer):
 
     def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        h_BTF = gelu(self.mlp_in(self.mlp_norm(x_BTD)))
-        return x_BTD + self.mlp_out(h_BTF)
+        return x_BTD + self.mlp_out(gelu(self.mlp_in(self.mlp_norm(x_BTD))))
 
 
 def gpt(
@@ -232,8 +231,7 @@ def gpt(
 
     def block(name=None):
         # Each block adds two terms to the residual: this keeps its spread the same at any depth.
-        scale = 1 / math.sqrt(2 * layers)
-        return TransformerBlock(heads, key_value_heads, rotary, scale, dtype=dtype, name=name)
+        return TransformerBlock(heads, key_value_heads, rotary, 1 / math.sqrt(2 * layers), dtype=dtype, name=name)
 
     ids_BT = keras.Input((None,), dtype="int32", name="ids")
     x_BTD = embedding(ContextLimit(context, name="context")(ids_BT))
@@ -268,22 +266,12 @@ def _normal(fan_in, scale=1.0):
     return keras.initializers.RandomNormal(stddev=scale / math.sqrt(fan_in))
 
 
-def _rotary_angles(time, head_width):
-    """float32 `[T, 1, K / 2]`: the angle `t * 10000**(-2 i / K)`."""
+def _rotary(time, head_width, sine):
+    """`[T, 1, K]`, of angles `t * 10000**(-2 i / K)`: what either half of K is multiplied by; by `sine`, the other."""
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
-    return ops.cast(unfused(ops.arange(time)), "float32")[:, None, None] * inverse
-
-
-def _rotary_cos(time, head_width):
-    """`[T, 1, K]`: what either half of K is multiplied by."""
-    cos = ops.cos(_rotary_angles(time, head_width))
-    return ops.concatenate([cos, cos], axis=-1)
-
-
-def _rotary_sin(time, head_width):
-    """`[T, 1, K]`: what the other half is multiplied by."""
-    sin = ops.sin(_rotary_angles(time, head_width))
-    return ops.concatenate([-sin, sin], axis=-1)
+    angles_T1K = ops.cast(unfused(ops.arange(time)), "float32")[:, None, None] * inverse
+    half_T1K = ops.sin(angles_T1K) if sine else ops.cos(angles_T1K)
+    return ops.concatenate([-half_T1K if sine else half_T1K, half_T1K], axis=-1)
 
 
 def _rotate(t_BTHK, cos_T1K, sin_T1K):

@@ -64,8 +64,7 @@ class Blocks(NamedTuple):
 
 def _cut(size: int, block_size: int) -> Blocks:
     """Cuts an axis into even pieces of at most `block_size`, of a multiple of 8 where possible."""
-    pieces = math.ceil(size / block_size)
-    length = min(block_size, 8 * math.ceil(size / pieces / 8))
+    length = min(block_size, 8 * math.ceil(size / math.ceil(size / block_size) / 8))
     return Blocks(size, math.ceil(size / length), length)
 
 

@@ -20,8 +20,7 @@ def has_gpu() -> bool:
 def compute_capability() -> tuple[int, int]:
     """Returns the CUDA compute capability of the first GPU: (9, 0) for an H100 or H200, (0, 0) without one."""
     gpus = tf.config.get_visible_devices("GPU")
-    details = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
-    return details.get("compute_capability", (0, 0))
+    return tf.config.experimental.get_device_details(gpus[0]).get("compute_capability", (0, 0)) if gpus else (0, 0)
 
 
 @functools.cache
@@ -35,6 +34,4 @@ def device_memory() -> int:
     return size.value or 16 * 2**30
 
 
-def has_op_determinism() -> bool:
-    """Returns whether `tf.config.experimental.enable_op_determinism()` was called, or TF_DETERMINISTIC_OPS is set."""
-    return is_op_determinism_enabled()
+has_op_determinism = is_op_determinism_enabled  # by `enable_op_determinism()` or TF_DETERMINISTIC_OPS

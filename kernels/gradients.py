@@ -105,8 +105,7 @@ def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
 def _added(total: tf.Tensor, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
     for term in sorted(terms, key=lambda term: isinstance(term, tf.IndexedSlices)):
         if isinstance(term, tf.IndexedSlices):  # costs O(rows it holds); repeated indices add up
-            values = tf.cast(term.values, total.dtype)
-            total = tf.tensor_scatter_nd_add(total, term.indices[:, tf.newaxis], values)
+            total = tf.tensor_scatter_nd_add(total, term.indices[:, tf.newaxis], tf.cast(term.values, total.dtype))
         else:
             total += tf.cast(term, total.dtype)
     return total
@@ -154,8 +153,7 @@ class FactoredAccumulator:
         written = iter(carried)
         a, b = (next(written) if whole is None else whole for whole in self._wholes)
         a, b = (tf.reshape(factor, [-1, factor.shape[-1]]) for factor in (a, b))
-        product = dot(a, b, transpose_a=True) if a.dtype in HALF else tf.matmul(a, b, transpose_a=True)
-        return self._total + product
+        return self._total + (dot(a, b, transpose_a=True) if a.dtype in HALF else tf.matmul(a, b, transpose_a=True))
 
 
 def accumulator(
@@ -168,8 +166,7 @@ def accumulator(
     factors = _factors(gradient)
     if factors is None or steps < FEWEST_STEPS or total.shape.num_elements() < SMALLEST_MATRIX:
         return SumAccumulator(total, gradient)
-    wholes = tuple(whole(_source(factor)) for factor in factors)
-    factored = FactoredAccumulator(total, factors, wholes, steps)
+    factored = FactoredAccumulator(total, factors, tuple(whole(_source(factor)) for factor in factors), steps)
     return factored if steps * sum(map(_bytes, factored.terms)) <= _bytes(total) else SumAccumulator(total, gradient)
 
 

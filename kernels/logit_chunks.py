@@ -63,8 +63,7 @@ class Chunk(NamedTuple):
     def above(self, logit_n: tf.Tensor) -> tf.Tensor:
         """Counts the chunk's logits that are larger than those of the labels, int32 [n]."""
         others_nv = tf.range(self.logits_nv.shape[1]) != self.label_n[:, tf.newaxis]
-        above_nv = (self.logits_nv > logit_n[:, tf.newaxis]) & others_nv
-        return tf.reduce_sum(tf.cast(above_nv, tf.int32), -1)
+        return tf.reduce_sum(tf.cast((self.logits_nv > logit_n[:, tf.newaxis]) & others_nv, tf.int32), -1)
 
 
 class Head(NamedTuple):

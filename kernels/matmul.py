@@ -54,8 +54,7 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = 
             f"x of shape {x.shape} does not fit kernel of shape {kernel.shape}: "
             "they must be [..., in] and [in, out], the kernel's sizes and the rank of x known when this is traced."
         )
-    y_TO = _product(tf.reshape(x, [-1, kernel.shape[0]]), kernel, copy)
-    return tf.reshape(y_TO, [*sizes(x)[:-1], kernel.shape[1]])
+    return tf.reshape(_product(tf.reshape(x, [-1, kernel.shape[0]]), kernel, copy), [*sizes(x)[:-1], kernel.shape[1]])
 
 
 def einsum_fp32_wgrad(equation: str, x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:

@@ -91,8 +91,8 @@ def batch_norm(
         y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
 
     x is [..., D] in float32, as scale and offset, [D]. The gradient of y is one operation of TensorFlow's in place of a
-    dozen that each pass over the memory. Values and second derivatives are those of these lines (not through a tape's
-    `jacobian`, which vectorizes, nor in forward mode); the moments have none.
+    dozen that each pass over the memory. Values and second derivatives are those of these lines; the moments have none.
+    A gradient through a tape's `jacobian`, which vectorizes, and forward mode raise LookupError.
     """
 
     def normal(x, scale, offset):
@@ -105,26 +105,27 @@ def batch_norm(
 
         @custom_gradient
         def differentiate(dy, x, scale):
+            flat = [1, 1, -1, x.shape[-1]]
+            known = {"scale": scale, "reserve_space_1": mean, "reserve_space_2": variance, "reserve_space_3": []}
             dx, dscale, doffset, *_ = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=tf.reshape(dy, [1, 1, -1, x.shape[-1]]),
-                x=tf.reshape(x, [1, 1, -1, x.shape[-1]]),
-                scale=scale,
-                reserve_space_1=mean,
-                reserve_space_2=variance,
-                reserve_space_3=[],
-                epsilon=epsilon,
+                y_backprop=tf.reshape(dy, flat), x=tf.reshape(x, flat), epsilon=epsilon, **known
             )
+            # A vectorized one would get the operation's own gradient, not Keras's: tf.nn.moments stops a gradient.
+            message = "BatchNormalization has no forward mode or Jacobian's gradient without XLA: use jit_compile=True."
 
-            def gradient(*upstream):  # that of the operation is not Keras's: tf.nn.moments stops a gradient
+            def gradient(*upstream):
                 with tf.GradientTape() as second:
                     second.watch((dy, x, scale))
                     with tf.GradientTape() as first:
                         first.watch(inputs := (x, scale, offset))
                         y, *_ = normal(*inputs)
                     gradients = first.gradient(y, inputs, dy)
+                if gradients[0] is None:  # in forward mode no tape records
+                    raise LookupError(message)
                 return second.gradient(gradients, (dy, x, scale), upstream)
 
-            return (tf.reshape(dx, tf.shape(x)), dscale, doffset), gradient
+            found = tf.reshape(dx, tf.shape(x)), dscale, doffset
+            return tuple(tf.raw_ops.PreventGradient(input=t, message=message) for t in found), gradient
 
         return (y, mean, variance), lambda dy, *_: differentiate(dy, x, scale)
 

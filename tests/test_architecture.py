@@ -15,16 +15,16 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # Lines a room may have. Whoever raises a number says in the commit's message which library would have done the same.
 BUDGETS = {
-    "adapters": 4_937,
-    "app": 664,
-    "checkpoint": 1_137,
+    "adapters": 4_935,
+    "app": 662,
+    "checkpoint": 1_138,
     "data": 1_402,
-    "distribute": 1_282,
-    "kernels": 4_135,
-    "memory": 1_243,
-    "step": 2_773,
-    "training": 790,
-    "": 1_167,  # the modules directly in fastaccum
+    "distribute": 1_277,
+    "kernels": 4_127,
+    "memory": 1_240,
+    "step": 2_762,
+    "training": 791,
+    "": 1_154,  # the modules directly in fastaccum
 }
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")

@@ -30,7 +30,8 @@ def run(code, **environment):
 
 def test_what_the_user_has_set_stays():
     assert run(PRINT, **{LEVEL: "0", ONEDNN: "0"}).stdout == "0 0\n"
-    assert run(PRINT).stdout in {f"{level} {onednn}\n" for level in (1, 3) for onednn in (1, None)}
+    onednn = 1 if platform.machine() in ("x86_64", "AMD64") else None
+    assert run(PRINT).stdout in {f"{level} {onednn}\n" for level in (1, 3)}
 
 
 def test_nothing_is_set_once_tensorflow_is_imported():

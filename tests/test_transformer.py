@@ -238,6 +238,6 @@ def test_positions_turn_pairs_of_halves_by_their_angles(gpu, monkeypatch):
     x = np.random.default_rng(0).normal(size=(2, time, 3, width)).astype("float32")
     angles = np.arange(time)[:, None, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))
     turned = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * np.exp(1j * angles)
-    cos, sin = transformer._rotary_cos(time, width), transformer._rotary_sin(time, width)
+    cos, sin = transformer._rotary(time, width, False), transformer._rotary(time, width, True)
     got = transformer._rotate(tf.constant(x), cos, sin)
     np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=1e-6)

@@ -235,7 +235,6 @@ class FusedAttention:
         if self._mode == "auto" and not plain and max(queries, keys) <= short:
             raise _NotFused(f"dropout, a window or a soft cap, of {short} tokens at most")
         padded = any(part is not None for part in parts[2:])
-        compiled = in_xla() and window is soft_cap is None
         chosen = attention_implementation(
             query.shape,
             key.shape,
@@ -243,7 +242,7 @@ class FusedAttention:
             causal=causal,
             packed=padded,
             dropout=bool(rate),
-            jit_compile=compiled,
+            jit_compile=in_xla() and window is soft_cap is None,
         )
         if left and chosen != "cudnn":
             raise small
@@ -323,8 +322,7 @@ _SIGNATURE = inspect.signature(_unfused)
 
 @functools.wraps(_unfused)
 def _dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
-    answer = trace_context.current().attention or _unfused
-    return answer(**_SIGNATURE.bind(*args, **kwargs).arguments)
+    return (trace_context.current().attention or _unfused)(**_SIGNATURE.bind(*args, **kwargs).arguments)
 
 
 backend.nn.dot_product_attention = _dot_product_attention

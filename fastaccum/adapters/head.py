@@ -103,8 +103,7 @@ class LinearCrossEntropy(keras.losses.Loss):
         if not y_pred.shape[-1] or not labels.shape.is_compatible_with(y_pred.shape[:-1]):
             shapes = f"y_true of class indices {labels.shape} does not fit logits y_pred {y_pred.shape}"
             raise ValueError(f"{shapes}: they must be [...] and [..., classes].")
-        losses = cross_entropy_from_logits(y_pred, labels, **self.options)
-        return _masked(losses, labels, self.options["ignore_index"])
+        return _masked(cross_entropy_from_logits(y_pred, labels, **self.options), labels, self.options["ignore_index"])
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "head": self.head, **self.options, "chunk_size": self.chunk_size}
@@ -276,8 +275,7 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
         )
     activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
     capped = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None) and not _is_reversible(layer)
-    altered = activation != "linear" or capped
-    if altered or getattr(layer, "activity_regularizer", None) is not None:
+    if activation != "linear" or capped or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(
             f"{what} has activation={activation!r}, a soft cap of its own or an activity regulariser; "
             "LinearCrossEntropy needs the plain logits, or the soft cap of a ReversibleEmbedding. Leave them out."

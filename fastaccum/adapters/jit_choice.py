@@ -2,8 +2,8 @@
 
 XLA:CPU runs the gradients of convolutions as scalar code, but saves launches of operations and passes over memory. The
 rule compares the two in multiply-adds of a forward convolution, by factors from `python -m benchmarks.jit_forms`
-(docs/performance.md). It looks at the model, at the CPU and at whether TensorFlow has oneDNN on: a training keeps its
-form when an update is split otherwise.
+(docs/performance.md). It looks at the model, at the rows of a micro-batch, at the CPU and at whether TensorFlow has
+oneDNN on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape"
 # What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on an operation (with its
 # gradients), in all, and on a weight, by whether oneDNN's products of matrices are about as fast as XLA's.
 _ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
-_ROWS = 16  # of a micro-batch
 ONEDNN: bool = port.IsMklEnabled()  # TensorFlow's operations use oneDNN
 _CPU = pathlib.Path("/proc/cpuinfo")
 AVX512 = _CPU.exists() and " avx512f " in _CPU.read_text()
@@ -42,10 +41,10 @@ class Work(NamedTuple):
     operations: float = 0.0  # however many rows there are
 
 
-def is_faster_compiled(work: Work, parameters: int) -> bool:
-    """Tells if a train step is faster with XLA on a CPU."""
+def is_faster_compiled(work: Work, parameters: int, rows: int) -> bool:
+    """Tells if a train step on micro-batches of so many rows is faster with XLA on a CPU."""
     once = _STEP + _OPERATION * work.operations + _WEIGHT[ONEDNN and not AVX512] * parameters
-    return work.convolved <= _ELEMENT * work.computed + once / _ROWS
+    return work.convolved <= _ELEMENT * work.computed + once / rows
 
 
 def count(traced: ConcreteFunction) -> Work:
@@ -56,7 +55,10 @@ def count(traced: ConcreteFunction) -> Work:
     def of_function(name: str) -> Work:
         function = functions[name]
         arguments = zip(function.signature.input_arg, (function.arg_attr[i] for i in itertools.count()), strict=False)
-        return of_nodes(function.node_def, {argument.name: _shape(each) for argument, each in arguments})
+        work = of_nodes(function.node_def, {argument.name: _shape(each) for argument, each in arguments})
+        # Keras compiles grouped convolutions by themselves, for which TensorFlow has no kernel.
+        by_itself = function.attr["_XlaMustCompile"].b and work.convolved
+        return work._replace(convolved=-math.inf) if by_itself else work
 
     def of_nodes(nodes: Sequence[Node], given: dict[str, list[int]]) -> Work:
         shapes, total = given | {node.name: _shape(node) for node in nodes}, Work()
@@ -86,8 +88,9 @@ def _work(node: Node, shapes: Mapping[str, list[int]]) -> Work:
 def _has_no_kernel(node: Node) -> bool:
     """Tells if TensorFlow may have no kernel for a CPU of a convolution, a pooling or its gradient."""
     spread = node.op in _TRANSPOSED and max(node.attr["dilations"].list.i, default=1) > 1
-    half = "Pool3D" in node.op and node.attr["T"].type == tf.float16.as_datatype_enum
-    return spread or half or node.attr["data_format"].s.startswith(b"NC")
+    half, deep = node.attr["T"].type != tf.float32.as_datatype_enum, "3D" in node.op
+    of_onednn_alone = spread or node.attr["data_format"].s.startswith(b"NC")
+    return ("Pool3D" in node.op and half) or (of_onednn_alone and (half or deep or not ONEDNN))
 
 
 def _turns(loop: Node, nodes: Sequence[Node], shapes: Mapping[str, list[int]]) -> int:

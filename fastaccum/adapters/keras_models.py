@@ -253,8 +253,7 @@ class Model:
     def output_names(self) -> list[str]:
         """The names that dict losses, targets and weights go by; empty for a model that names none."""
         # A Sequential model keeps them, and much else, in a functional one.
-        model = getattr(self.model, "_functional", None) or self.model
-        return list(getattr(model, "output_names", None) or [])
+        return list(getattr(getattr(self.model, "_functional", None) or self.model, "output_names", None) or [])
 
     @property
     def may_do_more(self) -> bool:
@@ -280,8 +279,7 @@ class Model:
                 traced, self.mixes_rows = traces.trace(call, x, rows=None), True
             if training:
                 self._work = jit_choice.count(traced)
-                operations = traced.graph.get_operations()
-                self.unsaved_draws = [operation.name for operation in operations if operation.type in traces.UNSEEDED]
+                self.unsaved_draws = [o.name for o in traced.graph.get_operations() if o.type in traces.UNSEEDED]
             written = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
             self._assigned = list({id(v): v for v in written}.values())
             added = map(added_losses.get_reduction, self._added_losses())
@@ -292,8 +290,9 @@ class Model:
         """Counts what a call computes on a row of `x`; a model is not traced for it if none of its layers convolve."""
         if self._work is None and any("Conv" in type(layer).__name__ for layer in self.layers):
             call = functools.partial(self.__call__, training=True)
-            with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):  # the step says it better
-                self._work = jit_choice.count(traces.trace(call, x, rows=None))
+            for rows in (traces.TELLING_ROWS, None):  # for a model of a fixed batch size; the step says errors better
+                with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
+                    self._work = self._work or jit_choice.count(traces.trace(call, x, rows))
         return self._work or jit_choice.Work()
 
     def added_loss(self, reduction: str) -> tf.Tensor:

@@ -89,8 +89,7 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
     """Takes up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`."""
     _check_length(ids, context, "held-out text")
     windows = min(most, (len(ids) - 1) // context)
-    starts = np.linspace(0, len(ids) - 1 - context, windows).astype(int)
-    return _windows_at(ids, starts, context)
+    return _windows_at(ids, np.linspace(0, len(ids) - 1 - context, windows).astype(int), context)
 
 
 def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, seed: int = 0) -> bytes:

@@ -25,7 +25,6 @@ from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import differences
 from fastaccum.step.guards import NonFiniteError
 
-Row = dict[str, float]
 COLUMNS = ("step", "bits_per_byte", "held_out_bits_per_byte", "loss_scale", "grad_norm", "skipped_steps")
 SAMPLE_BYTES = 400
 INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to abort"
@@ -145,7 +144,7 @@ class Recorder(keras.callbacks.Callback):
         elif self.interrupt.requested:
             EndRequest.entered[signal.SIGTERM].requested = True  # by which `fit` saves and ends
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[dict[str, float]]:
         """Returns the rows of metrics.csv; one without an evaluation lacks "held_out_bits_per_byte"."""
         log = self.model.history.history
         losses, evaluated = log.get("loss", ()), iter(log.get("val_loss", ()))

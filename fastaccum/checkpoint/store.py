@@ -69,7 +69,8 @@ class Checkpoint:
     def warn_of_other_versions(self) -> None:
         """Warns with the versions that wrote the checkpoint, if this process has others."""
         saved = self.manifest["versions"]
-        others = [f"{name} {saved[name]}, now {now}" for name, now in versions().items() if saved.get(name, now) != now]
+        pairs = {name: (saved.get(name, "unknown"), now) for name, now in versions().items()}
+        others = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
         if others:
             warn(
                 f"{self.path} was written with {one_line('; '.join(others))}. Training goes on, but its bits may not "

@@ -269,8 +269,7 @@ def common_dtype(tensors: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> 
 
 def like(nest: Any, flat: tf.Tensor) -> Any:
     """Returns a flat tensor's numbers in the structure, shapes and dtypes of a nest."""
-    sizes = [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None]
-    parts = iter(tf.split(flat, sizes))
+    parts = iter(tf.split(flat, [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None]))
     return tf.nest.map_structure(
         lambda t: None if t is None else tf.cast(tf.reshape(next(parts), t.shape), t.dtype), nest
     )
@@ -309,9 +308,8 @@ class TracedProgram:
         self.captured = {i: [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in called_on}
 
     def __call__(self, replica: int, *args: object) -> Any:
-        tensors = [t for t in tf.nest.flatten(args) if t is not None]
         with tf.device(self._replicas.devices[replica]):
-            return self.concrete._call_flat(tensors, self.captured[replica])
+            return self.concrete._call_flat([t for t in tf.nest.flatten(args) if t is not None], self.captured[replica])
 
 
 def _specs(nest: Any) -> Any:

@@ -92,9 +92,8 @@ class ReplicatedStep(Step):
         self.objective, self.cycle, self.running = step.objective, step.cycle, step.running
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
         self._length_known = True
-        jit_compile = self.objective.options.uses_xla
         self._accumulate, self._finish, self._sum, self._total, self._count = (
-            ReplicaProgram(function, replicas, jit_compile, scope=self._alone)
+            ReplicaProgram(function, replicas, self.objective.options.uses_xla, scope=self._alone)
             for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
         )
         self._counter, self._executor, self._evaluator = make_programs(
@@ -156,8 +155,7 @@ class ReplicatedStep(Step):
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
         sums = self.accumulated(shared, state)
-        all_work = tf.equal(shared["working"], float(self._replicas.count))
-        result = self.cycle.finish(sums, all_work & in_range, share)
+        result = self.cycle.finish(sums, tf.equal(shared["working"], float(self._replicas.count)) & in_range, share)
         result = self.running.add_step(sums.scale, result, shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 

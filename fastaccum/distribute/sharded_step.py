@@ -177,9 +177,8 @@ class _Owner:
 
     def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, own: Sequence[int]):
         self.own, self._step = own, step
-        jit_compile = step.objective.options.uses_xla
         self.measure, self.finish = (
-            ReplicaProgram(function, replicas, jit_compile, scope=self._alone, only=replica)
+            ReplicaProgram(function, replicas, step.objective.options.uses_xla, scope=self._alone, only=replica)
             for function in (self._measured, self._finished)
         )
 

@@ -131,8 +131,7 @@ def stacked(batch: Batch, accumulation: int) -> Batch:
 
 def dispatch_of(sample: Batch, rows: int, accumulation: int) -> Dispatch:
     """Specs of the dispatch with which `fit` trains on micro-batches like `sample`, of so many rows."""
-    batch = specs(sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool))
-    return Dispatch((stacked(batch, accumulation),))
+    return Dispatch((stacked(specs(sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool)), accumulation),))
 
 
 def resident(step: Step) -> list[Buffer]:

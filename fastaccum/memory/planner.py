@@ -125,10 +125,9 @@ def largest_that_fits(peak: Callable[[int], float], candidates: Sequence[int], l
 def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
     """Lists the micro-batches that make a global batch; raises ValueError if replicas do not divide it."""
     if global_batch_size % replicas:
-        down = global_batch_size // replicas * replicas
         raise ValueError(
             f"global_batch_size={global_batch_size} cannot be shared equally by {replicas} replicas: pass a multiple "
-            f"of {replicas}, such as {down + replicas}."
+            f"of {replicas}, such as {(global_batch_size // replicas + 1) * replicas}."
         )
     return divisors(global_batch_size, replicas, at_most) or divisors(global_batch_size, replicas)[:1]
 
@@ -234,8 +233,7 @@ class Planner:
             f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it takes "
             f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. Nothing was changed."
         )
-        saves = has_gpu() or self._stacks  # as XLA compiles
-        if saves and not (more or tried) and memory.by_kind["activations"]:
+        if (has_gpu() or self._stacks) and not (more or tried) and memory.by_kind["activations"]:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
         more = [*more, *self._step.advice]
         return explain(message, memory, self._limit, self._step.objective.losses.outputs, more=more)

@@ -52,7 +52,6 @@ _VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMIN
 # Makes TensorFlow parse its flags again, which it parses before the first variable is made.
 _FORGET = "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
 _LOG_LEVEL = "_ZN4absl12lts_2025081411MinLogLevelEv", "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
-_FATAL = 3  # of absl's severities
 _numbers = threading.local()
 _armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once the cache is enabled
 _traces: collections.Counter[str] = collections.Counter()
@@ -184,8 +183,7 @@ class _Process:
                 except OSError as error:
                     self._give_up(error)
             self._clear()
-        loaded = any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
-        return outputs, loaded
+        return outputs, any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
 
     def last(self, function: str) -> float | None:
         """Returns the seconds of the latest compilation of a program of this name, or None."""
@@ -209,8 +207,7 @@ class _Process:
         """Points the staging folder to memory or another disk, since XLA stops where it cannot write."""
         assert self.staging is not None
         with contextlib.suppress(OSError):
-            place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            other = tempfile.mkdtemp(prefix="fastaccum-", dir=place)
+            other = tempfile.mkdtemp(prefix="fastaccum-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
             atexit.register(shutil.rmtree, other, ignore_errors=True)
             full = self.staging.rename(self.staging.with_suffix(".full"))
             self.staging.symlink_to(other)
@@ -361,7 +358,7 @@ def silence_tensorflow() -> Iterator[None]:
         with contextlib.suppress(OSError, AttributeError):  # of another build, whose lines appear
             level, set_level = (_library()[name] for name in _LOG_LEVEL)
             undone.callback(set_level, level())
-            set_level(_FATAL)
+            set_level(3)  # fatal, of absl's severities
         yield
 
 

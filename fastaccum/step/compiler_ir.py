@@ -66,8 +66,7 @@ def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
 
 def memory_analysis(function: Compiled, *args: object) -> MemoryAnalysis:
     """Returns XLA's memory plan for `function(*args)`; compiles, runs nothing."""
-    compiled = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
-    return memory_of(hlo_pb2.HloProto.FromString(compiled))
+    return memory_of(hlo_pb2.HloProto.FromString(compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")))
 
 
 def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:

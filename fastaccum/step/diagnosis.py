@@ -242,8 +242,7 @@ def _floats(variables: Sequence[tf.Variable]) -> list[tf.Variable]:
 
 def _some(names: Iterable[str]) -> str:
     names = list(names)
-    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return ", ".join(names[:NAMES]) + more
+    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
 
 
 def _name(step: _Failed, variable: tf.Variable) -> str:

@@ -138,8 +138,7 @@ class DynamicLossScale(LossScale):
         grow = good_steps >= self.growth_interval
         grown = tf.minimum(self.current_scale * self.growth_factor, self.max_scale)
         backed_off = tf.maximum(self.current_scale * self.backoff_factor, self.min_scale)
-        kept_or_grown = tf.where(grow, grown, self.current_scale)
-        self.current_scale.assign(tf.where(grads_finite, kept_or_grown, backed_off))
+        self.current_scale.assign(tf.where(grads_finite, tf.where(grow, grown, self.current_scale), backed_off))
         self.good_steps.assign(tf.where(grads_finite & ~grow, good_steps, 0))
 
 

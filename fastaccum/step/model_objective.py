@@ -133,8 +133,7 @@ class ModelObjective(Objective):
             if observe:
                 self._observe(matched.y_true)
             asked.extend(self.losses.terms(self._in_range(matched), None, {}, prepared and prepared[-1]))
-            scaled = part() if share is None or own.reduction == "sum" else part() / share
-            return tf.identity(scaled, name=COMPILED)
+            return tf.identity(part() if share is None or own.reduction == "sum" else part() / share, name=COMPILED)
 
         given = compiled if self.losses.outputs else None
         value = own(batch.x, _targets(batch), y_pred, batch.weights, training, given, share)
@@ -263,8 +262,7 @@ class ModelObjective(Objective):
             return float(rows)
         only = self.losses.outputs[0]
         target = self.outputs.targets(stacks[0].y)[only.position]
-        inner = target.shape[2:-1] if only.classes is None else target.shape[2:]
-        return float(rows * math.prod(inner))
+        return float(rows * math.prod(target.shape[2:-1] if only.classes is None else target.shape[2:]))
 
     # An evaluation.
 

@@ -293,7 +293,7 @@ class TrainStep:
             penalty = self.objective.penalty()
         if penalty is None:
             return tf.constant(0.0), grads, looked_up
-        added = [_times(g, denominator) for g in tape.gradient(penalty, self.variables)]
+        added = [None if g is None else _times(g, denominator) for g in tape.gradient(penalty, self.variables)]
         total = [a if g is None else g if a is None else g + a for g, a in zip(grads, added, strict=True)]
         # With its own gradient, that of a table is one of all rows.
         looked_up = [rows if a is None else None for rows, a in zip(looked_up, added, strict=True)]
@@ -311,8 +311,7 @@ def _trace(function: Callable[..., tuple[object, R]], *specs: object) -> tuple[C
         found.append(extra)
         return returned
 
-    concrete = outputs.get_concrete_function(*specs)
-    return concrete, found[-1]
+    return outputs.get_concrete_function(*specs), found[-1]
 
 
 def _keep_where(ok: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
@@ -334,8 +333,6 @@ def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor])
 
 
 def _times(gradient, factor):
-    if gradient is None:
-        return None
     dtype = gradients.accumulator_dtype(gradient.dtype)
     return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(factor, dtype)
 

@@ -110,7 +110,7 @@ class Fit:
             reason = "cannot compile a layer" if recipe.model.uncompilable_layers() else "would be slower here"
             on_x86 = platform.machine() in ("x86_64", "AMD64")  # where fastaccum turns oneDNN on
             if on_x86 and not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
-                reason += "; its operations may be faster with oneDNN: import fastaccum before TensorFlow"
+                reason += "; TensorFlow's operations may be faster with oneDNN: import fastaccum before TensorFlow"
             hooks.say(f"This model trains without XLA, which {reason}.\n")
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
@@ -180,13 +180,12 @@ class Fit:
         fingerprint, changes = self._builder.fingerprint, self._builder.fingerprint.changes
         options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)  # what "auto" chose
         describe = functools.partial(fingerprint.describe, variables, options, self._source.sample, plan)
-        sensitive = [*model.split_sensitive_layers, *self._builder.split_sensitive]
         return state.Training(
             model.model,
             variables,
             changes.begin(describe),
             cut,
-            sensitive,
+            [*model.split_sensitive_layers, *self._builder.split_sensitive],
             model.unsaved_draws,
             stacks,
             hooks,

@@ -138,7 +138,9 @@ class StepBuilder:
             return not uncompilable
         with replicas.on_first_replica(self.recipe.replicas):
             work = model.work(x)
-        return jit_choice.is_faster_compiled(work, sum(math.prod(v.shape) for v in model.trainable_variables))
+        parameters, rows = sum(math.prod(v.shape) for v in model.trainable_variables), tf.nest.flatten(x)[0].shape[0]
+        faster, own = jit_choice.is_faster_compiled(work, parameters, rows), self.recipe.replicas
+        return faster if own is None else bool(own.gather([faster])[0][0])  # as the chief's CPU has it
 
     def _compile(self) -> None:
         self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)

@@ -127,6 +127,31 @@ def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_o
         assert np.abs(others[4] - exact[4]).max() > 1e-3 * np.abs(exact[4]).max()
 
 
+def test_a_jacobian_through_batch_norm_is_kerass_and_its_gradient_and_forward_mode_are_refused():
+    x, ones = tf.constant(RNG.normal(3, 2, (4, 5)), "float32"), tf.ones([5])
+
+    @tf.function(autograph=False)
+    def of_jacobian(norm, value=True):
+        with tf.GradientTape() as outer, tf.GradientTape() as tape:
+            outer.watch(x)
+            tape.watch(x)
+            y = norm(x, ones, ones)
+        if value:
+            return tape.jacobian(y, x)
+        with outer:
+            total = tf.reduce_sum(tape.jacobian(y, x) ** 2)
+        return outer.gradient(total, x)
+
+    def ours(*inputs):
+        return norms.batch_norm(*inputs, epsilon=EPSILON)[0]
+
+    np.testing.assert_allclose(of_jacobian(ours), of_jacobian(batch_norm_of_keras), rtol=1e-4, atol=1e-5)
+    with pytest.raises(LookupError, match="Jacobian's gradient without XLA: use jit_compile=True"):
+        of_jacobian(ours, value=False)
+    with pytest.raises(LookupError, match="no forward mode"), tf.autodiff.ForwardAccumulator(x, x):
+        tf.function(ours, autograph=False)(x, ones, ones)
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_float16_far_from_0_keeps_its_spread(gpu):
     x = tf.constant(RNG.normal(1000, 1, (4, 256)), "float16")
