@@ -91,6 +91,9 @@ def test_a_command_names_what_there_is(command, pytestconfig):
         assert (ROOT / program).exists()
 
 
+CONVOLUTIONAL = {"ConvNet", "Conv1D", "ResNet20", "MobileNet", "U-Net"}
+
+
 @pytest.mark.docs
 def test_the_ranges_that_readme_names_are_those_of_its_table():
     text = (ROOT / "README.md").read_text()
@@ -100,7 +103,7 @@ def test_the_ranges_that_readme_names_are_those_of_its_table():
     header, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n\n")[1].splitlines()]
     rows = [row for row in rows if "Keras 3's" in row[0] and "Dropout" not in row[0]]
     for convolutional, ends in ((False, named.groups()[:2]), (True, named.groups()[2:])):
-        columns = [i for i, name in enumerate(header) if name and (name == "ConvNet") is convolutional]
+        columns = [i for i, name in enumerate(header) if name and (name in CONVOLUTIONAL) is convolutional]
         figures = [float(row[i]) for row in rows for i in columns if row[i]]
         for end, figure in zip(ends, (min(figures), max(figures)), strict=True):
             assert abs(float(end) - figure) <= (0.05 if "." in end else 0.5), f"{end} for {figure}"
