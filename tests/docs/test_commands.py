@@ -113,3 +113,11 @@ def test_the_ranges_that_readme_names_are_those_of_its_table():
 def test_the_smallest_command_runs(capsys):
     assert cli.main(["devices"]) == 0
     assert capsys.readouterr().out
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"], ids=lambda page: page.stem)
+def test_examples_import_fastaccum_before_tensorflow_so_that_onednn_is_on(page):
+    for block in re.findall(r"(?s)```python\n(.*?)```", page.read_text()):
+        imported = re.findall(r"(?m)^(?:import|from) (fastaccum|keras|keras_hub|tensorflow|tf_keras)\b", block)
+        assert "fastaccum" not in imported or imported[0] == "fastaccum", block
