@@ -24,6 +24,7 @@ _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape"
 # What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on an operation (with its
 # gradients), in all, and on a weight, by whether oneDNN's products of matrices are about as fast as XLA's.
 _ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
+_ROWS = 16  # of a micro-batch, where the data do not say
 ONEDNN: bool = port.IsMklEnabled()  # TensorFlow's operations use oneDNN
 _CPU = pathlib.Path("/proc/cpuinfo")
 AVX512 = _CPU.exists() and " avx512f " in _CPU.read_text()
@@ -41,10 +42,10 @@ class Work(NamedTuple):
     operations: float = 0.0  # however many rows there are
 
 
-def is_faster_compiled(work: Work, parameters: int, rows: int) -> bool:
+def is_faster_compiled(work: Work, parameters: int, rows: int | None) -> bool:
     """Tells if a train step on micro-batches of so many rows is faster with XLA on a CPU."""
     once = _STEP + _OPERATION * work.operations + _WEIGHT[ONEDNN and not AVX512] * parameters
-    return work.convolved <= _ELEMENT * work.computed + once / rows
+    return work.convolved <= _ELEMENT * work.computed + once / (rows or _ROWS)
 
 
 def count(traced: ConcreteFunction) -> Work:
