@@ -79,7 +79,7 @@ class Trainer:
             sequences); True in each, or ValueError; False in none. `summary()` lists the choices.
         jit_compile: compile with XLA. False runs the same step operation by operation. "auto", as in Keras, compiles
             on a GPU, and on a CPU where the model trains faster so: not where convolutions take the time, nor with
-            layers that XLA cannot compile. The choice is made when the step is built, and stands in a checkpoint.
+            layers that declare that XLA cannot. The choice is made when the step is built, and stands in a checkpoint.
         steps_per_execution: train steps in one call of the program. Callbacks see the last step of each call, as in
             Keras.
         on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale

@@ -133,14 +133,13 @@ class StepBuilder:
 
     def _is_faster_compiled(self, x: Nest) -> bool:
         """Decides what `jit_compile="auto"` is for the model."""
-        model = self._model
-        if (uncompilable := model.uncompilable_layers()) or has_gpu():
-            return not uncompilable
-        with replicas.on_first_replica(self.recipe.replicas):
-            work = model.work(x)
-        parameters, rows = sum(math.prod(v.shape) for v in model.trainable_variables), tf.nest.flatten(x)[0].shape[0]
-        faster, own = jit_choice.is_faster_compiled(work, parameters, rows), self.recipe.replicas
-        return faster if own is None else bool(own.gather([faster])[0][0])  # as the chief's CPU has it
+        model, own = self._model, self.recipe.replicas
+        if (faster := not model.uncompilable_layers()) and not has_gpu():
+            with replicas.on_first_replica(own):
+                work = model.work(x)
+            parameters = sum(math.prod(v.shape) for v in model.trainable_variables)
+            faster = jit_choice.is_faster_compiled(work, parameters, rows=tf.nest.flatten(x)[0].shape[0])
+        return faster if own is None else bool(own.gather([faster])[0][0])  # as the chief has it
 
     def _compile(self) -> None:
         self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)

@@ -111,6 +111,7 @@ def test_layers_without_a_kernel_for_a_cpu_run_with_xla(without):
 
     x, y = np.zeros((1, 8, 8, 8, 8), "float32"), np.zeros((1, 3), "float32")
     assert chosen(large(**without), x, y, rows=64) and not chosen(large(), x, y, rows=64)
+    assert not chosen(large(dtype="mixed_bfloat16"), x, y, rows=64)
 
 
 def test_large_micro_batches_of_a_model_near_the_bound_run_without_xla():
