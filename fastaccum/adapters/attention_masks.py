@@ -89,7 +89,9 @@ class _Reader:
 
     def _along(self, t: tf.Tensor, axes: Axes) -> tuple[tf.Tensor | None, tf.Tensor | None]:
         """Returns a tensor of shape [B, T, 1] as [B, T], and none of keys; one of shape [B, 1, S] as [B, S] of keys."""
-        if t.shape.rank < 2 or any(name == "head" and size != 1 for name, size in zip(axes, t.shape[:-2], strict=True)):
+        if (t.shape.rank or 0) < 2 or any(
+            name == "head" and size != 1 for name, size in zip(axes, t.shape[:-2], strict=True)
+        ):
             return None, None
         if t.shape[-2] == 1 and t.shape[-1] == self._size[1]:
             return None, tf.reshape(t, [-1, self._size[1]])
@@ -122,15 +124,20 @@ def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
 
 
 def _compare(operation: tf.Operation) -> Mask | None:
-    """Reads a comparison of constants [T, 1] and [1, S], however many they are."""
-    (left, right), sign = operation.inputs, _COMPARISONS[operation.type]
-    if left.shape[-1] != 1:
+    """Reads a comparison of constants [T, 1] and [1, S] or [S], however many they are."""
+    mask = operation.outputs[0]
+    queries, keys = mask.shape[-2:]
+    left, right = operation.inputs
+    sign = _COMPARISONS[operation.type]
+    if not _is_column(left, queries):
         left, right, sign = right, left, _MIRRORED[sign]
+    if not _is_column(left, queries):  # a number beside distances
+        return _evaluate(mask)
     rows, columns = _constant(left), _constant(right)
-    if rows is None or columns is None or rows.size + columns.size != sum(operation.outputs[0].shape[-2:]):
-        return _evaluate(operation.outputs[0])
+    if rows is None or columns is None or rows.size != queries or columns.size != keys:
+        return _evaluate(mask)
     rows, columns = rows.ravel(), columns.ravel()
-    if (np.diff(columns) <= 0).any():
+    if not (columns[1:] > columns[:-1]).all():
         return None
     edge, places = np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left"), np.arange(len(rows))
     if sign in ("<", "<="):  # the keys from the edge on
@@ -140,6 +147,10 @@ def _compare(operation: tf.Operation) -> Mask | None:
         before, after = len(rows), edge[0] - 1
         banded = np.array_equal(edge, np.minimum(places + after + 1, len(columns)))
     return _band(before, after, len(rows), len(columns)) if banded else None
+
+
+def _is_column(t: tf.Tensor, queries: int) -> bool:
+    return bool(t.shape.rank) and tuple(t.shape[-2:]) == (queries, 1)
 
 
 def _band(before: int, after: int, rows: int, columns: int) -> Mask | None:
@@ -159,7 +170,7 @@ def _evaluate(t: tf.Tensor) -> Mask | None:
 
 
 def _constant(t: tf.Tensor) -> np.ndarray | None:
-    """Evaluates a tensor; None if it depends on an input of the graph, or is drawn."""
+    """Evaluates a tensor; None if it depends on an input of the graph, is drawn, or cannot be evaluated."""
     graph = tf.Graph()
     try:
         lifted = lift_to_graph([t], graph)[t]
@@ -168,4 +179,7 @@ def _constant(t: tf.Tensor) -> np.ndarray | None:
     if any(operation.op_def.is_stateful for operation in graph.get_operations()):
         return None
     with tf.compat.v1.Session(graph=graph) as session:
-        return session.run(lifted)
+        try:
+            return session.run(lifted)
+        except tf.errors.OpError:  # a loop, or a function, which is not in the other graph
+            return None

@@ -654,6 +654,20 @@ MASKS = {
     "band_part": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0), (None, 0, False, False)),
     "a band": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), 3, 1), (3, 1, False, False)),
     "a band of pairs": (lambda p: abs(positions()[:, None] - positions()) < 3, (2, 2, False, False)),
+    "a number before distances": (
+        lambda p: keras.ops.greater(3, abs(positions()[:, None] - positions())),
+        (2, 2, False, False),
+    ),
+    "a scalar tensor before distances": (
+        lambda p: keras.ops.less_equal(tf.constant(-1), positions()[:, None] - positions()),
+        (None, 1, False, False),
+    ),
+    "a scalar input before distances": (
+        lambda p: tf.reduce_sum(tf.cast(p, tf.int32)) > positions()[:, None] - positions(),
+        None,
+    ),
+    "keys without an axis of queries": (lambda p: (positions()[:, None] >= 0) & (positions() < 3), None),
+    "of a loop": (lambda p: tf.map_fn(tf.identity, positions()[:, None] >= positions()), None),
     "a window of KerasHub's Mistral": (
         lambda p: tf.minimum(tf.cast(positions()[:, None] < positions() + 3, tf.int32), np.tri(6, dtype="int32")) > 0,
         (2, 0, False, False),
