@@ -80,8 +80,12 @@ def _read(options):
     if options.suites or options.quick:
         raise BadArgument("--from runs nothing: leave out --quick and the names of suites.")
     try:
-        if not options.from_run.is_file() or options.from_run.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it must be a file of at most {MOST_BYTES:,} bytes")
+        if not options.from_run.exists():
+            raise BadArgument(f"--from {options.from_run} is not there: name the run.json of an earlier run.")
+        if not options.from_run.is_file():
+            raise BadArgument(f"--from {options.from_run} is no file: name the run.json of an earlier run.")
+        if options.from_run.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes, as no run.json has")
         run = json.loads(options.from_run.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise BadArgument(f"--from {options.from_run} cannot be read: {error}") from error
@@ -114,12 +118,12 @@ def _make_out(options):
 
 def _chosen(options, known):
     """The names of the suites to run."""
-    missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
-    if missing:
-        raise BadArgument(f'{", ".join(missing)} must be installed: pip install -c constraints.txt -e ".[test]"')
     unknown = [name for name in options.suites if name not in known]
     if unknown:
         raise BadArgument(f"unknown suite {unknown[0]!r}; the suites are {', '.join(known)}.")
+    missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise BadArgument(f'{", ".join(missing)} must be installed: pip install -c constraints.txt -e ".[test]"')
     chosen = [name for name in known if name in (options.suites or (suites.QUICK if options.quick else known))]
     _check_readme(options, set(known) - set(chosen), options.quick)
     return chosen

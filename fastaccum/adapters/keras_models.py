@@ -6,14 +6,13 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope
 
-from fastaccum import checks
 from fastaccum.adapters import added_losses, jit_choice, layers, traces
 from fastaccum.adapters.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
@@ -21,6 +20,7 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.lines import without_arguments
 
 
 class Model:
@@ -362,9 +362,16 @@ def _as_keras_tensors(specs: Nest) -> Nest:
     return tf.nest.map_structure(lambda s: None if s is None else keras.KerasTensor(s.shape, s.dtype.name), specs)
 
 
-def _naming(x: Nest) -> contextlib.AbstractContextManager[None]:
-    shapes = tf.nest.map_structure(lambda each: tuple(each.shape), x)
-    return checks.naming(f"The model, called with x of shape {shapes}", NotImplementedError)
+@contextlib.contextmanager
+def _naming(x: Nest) -> Iterator[None]:
+    """Puts the shapes of a model's inputs in front of an error that calling the model raised."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        shapes = tf.nest.map_structure(lambda each: tuple(each.shape), x)
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        reason = without_arguments(error)
+        raise kind(f"The model, called with x of shape {shapes}: {reason}") from error
 
 
 def never_draws(layer: keras.layers.Layer) -> bool:

@@ -9,20 +9,18 @@ from pathlib import Path
 import keras
 
 from fastaccum.app import text
-from fastaccum.app.options import BadArgument
+from fastaccum.app.options import MODEL_FILE, BadArgument
 
 
 def generate(options: argparse.Namespace) -> int:
     """Prints the prompt and its continuation as the parsed `options` say, and returns the exit code."""
     prompt = os.fsencode(options.prompt)
-    file = Path(options.run, "model.keras")
+    file = Path(options.run, MODEL_FILE)
     try:
-        if not prompt:
-            raise ValueError("--prompt '' is empty: give at least one character, or leave it out")
-        if not file.is_file():
-            raise ValueError(f"{str(file)!r} is not there: `fastaccum train` saves it when training ends")
         model = keras.saving.load_model(file, compile=False)
-        continuation = text.generate(model, prompt, options.length, model.get_layer("context").context)
+        context = model.get_layer("context").context
+        how = {"temperature": options.temperature, "seed": options.seed}
+        continuation = text.generate(model, prompt, options.length, context, **how)
     except (ValueError, OSError) as error:
         raise BadArgument(f"fastaccum generate: error: {error}") from error
     print(text.printable(prompt + continuation))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 EPILOG = """\
@@ -18,6 +21,23 @@ However a run ended, `fastaccum train --resume FOLDER` continues from its last c
 MOST = 10**6  # windows in a micro-batch, micro-batches in an update
 MOST_STEPS = 10**9
 PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
+TEMPERATURE = 0.8  # of `fastaccum generate`
+CONFIG_FILE = "config.json"  # by which a folder is a run's
+MODEL_FILE = "model.keras"
+# Names that other programs have for options of this one.
+OTHER_NAMES = {
+    "--model": "--preset",
+    "--size": "--preset",
+    "--epochs": "--steps",
+    "--iterations": "--steps",
+    "--learning-rate": "--lr",
+    "--gradient-accumulation-steps": "--accum",
+    "--accumulation-steps": "--accum",
+    "--dtype": "--precision",
+    "--output": "--out",
+    "--text": "--prompt",
+    "--max-new-tokens": "--length",
+}
 
 Number = TypeVar("Number", int, float)
 
@@ -38,11 +58,46 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line, or BadArgument; `command` and `parser` are the subcommand's, `given` what it names."""
-    parsed = make_parser().parse_args(argv)
+    """Parses the command line; `command` and `parser` are the subcommand's, `given` the options that it names.
+
+    Raises:
+        BadArgument: raised for what is not an option, with the one that was probably meant; for what is not a value of
+            an option; and for a run that is not there.
+    """
+    parser = make_parser()
+    if not argv:
+        parser.error("name a COMMAND: train, generate, bench or devices; `fastaccum --help` says what each does")
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, parsed.parser)}")
     # Options cannot be abbreviated, and one that equals its default is given, too.
     parsed.given = {each.partition("=")[0] for each in argv}
+    # Found here, and not some seconds later, when TensorFlow is imported.
+    if getattr(parsed, "resume", None) is not None:
+        where = "name a folder that `fastaccum train` wrote, such as runs/nano-adamw-seed0"
+        _require_file(parsed.parser, f"--resume {parsed.resume!r}", Path(parsed.resume, CONFIG_FILE), where)
+    if parsed.command == "generate":
+        if not parsed.prompt:
+            parsed.parser.error("--prompt '' is empty: give at least one character, or leave it out")
+        where = "`fastaccum train` saves it when training ends, in the run's folder"
+        _require_file(parsed.parser, f"RUN {parsed.run!r}", Path(parsed.run, MODEL_FILE), where)
     return parsed
+
+
+def _hint(unknown: Sequence[str], parser: Parser) -> str:
+    """Says which option was probably meant."""
+    names = {*re.findall(r"--[a-z][a-z-]*", parser.format_help())} - {"--help"}
+    for argument in unknown:
+        name = argument.partition("=")[0].lower().replace("_", "-")
+        alike = difflib.get_close_matches(OTHER_NAMES.get(name, name), names, 1)
+        if alike:
+            return f": did you mean {alike[0]}?"
+    return f"; `{parser.prog} --help` lists the options"
+
+
+def _require_file(parser: Parser, argument: str, file: Path, where: str) -> None:
+    if not file.is_file():
+        parser.error(f"{argument}: {str(file)!r} is not there: {where}")
 
 
 def make_parser() -> Parser:
@@ -66,7 +121,8 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add = train.add_argument
     text = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", metavar="FILE or FOLDER", help=text)
-    add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help="updates of the weights (%(default)s)")
+    steps = "updates of the weights, in all (%(default)s)"
+    add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help=steps)
     size = "pieces of text that go through the model at once, a micro-batch (%(default)s)"
     add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help=size)
     accum = "micro-batches whose gradients are added up for one update (%(default)s)"
@@ -88,7 +144,9 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add("--out", metavar="FOLDER", help=out)
     every = "updates from one checkpoint to the next (%(default)s)"
     add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
-    add("--resume", metavar="FOLDER", help="continue the run in FOLDER from its last checkpoint, with its options")
+    resume = "continue the run in FOLDER from its last checkpoint, with its options; with --steps N it is extended to "
+    resume += "N updates, at the learning rate with which the run's own steps end"
+    add("--resume", metavar="FOLDER", help=resume)
     cache = "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
     add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
     train.set_defaults(command="train", parser=train)
@@ -101,6 +159,11 @@ def _add_generate(add_parser: Callable[..., Parser]) -> None:
     add("run", metavar="RUN", help="a run folder, with the model.keras of a run that ended")
     add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")
     add("--length", type=_whole(1, MOST), default=400, metavar="N", help="bytes to generate (%(default)s)")
+    freely = "how freely to choose: 0 for always the likeliest byte, 1 for as likely as the model says (%(default)s)"
+    temperature = _number(float, 0.0, 1000.0, "number from 0 to 1000, such as 0.8")
+    add("--temperature", type=temperature, default=TEMPERATURE, metavar="T", help=freely)
+    seed = "random seed of the choices (%(default)s)"
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed)
     generate.set_defaults(command="generate", parser=generate)
 
 

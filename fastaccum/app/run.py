@@ -9,8 +9,10 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 
@@ -18,7 +20,7 @@ from fastaccum import checks, lines
 from fastaccum.adapters import optimizers
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import text
-from fastaccum.app.options import MOST, MOST_STEPS, BadArgument, list_devices
+from fastaccum.app.options import CONFIG_FILE, MOST, MOST_STEPS, BadArgument, list_devices
 from fastaccum.checkpoint import store
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
@@ -32,20 +34,40 @@ ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
 # What `--resume` takes from config.json.
 OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
+EXTENDED = "extended_to_steps"  # in config.json, of a run that `--resume RUN --steps N` made longer
+LOWEST_RATE = 0.02  # where the learning rate's schedule ends, as a part of the highest rate
+
+
+class Done(NamedTuple):
+    """The rows of metrics.csv that are complete, and the train steps that they sum up."""
+
+    rows: int
+    steps: int
+
+
+NOTHING_DONE = Done(rows=0, steps=0)
 
 
 class Run:
-    """The text, model and trainer of a run, made from the options; checkpoints carry its `identity`."""
+    """The text, model and trainer of a run, made from the options; checkpoints carry its `identity`.
 
-    def __init__(self, options: argparse.Namespace):
+    Args:
+        options: the options that the run began with. Its schedule of the learning rate is that of `options.steps`.
+        steps: train steps in all, of a run that was extended; by default `options.steps`.
+        done: what a run that is resumed has behind it.
+    """
+
+    def __init__(self, options: argparse.Namespace, steps: int | None = None, done: Done = NOTHING_DONE):
         self.options = options
+        self.steps: int = options.steps if steps is None else steps
         keras.utils.set_random_seed(options.seed)
         self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
         kind, device_name = list_devices()[0]
         if options.precision == "auto":
             options.precision = "mixed_float16" if kind == "GPU" else "float32"
         self.steps_per_row = math.ceil(options.steps / ROWS)
-        self.rows = math.ceil(options.steps / self.steps_per_row)
+        # The last row before an extension may be shorter than the others, so those to come are counted from there.
+        self.rows = done.rows + math.ceil((self.steps - done.steps) / self.steps_per_row)
         self.evaluated_rows = {*range(0, self.rows, math.ceil(self.rows / EVALUATIONS)), self.rows} - {0}
         self.context: int = PRESETS[options.preset]["context"]
         if 8 * options.batch_size * options.accum * self.context > device.available("CPU:0").free:
@@ -67,37 +89,78 @@ class Run:
         self.identity = {name: getattr(options, name) for name in OPTIONS} | {"text_sha256": self.text.sha256}
         # Absolute: the run may be resumed from another working directory.
         self.config = {**self.identity, "paths": [str(Path(path).resolve()) for path in options.paths]}
+        if self.steps > options.steps:
+            self.config[EXTENDED] = self.steps
         say("device", f"{kind} {device_name}, {options.precision}")
         source = ", ".join(options.paths) or "Python's standard library"
         say("text", f"{source}: {len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
         say("model", f"{options.preset}: {self.model.count_params():,} parameters")
         batch = f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch"
         say("batch", f"{batch} {options.batch_size * options.accum:,} windows of {self.context:,} bytes")
-        say("training", f"{options.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
+        say("training", f"{self.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
+        if self.steps > options.steps:
+            lowest = f"{LOWEST_RATE * options.lr:g}"
+            say("", f"which falls to {lowest} over the first {options.steps:,} steps, and then stays there")
 
 
 def resume(options: argparse.Namespace) -> Run:
-    """Makes the `Run` that continues in the folder `options.resume`; ValueError if it cannot continue as it began."""
-    kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)}
-    if extra := sorted(kept & options.given) + ["FILE or FOLDER"] * bool(options.paths):
-        raise ValueError(f"--resume {options.resume}: a run keeps its options; leave out {', '.join(extra)}")
-    file = Path(options.resume, "config.json")
+    """Makes the `Run` that continues in the folder `options.resume`, to `--steps` in all where these are given.
+
+    Raises:
+        ValueError: raised if the run cannot continue as it began.
+    """
+    kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)} - {"--steps"}
+    extra = sorted(kept & options.given)
+    if options.paths:
+        extra.append("FILE or FOLDER")
+    if extra:
+        raise ValueError(
+            f"--resume {options.resume}: a run keeps its options, all but --steps; leave out {', '.join(extra)}"
+        )
+    asked = options.steps if "--steps" in options.given else None
+    file = Path(options.resume, CONFIG_FILE)
     try:
         config = json.loads(file.read_bytes())
         # Through the parser again: it knows what each may be.
         arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
         parsed = options.parser.parse_args([*arguments, "--", *map(str, config["paths"])], options)
         began_with = str(config["text_sha256"])
+        steps = _steps_of(config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadArgument) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{str(file)!r} is not what this version writes for a run: {reason}") from error
-    run = Run(parsed)
+    if asked is not None:
+        if asked < steps:
+            raise ValueError(
+                f"--steps {asked}: the run in {options.resume} is one of {steps}: leave --steps out, or give more"
+            )
+        steps = asked
+    run = Run(parsed, steps, _done_in(Path(options.resume, CHECKPOINTS)))
     if run.text.sha256 != began_with:
         raise ValueError(
             f"--resume {options.resume}: the text has changed since the run began: its text_sha256 was "
             f"{began_with:.12}, is {run.text.sha256:.12}; put it back, or begin a new run"
         )
     return run
+
+
+def _steps_of(config: Mapping[str, Any]) -> int:
+    """Returns the steps of a run in all, as its config.json has them; ValueError if they are none that a run has."""
+    steps = config.get(EXTENDED, config["steps"])
+    if type(steps) is not int or not config["steps"] <= steps <= MOST_STEPS:
+        raise ValueError(f"{EXTENDED}={steps!r} must be a whole number from {config['steps']} to {MOST_STEPS}")
+    return steps
+
+
+def _done_in(checkpoints: Path) -> Done:
+    """Reads off the last checkpoint what `fit` will continue from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of checkpoints that are passed over: `fit` warns again
+        found = store.latest(checkpoints)
+    if found is None:
+        return NOTHING_DONE
+    progress = found.manifest["progress"]
+    return Done(rows=progress["epoch"], steps=progress["step"] - progress["step_in_epoch"])
 
 
 def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
@@ -118,10 +181,17 @@ def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
             path = Path(f"{default}-{number}")
     if os.listdir(path):
         raise FileExistsError(f"{str(path)!r} has files in it, which are not overwritten: name a new folder")
-    with open(path / "config.json", "x", encoding="utf-8") as file:  # of two runs that begin at once, one has it
+    with open(path / CONFIG_FILE, "x", encoding="utf-8") as file:  # of two runs that begin at once, one has it
         json.dump(config, file, indent=2)
-    store.flush(path / "config.json")
+    store.flush(path / CONFIG_FILE)
     return path
+
+
+def record_extension(run: Run, folder: Path) -> None:
+    """Writes into config.json to how many steps a run was extended, so that it is resumed to its new end."""
+    if EXTENDED in run.config:
+        with replacing(folder / CONFIG_FILE) as file:
+            file.write_text(json.dumps(run.config, indent=2), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -138,10 +208,13 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Makes a schedule: a twentieth of the steps up from 0 to `highest`, then down along a cosine to a 50th of it."""
+    """Makes a schedule: a twentieth of the steps up from 0 to `highest`, then down along a cosine to a 50th of it.
+
+    After these steps the rate stays where it is.
+    """
     warmup = max(1, steps // 20)
     return keras.optimizers.schedules.CosineDecay(
-        0.0, max(1, steps - warmup), alpha=0.02, warmup_target=highest, warmup_steps=warmup
+        0.0, max(1, steps - warmup), alpha=LOWEST_RATE, warmup_target=highest, warmup_steps=warmup
     )
 
 

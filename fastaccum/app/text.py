@@ -12,8 +12,9 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from fastaccum.app.options import CONFIG_FILE, TEMPERATURE
+
 HELD_OUT_EVERY = 20
-TEMPERATURE = 0.8
 
 
 class Text(NamedTuple):
@@ -92,8 +93,14 @@ def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray
     return _windows_at(ids, np.linspace(0, len(ids) - 1 - context, windows).astype(int), context)
 
 
-def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, seed: int = 0) -> bytes:
-    """Draws `length` bytes after `prompt` from `softmax(logits / TEMPERATURE)`; ValueError if these are not finite."""
+def generate(
+    model: keras.Model, prompt: bytes, length: int, context: int, *, temperature: float = TEMPERATURE, seed: int = 0
+) -> bytes:
+    """Draws `length` bytes after `prompt` from `softmax(logits / temperature)`, the likeliest ones at 0.
+
+    Raises:
+        ValueError: raised if the model's logits are not finite.
+    """
     import tensorflow as tf
 
     @tf.function(jit_compile=True, autograph=False)
@@ -110,7 +117,10 @@ def generate(model: keras.Model, prompt: bytes, length: int, context: int, *, se
         scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64)
         if not np.isfinite(scores).all():
             raise ValueError("the model's logits are not finite: its training has diverged, and a lower --lr may help")
-        chances = np.exp((scores - scores.max()) / TEMPERATURE)
+        if temperature == 0:
+            ids.append(int(scores.argmax()))
+            continue
+        chances = np.exp((scores - scores.max()) / temperature)
         ids.append(int(random.choice(len(chances), p=chances / chances.sum())))
     return bytes(ids[len(prompt) :])
 
@@ -125,7 +135,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise error  # or what cannot be listed would be left out in silence
 
     for parent, folders, names in os.walk(folder, onerror=fail):
-        config = Path(parent, "config.json")
+        config = Path(parent, CONFIG_FILE)
         if config.is_file() and b'"text_sha256"' in config.read_bytes():
             folders[:] = names = []  # of a run, which change while it goes on
         folders[:] = sorted(name for name in folders if not name.startswith("."))

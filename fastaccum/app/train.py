@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from fastaccum.app import text
-from fastaccum.app.options import BadArgument
-from fastaccum.app.run import CHECKPOINTS, Run, begin, replacing, resume, say
+from fastaccum.app.options import MODEL_FILE, BadArgument
+from fastaccum.app.run import CHECKPOINTS, Run, begin, record_extension, replacing, resume, say
 from fastaccum.checkpoint.errors import CheckpointWriteError, CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.lock import FolderInUseError
 from fastaccum.checkpoint.signals import EndRequest, Preempted
@@ -101,7 +101,7 @@ def _finish(run: Run, folder: Path, recorder: Recorder) -> None:
         x, y = run.held_out
         logs: Any = run.trainer.evaluate(x, y, batch_size=run.options.batch_size, return_dict=True, verbose=0)
         held_out = logs["loss"] / math.log(2)
-    with replacing(folder / "model.keras") as path:
+    with replacing(folder / MODEL_FILE) as path:
         run.model.save(path)
     recorder.draw()
     say("held out", f"{held_out:.3f} bits per byte after {recorder.steps:,} steps")
@@ -123,23 +123,40 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self.run, self.folder, self.interrupt = run, folder, interrupt
         self.steps = 0
+        # Of each row of metrics.csv that is complete: the steps that were done by then, and if it was evaluated.
+        self.row_ends: list[int] = []
+        self.row_evaluated: list[bool] = []
 
     def get_state(self) -> dict[str, object]:
-        """Returns what a checkpoint is to hold: the steps that are done, and of which run."""
-        return {"steps": self.steps, "run": self.run.identity}
+        """Returns what a checkpoint is to hold: the steps and rows that are done, and of which run."""
+        rows = {"row_ends": [*self.row_ends], "row_evaluated": [*self.row_evaluated]}
+        return {"steps": self.steps, "run": self.run.identity, **rows}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `get_state` returned; raises ValueError if another run's did."""
         if different := differences(state["run"], self.run.identity):
             raise ValueError(f"another run wrote the checkpoint: {'; '.join(different)}")
+        if "row_ends" not in state:
+            raise ValueError("an earlier version of fastaccum wrote the checkpoint: end the run with that version")
         self.steps = state["steps"]
+        self.row_ends = [*state["row_ends"]]
+        self.row_evaluated = [*state["row_evaluated"]]
+
+    def on_train_begin(self, logs: Mapping[str, float] | None = None) -> None:
+        record_extension(self.run, self.folder)  # now that `fit` has found that the run can go on
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         self.write()
 
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        self.row_ends.append(self.steps)
+        self.row_evaluated.append("val_loss" in (logs or {}))
+        # The last row ends `fit`, be it a short one. A checkpoint of a fit that was stopped could not be extended.
+        self.model.stop_training = False
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         self.steps += 1
-        if self.steps == self.run.options.steps:
+        if self.steps == self.run.steps:
             self.model.stop_training = True
         elif self.interrupt.requested:
             EndRequest.entered[signal.SIGTERM].requested = True  # by which `fit` saves and ends
@@ -147,15 +164,15 @@ class Recorder(keras.callbacks.Callback):
     def rows(self) -> list[dict[str, float]]:
         """Returns the rows of metrics.csv; one without an evaluation lacks "held_out_bits_per_byte"."""
         log = self.model.history.history
-        losses, evaluated = log.get("loss", ()), iter(log.get("val_loss", ()))
-        others = [log.get(name, ()) for name in ("loss_scale", "grad_norm")]
-        columns = zip(losses, *others, itertools.accumulate(log.get("skipped_steps", ())), strict=True)
+        held_out = iter(log.get("val_loss", ()))
+        losses, scales, norms = (log.get(name, ()) for name in ("loss", "loss_scale", "grad_norm"))
+        skipped_so_far = itertools.accumulate(log.get("skipped_steps", ()))
+        columns = zip(self.row_ends, self.row_evaluated, losses, scales, norms, skipped_so_far, strict=True)
         rows = []
-        for number, (loss, scale, norm, skipped) in enumerate(columns, 1):
-            step = min(number * self.run.steps_per_row, self.run.options.steps)
+        for step, evaluated, loss, scale, norm, skipped in columns:
             row = {"step": step, "bits_per_byte": loss / math.log(2), "loss_scale": scale, "grad_norm": norm}
-            if number in self.run.evaluated_rows:
-                row["held_out_bits_per_byte"] = next(evaluated) / math.log(2)
+            if evaluated:
+                row["held_out_bits_per_byte"] = next(held_out) / math.log(2)
             rows.append({**row, "skipped_steps": skipped})
         return rows
 

@@ -19,6 +19,7 @@ from tensorflow.python.eager import context
 
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.state import WorkerLostError
+from fastaccum.lines import short_tracebacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,8 +37,12 @@ class WorkersDifferError(ValueError):
 
 
 def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other workers' waits."""
+    """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other workers' waits.
 
+    Its errors show the caller's lines, and not those of fastaccum.
+    """
+
+    @short_tracebacks
     @functools.wraps(method)
     def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         replicas = self._replicas

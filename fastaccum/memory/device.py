@@ -17,6 +17,8 @@ LIMIT = "FASTACCUM_MEMORY_LIMIT"
 _UNITS = {unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
 _UNITS |= {unit: 1024**i for i, unit in enumerate(("", "KIB", "MIB", "GIB", "TIB"))}
 _PROCESS, _MACHINE, _CGROUPS = Path("/proc/self"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# A number without a unit counts bytes. Nobody means fewer bytes than a page of memory has: "24" is meant as 24 GiB.
+_SMALLEST_WITHOUT_UNIT = 4096
 # MiB that TensorFlow's pool leaves to a GPU's driver and libraries, by CUDA's compute capability.
 _GPU_RESERVE = {6: 500, 7: 1050, 8: 1536}
 
@@ -54,7 +56,10 @@ def host() -> DeviceMemory:
 
 
 def parse_size(text: str | int, name: str = "memory_limit") -> int:
-    """Parses a number of bytes, or a text like "16GiB" or "500 MB"; raises ValueError for anything else.
+    """Parses a number of bytes, or a text like "16GiB" or "500 MB".
+
+    Raises:
+        ValueError: raised for anything else, and for a number that is too small to be meant as bytes.
 
     >>> parse_size("16GiB"), parse_size("1.5 GB"), parse_size(4096)
     (17179869184, 1500000000, 4096)
@@ -64,6 +69,10 @@ def parse_size(text: str | int, name: str = "memory_limit") -> int:
     unit = unit if unit in _UNITS else unit + "B" if unit.endswith("I") else unit + "IB"
     if not found or unit not in _UNITS or not (number := int(float(found[1]) * _UNITS[unit])):
         raise ValueError(f'{name}={text!r} is not a size: pass bytes, or a text like "16GiB".')
+    if not found[2] and number < _SMALLEST_WITHOUT_UNIT:
+        raise ValueError(
+            f'{name}={text!r} would be {number:,} bytes, since it has no unit: pass "{number}GiB", or "{number}MiB".'
+        )
     return number
 
 

@@ -140,4 +140,5 @@ def _leading(run: FirstRun) -> tuple[int, ...]:
 def _what(run: FirstRun) -> str:
     *steps, accumulation, rows = _leading(run)
     of = f"{math.prod(steps)} train steps in one program, each" if steps else "A train step" if run.training else ""
-    return f"{of or 'An evaluation'} of {accumulation} x {rows:,} rows"
+    size = "1 row" if rows == 1 else f"{rows:,} rows"
+    return f"{of or 'An evaluation'} of {accumulation} x {size}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import sys
 import time
 from bisect import bisect_right
@@ -21,6 +20,7 @@ from fastaccum.data.stacks import Batch
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.lines import without_arguments
 from fastaccum.memory import cost, device
 from fastaccum.memory.analysis import bytes_at_most, compile_programs, dispatch_of, limit_of, measure
 from fastaccum.memory.buffers import StepMemory
@@ -46,7 +46,7 @@ class Considered(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The micro-batch that `fastaccum.plan` chose. `print(plan)` shows a table of those considered.
+    """The micro-batch that `fastaccum.plan` chose. As text it is a table of those considered.
 
     Attributes:
         batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
@@ -77,10 +77,15 @@ class Plan:
         programs = f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, {self.seconds:.0f} s"
         recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)" if self.recompute else ""
         micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
+        rows = "1 row" if global_batch == 1 else f"{global_batch:,} rows"
         return (
-            f"batch_size={self.batch_size} x {micro_batches} = {global_batch:,} rows"
+            f"batch_size={self.batch_size} x {micro_batches} = {rows}"
             f"{recompute}: {in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
         )
+
+    def __repr__(self) -> str:
+        """Returns the table: notebooks show it for a plan on a cell's last line."""
+        return str(self)
 
     def __str__(self) -> str:
         table = Table(box=None, pad_edge=False)
@@ -164,7 +169,7 @@ class Planner:
                     if number and self._peak(policy, rows[0]) > self._limit:
                         continue
                 except ValueError as error:  # nothing could be computed again, or not all that was found
-                    raise self._nothing_fits(rows[0], policies[:number], [_reason(error)]) from error
+                    raise self._nothing_fits(rows[0], policies[:number], [without_arguments(error)]) from error
                 chosen = self._largest(policy, rows)
                 if chosen is not None:
                     return self._planned(policy, chosen)
@@ -210,7 +215,8 @@ class Planner:
         """Compiles the step for micro-batches of so many rows, and returns the peak."""
         steps, number = self._global_batch // rows, len(self._considered) + 1
         if self._verbose:
-            print(f"plan: compiling program {number}, micro-batches of {rows:,} rows", file=sys.stderr, flush=True)
+            size = "1 row" if rows == 1 else f"{rows:,} rows"
+            print(f"plan: compiling program {number}, micro-batches of {size}", file=sys.stderr, flush=True)
         programs = compile_programs(self._trace(rows))
         memory, flops = measure(self._step, programs), cost.count(proto for _, proto in programs).flops
         # A dispatch of several train steps holds the data of all of them.
@@ -237,9 +243,3 @@ class Planner:
             more = ["recompute='auto' looks for the activations that it is enough to compute again."]
         more = [*more, *self._step.advice]
         return explain(message, memory, self._limit, self._step.objective.losses.outputs, more=more)
-
-
-def _reason(error: ValueError) -> str:
-    """Returns an error's message without the arguments of the layer's call that Keras adds."""
-    parts = re.sub(r"\x1b\[\d+m", "", str(error)).split("\n\n")
-    return parts[1] if "Exception encountered when calling" in parts[0] and parts[1:] else parts[0]

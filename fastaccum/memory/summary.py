@@ -66,10 +66,19 @@ class Summary:
     attention: Mapping[str, str]
     advice: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Returns one line, since `Trainer.summary` has printed the table when a notebook shows what it returned."""
+        parameters = f"{self.trainable_parameters:,} trainable parameters"
+        flops = f"{'at least ' if self.at_least else ''}{self.flops / 1e9:,.4g} GFLOP"
+        return f"<Summary of {self._title()}: {parameters}, {flops}, {in_units(self.memory.peak_bytes)}>"
+
+    def _title(self) -> str:
+        rows = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
+        on_each = f", on each of {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {rows}{on_each}"
+
     def __str__(self) -> str:
-        on = f", on each of {self.replicas} replicas" if self.replicas > 1 else ""
-        title = f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {self.rows:,} rows{on}"
-        table = Table("", "", title=title, title_justify="left", show_header=False)
+        table = Table("", "", title=self._title(), title_justify="left", show_header=False)
         table.columns[1].justify = "right"
         for section in (self._sizes(), self._memory(), self._attention(), self._programs()):
             for name, value in section:

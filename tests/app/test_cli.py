@@ -13,6 +13,7 @@ import warnings
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tiny_command
 
@@ -194,7 +195,7 @@ def began(tmp_path, source, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: (run / "config.json").unlink(), "'run/config.json' is not what this version writes for a run: F"),
+        (lambda run: (run / "config.json").unlink(), "'run/config.json' is not there: name a folder that"),
         (lambda run: (run / "config.json").write_text("[1]"), "list indices must be integers"),
         (lambda run: (run / "config.json").write_text("{"), "JSONDecodeError"),
         (lambda run: (run / "config.json").write_text('{"a":' * 100_000), "RecursionError"),
@@ -219,6 +220,68 @@ def test_a_folder_that_is_no_runs_is_refused(began, capsys, change, message):
     error = capsys.readouterr().err
     assert exit.value.code == 2 and message in error and len(error.splitlines()) == 1
     assert seen(began) == before
+
+
+def said(capsys, *arguments):
+    """What the command prints, of a run that goes well."""
+    assert cli.main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(app_run, "ROWS", 7)  # rows of 3 steps: the 20th step ends a shorter one
+    monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
+    began_with = ["train", str(source), "--steps", "20", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "4"]
+    said(capsys, *began_with, "--out", "run")
+    after_20 = rows_of(tmp_path / "run")
+    assert [row["step"] for row in after_20] == [3, 6, 9, 12, 15, 18, 20]
+
+    # A failure on the way: the run goes on to its new end, not to the old one.
+    with monkeypatch.context() as failing:
+        failing.setattr(train.Recorder, "on_epoch_begin", fail_after(26, train.Recorder.on_epoch_begin))
+        assert cli.main(["train", "--resume", "run", "--steps", "30"]) == 1
+    printed = capsys.readouterr().out
+    rule = "which falls to 8e-05 over the first 20 steps, and then stays there"
+    assert "30 steps of adamw" in printed and rule in printed
+    printed = said(capsys, "train", "--resume", "run")
+    assert "26 train steps done" not in printed and "after 30 steps" in printed and rule in printed
+
+    rows = rows_of(tmp_path / "run")
+    assert rows[:7] == after_20
+    assert [row["step"] for row in rows[7:]] == [23, 26, 29, 30]
+    assert rows[-1]["held_out_bits_per_byte"] == pytest.approx(held_out_bits(tmp_path / "run"), abs=1e-4)
+    weights = keras.models.load_model("run/model.keras", compile=False).get_weights()
+
+    # The same Trainer, whose schedule is of 20 steps, in one fit of 30.
+    run = app_run.Run(options.parse(began_with))
+    run.trainer.fit(run.windows, epochs=1, steps_per_epoch=20, shuffle=False, verbose=0)
+    assert not np.array_equal(run.model.get_weights()[0], weights[0])
+    run = app_run.Run(options.parse(began_with))
+    run.trainer.fit(run.windows, epochs=1, steps_per_epoch=30, shuffle=False, verbose=0)
+    assert float(run.trainer.optimizer.learning_rate) == pytest.approx(0.004 / 50)
+    for one, other in zip(weights, run.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    # It is as long as it is: a shorter run is refused, and the same length trains nothing.
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "--resume", "run", "--steps", "20"])
+    assert "--steps 20: the run in run is one of 30: leave --steps out, or give more" in capsys.readouterr().err
+    assert "training was complete" in said(capsys, "train", "--resume", "run", "--steps", "30")
+    assert rows_of(tmp_path / "run") == rows
+    rewrite(tmp_path / "run", extended_to_steps=19)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "--resume", "run"])
+    assert "extended_to_steps=19 must be a whole number from 20 to 1000000000" in capsys.readouterr().err
+
+
+def fail_after(steps, method):
+    def failing(recorder, *arguments):
+        if recorder.steps >= steps:
+            raise OSError("the disk is full")
+        method(recorder, *arguments)
+
+    return failing
 
 
 def seen(folder):
@@ -265,8 +328,11 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (["train", "--resume", "empty"], "'empty/config.json' is not what this version writes for a run"),
-        (["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"], "out --lr, --steps, FILE or FOLDER"),
+        (["nosuch"], "invalid choice: 'nosuch' (choose from"),
+        (["train", "--resume", "empty"], "--resume 'empty': 'empty/config.json' is not there: name a folder that"),
+        (["train", "--resume", "/nonexistent"], "'/nonexistent/config.json' is not there: name a folder that"),
+        (["train", "--resume", "short.txt"], "'short.txt/config.json' is not there: name a folder that"),
+        (["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"], "leave out --lr, FILE or FOLDER"),
         (["train", "--checkpoint-every", "0"], "--checkpoint-every: '0' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "0"], r"--steps: '0' must be a whole number from 1 to 1000000000"),
         (["train", "--steps", "1000000001"], "--steps: '1000000001' must be a whole number from 1 to 1000000000"),
@@ -278,7 +344,9 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "--resume", "\ud800"], r"\ud800"),
         (["train", "SOURCE", "--a\nb\x1b[2J"], r"unrecognized arguments: --a b\x1b[2J"),
         (["bench", "--from", "SOURCE"], "cannot be read: Expecting value"),
-        (["bench", "--from", "used"], "it must be a file"),
+        (["bench", "--from", "used"], "--from used is no file: name the run.json of an earlier run"),
+        (["bench", "--from", "nope.json"], "--from nope.json is not there: name the run.json of an earlier run"),
+        (["bench", "nosuch"], "unknown suite 'nosuch'; the suites are addons"),
         (["bench", "--from", "deep.json"], "maximum recursion depth"),
         (["bench", "--from", "odd.json"], "cannot be written up"),
         (["bench", "--out", "short.txt/below", "fit"], "--out short.txt/below cannot be made"),
@@ -291,7 +359,13 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
         (["train", "--preset", "giant"], "--preset: invalid choice: 'giant'"),
         (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a name of keras.optimizers"),
-        (["train", "--step", "3"], "unrecognized arguments: --step"),
+        (["train", "--step", "3"], "unrecognized arguments: --step: did you mean --steps?"),
+        (["train", "--batch_size=3"], "unrecognized arguments: --batch_size=3: did you mean --batch-size?"),
+        (["train", "--epochs", "3"], "unrecognized arguments: --epochs: did you mean --steps?"),
+        (["train", "--xyzzy"], "unrecognized arguments: --xyzzy; `fastaccum train --help` lists the options"),
+        (["devices", "all"], "unrecognized arguments: all; `fastaccum devices --help` lists the options"),
+        (["generate", "empty", "--temperature", "-1"], "--temperature: '-1' must be a number from 0 to 1000"),
+        (["generate", "/nonexistent"], "'/nonexistent/model.keras' is not there: `fastaccum train` saves it"),
         (["generate", "empty"], "'empty/model.keras' is not there"),
         (["generate", "empty", "--prompt", ""], "--prompt '' is empty"),
         (["train", ""], "'' is no file and no folder"),
@@ -312,6 +386,7 @@ def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monke
     )
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
+    (tmp_path / "used" / "config.json").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as exit:
         cli.main([str(source) if a == "SOURCE" else a for a in arguments])
@@ -359,6 +434,22 @@ def test_a_model_continues_a_text(run, capsys):
         assert cli.main(["generate", run.name, "--prompt", "line é", "--length", "30"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("line é") and len(texts[0]) > 20
+
+
+def test_how_freely_a_text_is_continued(run, capsys):
+    def said(*arguments):
+        assert cli.main(["generate", run.name, "--prompt", "line", "--length", "12", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert said() == said("--seed", "0", "--temperature", "0.8")
+    assert said("--seed", "1") != said()
+    likeliest = said("--temperature", "0")
+    assert likeliest == said("--temperature", "0", "--seed", "1") != said()
+    # The first byte, by Keras alone.
+    ids = np.zeros((1, 8), np.int32)
+    ids[0, :4] = list(b"line")
+    scores = keras.saving.load_model(run / "model.keras", compile=False).predict(ids, verbose=0)[0, 3]
+    assert likeliest.startswith(text.printable(b"line" + bytes([int(scores.argmax())])))
 
 
 def test_a_model_that_cannot_continue_a_text(run, capsys):

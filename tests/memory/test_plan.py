@@ -1,6 +1,7 @@
 """`fa.plan` and `fit(batch_size="auto")`: the choice, what it leaves as it was, and what it refuses."""
 
 import gc
+import traceback
 
 import keras
 import numpy as np
@@ -157,6 +158,11 @@ REFUSED = [
     (lambda t: fa.plan(t, batches(), global_batch_size=16), "sample is a generator: pass one of its batches"),
     (lambda t: fa.plan(t, SAMPLE, global_batch_size=0), "global_batch_size=0 must be a whole number of at least 1"),
     (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit="much"), "memory_limit='much' is not a size"),
+    (
+        lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit="24"),
+        """memory_limit='24' would be 24 bytes, since it has no unit: pass "24GiB", or "24MiB".""",
+    ),
+    (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit=80), 'pass "80GiB", or "80MiB"'),
     (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, recompute="all"), "recompute='all' must be 'auto'"),
     (lambda t: fa.plan(t, (X[:1], None), global_batch_size=16), "y=None"),
     (lambda t: fa.plan(t.model, SAMPLE, global_batch_size=16), "is not a fastaccum.Trainer"),
@@ -164,9 +170,44 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_what_is_refused(call, message, planned):
+def test_what_is_refused(call, message, planned, capsys):
     with pytest.raises((ValueError, TypeError), match=message):
         call(planned[0])
+    assert "compiling" not in capsys.readouterr().err
+
+
+def test_a_plan_is_shown_as_its_table(planned):
+    """As on the last line of a notebook's cell."""
+    assert repr(planned[2]) == str(planned[2]) and "Considered(" not in repr(planned[2])
+
+
+def test_a_mistaken_shape_is_told_in_few_lines():
+    trainer = dense()
+    with pytest.raises(ValueError) as caught:
+        fa.plan(trainer, (np.zeros((1, 63)), Y[:1]), global_batch_size=16)
+    message = str(caught.value)
+    assert message.startswith("The model, called with x of shape (16, 63): Sequential.call(): Input 0 ")
+    assert "layer 'inner'" in message and "to have value 64" in message and "\n" not in message
+    said = "".join(traceback.format_exception(caught.value))
+    assert said.count("  File ") < 8, said
+    keras.config.disable_traceback_filtering()
+    try:
+        with pytest.raises(ValueError) as caught:
+            fa.plan(trainer, (np.zeros((1, 63)), Y[:1]), global_batch_size=16)
+    finally:
+        keras.config.enable_traceback_filtering()
+    assert "".join(traceback.format_exception(caught.value)).count("  File ") > 15
+
+
+def test_a_line_of_the_users_own_is_shown():
+    class Mine(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.matmul(x, keras.ops.ones((3, 3)))  # of no use to 64 columns
+
+    trainer = fa.Trainer(keras.Sequential([Mine(), keras.layers.Dense(10)]), "sgd", "mse")
+    with pytest.raises(ValueError) as caught:
+        fa.plan(trainer, SAMPLE, global_batch_size=16)
+    assert "of no use to 64 columns" in "".join(traceback.format_exception(caught.value))
 
 
 def test_without_xla_there_is_nothing_to_read():
@@ -211,9 +252,10 @@ def test_recomputation_is_turned_on_where_nothing_fits_without():
         fa.plan(trainer, (ids, ids), **asked | {"memory_limit": "10KiB"})
 
 
-def test_a_model_without_blocks_is_told_that_nothing_fits(planned):
+def test_a_model_without_blocks_is_told_that_nothing_fits(planned, capsys):
     with pytest.raises(MemoryError, match="1 row fits: ") as raised:
         fa.plan(trainer=planned[0], sample=SAMPLE, global_batch_size=1, memory_limit="100 KB", recompute="auto")
+    assert "program 1, micro-batches of 1 row\n" in capsys.readouterr().err
     changes = str(raised.value).partition("What to change:")[2]
     assert "has no blocks" in changes and "recompute='auto'" not in changes
 

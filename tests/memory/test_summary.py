@@ -171,3 +171,12 @@ def test_a_large_table_of_logits_comes_with_the_argument_that_saves_it():
         model = keras.Sequential([keras.Input((64,)), keras.layers.Embedding(9, 8), keras.layers.Dense(5000)])
         found = fa.Trainer(model, "sgd", loss).summary(x, x, batch_size=2, verbose=False)
         assert found.advice == advice and all(line in str(found) for line in advice)
+
+
+def test_a_summary_is_shown_in_one_line():
+    """`Trainer.summary` has printed the table: on the last line of a notebook's cell it would come twice."""
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8)], name="small")
+    trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=K)
+    found = trainer.summary(np.zeros((K, 4)), np.zeros((K, 8)), batch_size=1, verbose=False)
+    assert repr(found).startswith("<Summary of small: a train step of 3 x 1 row: 40 trainable parameters, ")
+    assert "small: a train step of 3 x 1 row\n" in str(found)
