@@ -27,6 +27,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from fastaccum.kernels import private
+
 _ADDONS = "tensorflow_addons"
 _KERAS_3_BOUND = """\
 tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already and got Keras 3. \
@@ -88,12 +90,10 @@ def _mend(addons: ModuleType) -> None:
     from tensorflow_addons.optimizers import discriminative_layer_training
     from tensorflow_addons.seq2seq import beam_search_decoder
     from tensorflow_addons.utils import resource_loader
-    from tf_keras.src import backend
-    from tf_keras.src.utils import tf_utils
 
     # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
-    discriminative_layer_training.backend = backend
-    discriminative_layer_training.tf_utils = tf_utils
+    discriminative_layer_training.backend = private.tf_keras_backend
+    discriminative_layer_training.tf_utils = private.tf_keras_tf_utils
     addons.options.disable_custom_kernel()
     resource_loader.LazySO.ops = property(_refuse)
     # It takes `np.Inf`, which NumPy 2 has no more.
@@ -137,7 +137,9 @@ def _follow_weights(swa: Any) -> None:
     def following(self: Any, var: Any, average_var: Any, local_apply_state: Any) -> Any:
         import tensorflow as tf
 
-        average_var.assign(tf.where(self.iterations < self._get_hyper("start_averaging", tf.int64), var, average_var))
+        average_var.assign(
+            tf.where(self.iterations < private.get_hyper(self, "start_averaging", tf.int64), var, average_var)
+        )
         return average_op.__get__(self, swa)(var, average_var, local_apply_state)
 
     swa.average_op = following
@@ -191,13 +193,13 @@ def _keras_src_engine() -> Iterator[None]:
     """Lets `from keras.src.engine import keras_tensor` find tf_keras's inside the block."""
     # Keras 3 in full first: nothing of it may be imported while the name is there.
     import keras  # noqa: F401
-    import tf_keras.src.engine.keras_tensor
 
-    sys.modules["keras.src.engine"] = tf_keras.src.engine
+    _ = private.tf_keras_keras_tensor  # imports the module, which the package then has
+    sys.modules[private.ADDONS_EXPECTS] = private.tf_keras_engine
     try:
         yield
     finally:
-        del sys.modules["keras.src.engine"]
+        del sys.modules[private.ADDONS_EXPECTS]
 
 
 sys.meta_path[:] = _other_finders()

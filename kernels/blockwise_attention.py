@@ -14,10 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
-from tensorflow.python.eager import record
 
-from fastaccum.kernels import random_keys, xla_ops
+from fastaccum.kernels import private, random_keys, xla_ops
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.xla_ops import dot, dynamic_add_slice, dynamic_update_slice, first_order, loop, product, sizes
@@ -183,7 +181,7 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
             visible = seen(i, j)
             return i, j, scores_Nqk if visible is None else tf.where(visible, scores_Nqk, -math.inf), slope_Nqk
 
-        with record.stop_recording():  # an eager tape would keep what the loop computes
+        with private.record.stop_recording():  # an eager tape would keep what the loop computes
             acc_nNqK, lse_nNq = _online_softmax(pairs, block, factor, value_sNkK, tf.shape(query_nNqK))
         output = checkpoint_name(_join(acc_nNqK, groups, queries, query), "attention")
         lse_nNq = checkpoint_name(lse_nNq, "attention")
@@ -193,7 +191,7 @@ def blockwise_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form
             products_nNqK = tf.cast(doutput_nNqK, tf.float32) * tf.cast(_split(output, groups, queries), tf.float32)
             delta_nNq = tf.reduce_sum(products_nNqK, -1)
             if steps == 1 and xla_ops.in_xla():  # XLA would keep such a loop's weights, and which are dropped
-                tied_nNqK, doutput_nNqK, zero = xla.optimization_barrier(query_nNqK, doutput_nNqK, zero)
+                tied_nNqK, doutput_nNqK, zero = private.xla.optimization_barrier(query_nNqK, doutput_nNqK, zero)
 
             def backward(p, dquery_nNqK, dkey_sNkK, dvalue_sNkK):
                 i, j, scores_Nqk, slope_Nqk = block(p, tied_nNqK)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 
+from fastaccum.kernels import private
 from fastaccum.kernels.checks import LARGEST, as_tensor, fraction, number, one_of, positive, true_or_false, whole_number
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
@@ -130,7 +130,7 @@ def linear_cross_entropy_sum_and_scores(
     )
     one_of("implementation", implementation, ("auto", "one_pass", "chunked", "reference"))
     if implementation == "auto":
-        one_pass = has_gpu() and chunk_size is None and record.could_possibly_record()
+        one_pass = has_gpu() and chunk_size is None and private.record.could_possibly_record()
         one_pass = one_pass and not (numbers[2] and head.hidden_ND.dtype == tf.float16)
         implementation = "reference" if _is_small(head, chunk_size) else "one_pass" if one_pass else "chunked"
     if implementation == "one_pass" and head.tokens.size:
@@ -245,7 +245,7 @@ def _one_pass(head, labels, weights, ignore_index, smoothing, z_loss, ranks):
             sums = own.add(sums, chunk, softmax_nv, dlse_n, dtarget_n, smoothing)
             return [dynamic_update_slice(losses_N, losses_n, [n]), *scores, *sums]
 
-        with record.stop_recording():  # an eager tape would keep what the loop computes
+        with private.record.stop_recording():  # an eager tape would keep what the loop computes
             kinds = [tf.float32, tf.float32, tf.int32, tf.int32][: 1 + scored]
             zeros = [*(tf.zeros(weight_N.shape, kind) for kind in kinds), *(tf.zeros(t.shape) for t in inputs)]
             losses_N, *others = loop(head.tokens.pieces * head.columns.pieces, step, zeros)

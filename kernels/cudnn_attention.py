@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
 
+from fastaccum.kernels import private
 from fastaccum.kernels.blockwise_attention import Blocks, Form, make_dropout, reference_attention
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
@@ -192,7 +192,9 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
             if not rate:
                 gradients = _backward(form, inputs_BTHK, lses[0], doutput_BTHK, masks, output_BTHK)
                 return first_order(gradients, "cuDNN's attention")
-            barred_BTHK, zero = xla.optimization_barrier(doutput_BTHK, tf.constant(0))  # or XLA would keep the mask
+            barred_BTHK, zero = private.xla.optimization_barrier(
+                doutput_BTHK, tf.constant(0)
+            )  # or XLA would keep the mask
             of_kept = _masks(form, query.dtype, kept(zero))
             scaled_BTHK = _scaled(barred_BTHK, rate, *lses)
             one = _backward(form, inputs_BTHK, lses[1], scaled_BTHK, of_kept, tf.zeros_like(output_BTHK))
@@ -276,14 +278,14 @@ def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], co
           }} : ({inputs}) -> ({outputs})
           return {", ".join(f"%c#{i}" for i in range(len(shapes)))} : {outputs}
         }}"""
-    *called, _ = xla.call_module(
+    *called, _ = private.xla.call_module(
         operands,
         version=9,
         module=module,
         Sout=shapes,
         Tout=dtypes,
         platforms=["CUDA"],
-        disabled_checks=[xla.call_module_disable_check_platform()],  # a described GPU is none to TensorFlow
+        disabled_checks=[private.xla.call_module_disable_check_platform()],  # a described GPU is none to TensorFlow
     )
     return [tf.transpose(t, order) for t, order in zip(called, orders, strict=True)]
 

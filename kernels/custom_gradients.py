@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.framework.ops import gradient_registry
+
+from fastaccum.kernels import private
 
 R = TypeVar("R")
 Differentiated = Callable[..., tuple[R, Callable[..., object]]]  # returns outputs and their gradient function
@@ -50,7 +51,10 @@ def graph_scoped_gradients() -> Iterator[None]:
     `tf.custom_gradient` registers a function for each call in a graph, which holds that graph as long as the process
     lives. Here the graph holds the function, the registry a weak reference.
     """
-    registered = gradient_registry._registry
+    if not private.has("gradient_registry"):
+        yield
+        return
+    registered = private.gradients_by_name(private.gradient_registry)
     before = set(registered)
     try:
         yield

@@ -7,7 +7,8 @@ import ctypes
 import functools
 
 import tensorflow as tf
-from tensorflow.python.framework.config import is_op_determinism_enabled
+
+from fastaccum.kernels import private
 
 
 @functools.cache
@@ -34,4 +35,12 @@ def device_memory() -> int:
     return size.value or 16 * 2**30
 
 
-has_op_determinism = is_op_determinism_enabled  # by `enable_op_determinism()` or TF_DETERMINISTIC_OPS
+def has_op_determinism() -> bool:
+    """Returns whether op determinism is on, by `enable_op_determinism()` or TF_DETERMINISTIC_OPS."""
+    if private.has("is_op_determinism_enabled"):
+        return private.is_op_determinism_enabled()
+    try:
+        tf.random.Generator.from_non_deterministic_state()
+    except RuntimeError:  # what op determinism makes of it
+        return True
+    return False

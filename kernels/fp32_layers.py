@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import AutocastScope
 
+from fastaccum.kernels import private
 from fastaccum.kernels.checks import shown
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_axes, matmul_fp32_wgrad
@@ -83,7 +83,7 @@ def all_layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     """Every layer of a Keras 3 model, and those that a LayerStack calls without tracking them."""
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(f"model={shown(model)} is not a Keras 3 model or layer.")
-    for layer in model._flatten_layers():
+    for layer in private.flatten_layers(model):
         yield layer
         if isinstance(layer, LayerStack):
             yield from all_layers(layer.template)
@@ -105,7 +105,7 @@ def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable)
 
 def _float32(variable: keras.Variable) -> tf.Tensor:
     """The variable itself, where Keras would cast it to the layer's compute dtype."""
-    with AutocastScope(None):
+    with private.AutocastScope(None):
         return tf.convert_to_tensor(variable)
 
 
@@ -125,11 +125,11 @@ def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.
 
 
 def _convolve(layer: keras.layers.Layer, call: Call, convolution: Call, inputs: Inputs) -> tf.Tensor:
-    if not _switches(layer, inputs, layer._kernel):
+    if not _switches(layer, inputs, private.kernel(layer)):
         return call(inputs)
     of_one_pixel = {*layer.kernel_size} == {1} and layer.groups == 1 and layer.data_format == "channels_last"
     pixels = (slice(None), *(slice(None, None, stride) for stride in layer.strides)) if of_one_pixel else None
-    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(layer._kernel, inputs), pixels))
+    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(private.kernel(layer), inputs), pixels))
 
 
 def _switched_from_base(layer: Any) -> Any:
@@ -151,9 +151,9 @@ class Fp32Dense(keras.layers.Dense):
     """`keras.layers.Dense` with float32 weight gradients."""
 
     def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
-        if not _switches(self, inputs, self._kernel):
+        if not _switches(self, inputs, private.kernel(self)):
             return call(inputs, training=training)
-        return _finish(self, matmul_fp32_wgrad(inputs, *_weight(self._kernel, inputs)))
+        return _finish(self, matmul_fp32_wgrad(inputs, *_weight(private.kernel(self), inputs)))
 
 
 @_switched_from_base
@@ -161,9 +161,11 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
     """`keras.layers.EinsumDense` with float32 weight gradients."""
 
     def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
-        if not (_switches(self, inputs, self._kernel) and matmul_axes(self.equation, inputs, self._kernel)):
+        if not (
+            _switches(self, inputs, private.kernel(self)) and matmul_axes(self.equation, inputs, private.kernel(self))
+        ):
             return call(inputs, training=training)
-        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, *_weight(self._kernel, inputs)))
+        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, *_weight(private.kernel(self), inputs)))
 
 
 @_switched_from_base
@@ -172,7 +174,7 @@ class Fp32Conv1D(keras.layers.Conv1D):
 
     def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
         def causal(x, kernel):
-            x = keras.ops.pad(x, self._compute_causal_padding())
+            x = keras.ops.pad(x, private.compute_causal_padding(self))
             return keras.ops.conv(x, kernel, self.strides, "valid", self.data_format, self.dilation_rate)
 
         return _convolve(self, call, causal if self.padding == "causal" else self.convolution_op, inputs)
@@ -191,9 +193,9 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
 
     def call_fp32(self, call: Call, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
-        if not (reverse and self.reverse_dtype is None and _switches(self, inputs, self._embeddings)):
+        if not (reverse and self.reverse_dtype is None and _switches(self, inputs, private.embeddings(self))):
             return call(inputs, reverse=reverse)
-        kernel, copy = _weight(self._embeddings if self.tie_weights else self.reverse_embeddings, inputs)
+        kernel, copy = _weight(private.embeddings(self) if self.tie_weights else self.reverse_embeddings, inputs)
         if self.tie_weights:
             kernel, copy = tf.transpose(kernel), None if copy is None else tf.transpose(copy)
         logits = matmul_fp32_wgrad(inputs, kernel, copy)

@@ -8,10 +8,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
-from tensorflow.python.eager import record
 
-from fastaccum.kernels import stackable
+from fastaccum.kernels import private, stackable
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
@@ -54,7 +52,7 @@ class Body(NamedTuple):
             # Not as the scope's argument: in an outer layer's autocast scope Keras would round it there.
             scope.add_update(value)
         with rounded_layer(zip(self.weights, self.stacks, strict=True), i, scope):
-            set_keras_mask(x, mask)
+            private.keras_mask.set(x, mask)
             with naming(f"{name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
                 y = self.template(x, training=self.training, **kwargs)
         if not tf.is_tensor(y) or y.dtype != x.dtype or not y.shape.is_compatible_with(x.shape):
@@ -62,7 +60,7 @@ class Body(NamedTuple):
                 f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack's layer must return one tensor, of its "
                 "input's shape and dtype."
             )
-        if mask is not None and get_keras_mask(y) is not mask:
+        if mask is not None and private.keras_mask(y, None) is not mask:
             raise ValueError(f"{name} changes its input's mask, which a LayerStack passes to every layer as it is.")
         if scope.losses:
             raise ValueError(
@@ -146,7 +144,7 @@ def run_loops(body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors
             return [y, _write(i, kept, values), _write(i, states, list(after.values()))]
 
         # An eager tape would keep what the loop computes.
-        with record.stop_recording():
+        with private.record.stop_recording():
             start = buffer(x.dtype, [depth + 1, *x.shape]).write(0, x) if chained else x
             buffers = [buffer(t.dtype, [depth, *t.shape]) for t in layer.residuals[chained:]]
             states = [buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]

@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask
-from keras.src.backend.common.variables import AutocastScope
 
-from fastaccum.kernels import stackable
+from fastaccum.kernels import private, stackable
 from fastaccum.kernels.checks import as_tensor, naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.layer_loop import OF_LAYERS, Body, run_loops, run_plainly
 from fastaccum.kernels.recomputed_function import require_policy
@@ -121,7 +119,7 @@ class LayerStack(keras.layers.Layer):
         self.make_layer, self.depth, self.policy, self.unroll = make_layer, depth, policy, unroll
         self.implementation = implementation
         self.supports_masking = template.supports_masking
-        self.supports_jit = all(layer.supports_jit for layer in template._flatten_layers())
+        self.supports_jit = all(layer.supports_jit for layer in private.flatten_layers(template))
 
     @keras.layers.Layer.trainable.setter
     def trainable(self, value: bool) -> None:
@@ -136,7 +134,7 @@ class LayerStack(keras.layers.Layer):
             raise TypeError(f"x has x_shape={shown(x_shape)}: every layer of a LayerStack maps one tensor to the next.")
         self._x_shape = sizes
         # Out of a graph that is being traced, and of the outer layer's autocast.
-        with tf.init_scope(), AutocastScope(None):
+        with tf.init_scope(), private.AutocastScope(None):
             layers = [self._build_layer(self.template)]
             # One after the other, so that random values are drawn in the order of plain layers.
             layers += [self._build_layer(self._make()) for _ in range(self.depth - 1)]
@@ -146,14 +144,14 @@ class LayerStack(keras.layers.Layer):
             self._stack(layers)
 
     def _stack(self, layers: list[keras.layers.Layer]) -> None:
-        learned = {id(v) for layer in self.template._flatten_layers() for v in layer._trainable_variables}
+        learned = {id(v) for layer in private.flatten_layers(self.template) for v in private.trainable_variables(layer)}
         self._learned = [id(variable) in learned for variable in stackable.variables(self.template)]
         self._stacked_weights: list[keras.Variable] = []
         for variable, *copies in zip(self.template.weights, *(layer.weights for layer in layers), strict=True):
             stacked = self.add_weight(
                 name=variable.path.rpartition(f"{self.template.name}/")[2].replace("/", "."),
                 shape=(self.depth, *variable.shape),
-                dtype=variable._dtype,
+                dtype=private.variable_dtype(variable),
                 initializer=functools.partial(_stacked, copies),
                 regularizer=variable.regularizer,
                 trainable=id(variable) in learned,
@@ -162,7 +160,7 @@ class LayerStack(keras.layers.Layer):
             )
             stacked.trainable = variable.trainable
             # A tf.train.Checkpoint does not look into Keras's lists.
-            self._track_trackable(stacked, f"weights.{len(self._stacked_weights)}")
+            private.track_trackable(self, stacked, f"weights.{len(self._stacked_weights)}")
             self._stacked_weights.append(stacked)
         self._seeds = [_Seeds(generators) for generators in zip(*map(stackable.seed_generators, layers), strict=True)]
 
@@ -180,9 +178,9 @@ class LayerStack(keras.layers.Layer):
         return layer
 
     def _build_layer(self, layer: keras.layers.Layer) -> keras.layers.Layer:
-        parts = layer._flatten_layers(include_self=False)
+        parts = private.flatten_layers(layer, include_self=False)
         with naming(f"{stackable.describe(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS):
-            if getattr(layer.build, "_is_default", False) and not all(part.built for part in parts):
+            if private.is_default_build(layer.build, False) and not all(part.built for part in parts):
                 layer(keras.KerasTensor(self._x_shape, self.compute_dtype))
             elif not layer.built:
                 layer.build(self._x_shape)
@@ -196,7 +194,7 @@ class LayerStack(keras.layers.Layer):
         return super().__call__(x if isinstance(x, keras.KerasTensor) else as_tensor("x", x), *args, **kwargs)
 
     def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: object) -> tf.Tensor:
-        mask = get_keras_mask(x)
+        mask = private.keras_mask(x, None)
         if mask is not None and not self.supports_masking:
             raise ValueError(
                 f"x has a Keras mask, but {stackable.describe(self.template)} does not support masking, so that later "

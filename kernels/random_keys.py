@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
-from tensorflow.python.ops import random_ops_util
 
-from fastaccum.kernels import trace_context
+from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import in_xla
-
-_get_key_counter_alg = random_ops_util.get_key_counter_alg
 
 
 @contextlib.contextmanager
@@ -35,14 +32,20 @@ def hash_bits(keys: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
     return bits ^ tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32))
 
 
-def _once(seed: tf.Tensor, alg: tf.random.Algorithm | str | int) -> tuple[tf.Tensor, tf.Tensor, int]:
-    key, counter, alg = _get_key_counter_alg(seed, alg)
-    hoists = trace_context.current().hoists_keys and in_xla() and not has_gpu()
-    if hoists and alg == random_ops_util.Algorithm.AUTO_SELECT.value:
-        # XLA would make the last rounds of the derivation part of the loop that draws.
-        key, counter = xla.optimization_barrier(key, counter)
-    return key, counter, alg
+def _replace_derivation(random_ops_util: Any) -> None:
+    """Replaces the derivation of keys for good: without `hoists_keys` in a trace's context it does what it did."""
+    derive = random_ops_util.get_key_counter_alg
+
+    def derive_once(seed: tf.Tensor, alg: tf.random.Algorithm | str | int) -> tuple[tf.Tensor, tf.Tensor, int]:
+        key, counter, alg = derive(seed, alg)
+        hoists = trace_context.current().hoists_keys and in_xla() and not has_gpu()
+        if hoists and alg == random_ops_util.Algorithm.AUTO_SELECT.value:
+            # XLA would make the last rounds of the derivation part of the loop that draws.
+            key, counter = private.xla.optimization_barrier(key, counter)
+        return key, counter, alg
+
+    random_ops_util.get_key_counter_alg = derive_once
 
 
-# For good: without `hoists_keys` in the context of a trace it does what it replaces.
-random_ops_util.get_key_counter_alg = _once
+if private.has("random_ops_util"):
+    _replace_derivation(private.random_ops_util)

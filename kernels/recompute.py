@@ -8,11 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
-from tensorflow.compiler.tf2xla.python import xla
-from tensorflow.python.eager import record
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
+from fastaccum.kernels import private
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
@@ -58,7 +55,7 @@ def recomputed(
     0.0904
     """
     policy = require_policy(policy)
-    differentiated = not tf.executing_eagerly() and record.could_possibly_record()
+    differentiated = not tf.executing_eagerly() and private.record.could_possibly_record()
     if policy == "everything_saveable" or not differentiated or not in_xla():
         return function(*inputs)
     block = _Block(function, inputs, list(layers))
@@ -66,7 +63,7 @@ def recomputed(
         block.keep(policy)
     values = block.read()
     accumulators = block.accumulators() if has_gpu() else []
-    with record.stop_recording():
+    with private.record.stop_recording():
         y, kept = block.forward(values)
 
     @custom_gradient
@@ -89,7 +86,7 @@ class _Block(RecomputedFunction, Generic[R]):
     def __init__(self, function: Callable[..., R], inputs: Sequence, layers: list[keras.layers.Layer]):
         self._layers = layers
         flat = tf.nest.flatten(inputs, expand_composites=True)
-        masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(inputs)]
+        masks = [private.keras_mask(t, None) if tf.is_tensor(t) else None for t in tf.nest.flatten(inputs)]
         passed = [t for t in [*flat, *masks] if _is_tensor(t)]
         floating = [t for t in passed if _is_floating(t)]
 
@@ -159,7 +156,7 @@ class _Block(RecomputedFunction, Generic[R]):
             elif op.type in _ASSIGNS:
                 self._assigned[name] = self._combined(op, name)
             else:
-                if writes := get_read_write_resource_inputs(op)[1]:
+                if writes := private.get_read_write_resource_inputs(op)[1]:
                     raise ValueError(self._untraceable(op, handles, [t.name for t in writes]))
                 elsewhere |= {t.name: op for t in own}
         for name in elsewhere.keys() & self._assigned.keys():
@@ -188,11 +185,11 @@ class _Block(RecomputedFunction, Generic[R]):
         graph = tf.compat.v1.get_default_graph()
         self._outputs = outputs
         self._flat = tf.nest.flatten(outputs, expand_composites=True)
-        self._masks = [get_keras_mask(t) if tf.is_tensor(t) else None for t in tf.nest.flatten(outputs)]
+        self._masks = [private.keras_mask(t, None) if tf.is_tensor(t) else None for t in tf.nest.flatten(outputs)]
         scope = stateless_scope()
         own = [vars(layer) for layer in self._layers]
         holders: list[Any] = [value for each in own for value in each.values() if isinstance(value, (list, dict))]
-        holders += [*own, *(getattr(layer, "_eager_losses", None) for layer in self._layers)]
+        holders += [*own, *(private.eager_losses(layer, None) for layer in self._layers)]
         holders += [getattr(scope, "losses", None), getattr(scope, "state_mapping", None)]
         holders = list({id(each): each for each in holders if each}.values())
         places = [(each, key) for each in holders for key in (each if isinstance(each, dict) else range(len(each)))]
@@ -255,7 +252,7 @@ class _Block(RecomputedFunction, Generic[R]):
             each = list({id(given[name]): given[name] for name in names}.values())
             if not each:
                 return {}
-            after = dict(zip(map(id, each), xla.optimization_barrier(*each), strict=True))
+            after = dict(zip(map(id, each), private.xla.optimization_barrier(*each), strict=True))
             return {name: after[id(given[name])] for name in names}
 
         found = self.gradients(dy, {**self._fed(values), **self.feed(self._kept, kept)}, tied)
@@ -297,13 +294,13 @@ def _refuse_second_derivatives(gradients: Sequence[Gradient], sources: Sequence[
         raise LookupError("What is computed again has no second derivatives: compute it plainly.")
 
     parts = [t for t in tf.nest.flatten(gradients, expand_composites=True) if t is not None]
-    record.record_operation("recomputed", parts, list(sources), refuse)
+    private.record.record_operation("recomputed", parts, list(sources), refuse)
 
 
 def _set_masks(nest: object, masks: Sequence[tf.Tensor | None]) -> None:
     for t, mask in zip(tf.nest.flatten(nest), masks, strict=True):
         if mask is not None:
-            set_keras_mask(t, mask)
+            private.keras_mask.set(t, mask)
 
 
 def _is_tensor(value: object) -> bool:

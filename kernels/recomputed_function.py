@@ -8,6 +8,7 @@ from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 
+from fastaccum.kernels import private
 from fastaccum.kernels.checks import shown
 from fastaccum.kernels.trace_context import Names
 
@@ -112,7 +113,7 @@ class RecomputedFunction:
         del definition.node[:]
         for node in nodes:
             op = needed[node.name]
-            node.attr.pop("_class", None)  # where it is to be placed
+            node.attr.pop(private.PLACED_WITH, None)  # where it is to be placed
             node.input[:] = [self._source(t).name for t in op.inputs]
             node.input.extend(f"^{before.name}" for before in op.control_inputs if before.name in needed)
             definition.node.append(node)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from fastaccum.kernels import private
 from fastaccum.kernels.checks import naming, shown
 
 # Of these the penalty of a stack is the sum of the layers' penalties.
@@ -13,7 +14,7 @@ SUMMED_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regul
 
 
 def seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
-    return [generator for part in layer._flatten_layers() for generator in part._seed_generators]
+    return [generator for part in private.flatten_layers(layer) for generator in private.seed_generators(part)]
 
 
 def variables(layer: keras.layers.Layer) -> list[keras.Variable]:
@@ -39,7 +40,9 @@ def describe(layer: keras.layers.Layer) -> str:
 
 def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
     """Raises ValueError for layers whose variables are not alike, or are the same ones."""
-    expected, *_ = shapes = [[(tuple(v.shape), v._dtype) for v in variables(layer)] for layer in layers]
+    expected, *_ = shapes = [
+        [(tuple(v.shape), private.variable_dtype(v)) for v in variables(layer)] for layer in layers
+    ]
     owner: dict[int, int] = {}
     for i, layer in enumerate(layers):
         # One may have been switched to a subclass that differs in its gradients alone.
@@ -87,8 +90,8 @@ def _settings(layer: keras.layers.Layer) -> object:
 
 def require_supported(layer: keras.layers.Layer) -> None:
     """Raises ValueError for what a LayerStack would silently drop."""
-    for part in layer._flatten_layers():
-        if part._metrics:
+    for part in private.flatten_layers(layer):
+        if private.metrics(part):
             raise ValueError(f"{describe(layer)} holds metrics, which a LayerStack would not update: move them out.")
         if isinstance(part, keras.layers.Embedding):
             raise ValueError(

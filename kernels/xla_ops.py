@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
-from tensorflow.python.framework import auto_control_deps as order
-from tensorflow.python.ops import control_flow_util
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 
@@ -22,7 +20,7 @@ Size: TypeAlias = "int | tf.Tensor"  # a tensor where the size is not known when
 
 def in_xla() -> bool:
     """Returns whether XLA compiles what is being traced: some operations only XLA has, others it lacks."""
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return private.control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any], at_once: int = 1) -> list[Any]:
@@ -42,8 +40,6 @@ def loop(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any], 
     return results
 
 
-# Operations that TensorFlow runs in any order: draws with a state of their own, and those that wait for other devices.
-_UNORDERED = order.LEGACY_RANDOM_OPS | order.ASYNC_STATEFUL_OPS | order.SKIPPED_ORDER_INSENSITIVE_STATEFUL_OPS
 _LARGEST_TURN = 2**28  # elements of all results together, 1 GiB in float32
 
 
@@ -52,13 +48,17 @@ def turns_at_once(turn: ConcreteFunction) -> int:
 
     On a CPU without XLA two: one computes where the operations of the other leave cores idle. It takes their memory.
     """
-    if in_xla() or has_gpu():
+    if in_xla() or has_gpu() or not private.has("auto_control_deps"):
         return 1
+    order = private.auto_control_deps
+    # Operations that TensorFlow runs in any order: draws with a state of their own, and those that wait for other
+    # devices.
+    unordered = order.LEGACY_RANDOM_OPS | order.ASYNC_STATEFUL_OPS | order.SKIPPED_ORDER_INSENSITIVE_STATEFUL_OPS
     graph = turn.graph.as_graph_def(add_shapes=True)
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    shapes = (shape for node in nodes for shape in node.attr["_output_shapes"].list.shape)
+    shapes = (shape for node in nodes for shape in node.attr[private.OUTPUT_SHAPES].list.shape)
     elements = sum(math.inf if any(d.size < 0 for d in s.dim) else math.prod(d.size for d in s.dim) for s in shapes)
-    return 2 if elements <= _LARGEST_TURN and not any(node.op in _UNORDERED for node in nodes) else 1
+    return 2 if elements <= _LARGEST_TURN and not any(node.op in unordered for node in nodes) else 1
 
 
 def dot(a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False) -> tf.Tensor:
@@ -97,7 +97,7 @@ def unfilled(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor | None:
 
 
 def _allocated(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor:
-    return xla.custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])[0]
+    return private.xla.custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])[0]
 
 
 @functools.cache
@@ -118,13 +118,13 @@ def _allocates(device: str) -> bool:
 @custom_gradient
 def unfused(t: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Returns `t`, and keeps XLA on a GPU from computing what follows in one kernel with `t`, or as a constant."""
-    return xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else tf.identity(t), lambda dy: dy
+    return private.xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else tf.identity(t), lambda dy: dy
 
 
 @custom_gradient
 def barred(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Sequence[tf.Tensor]]]:
     """Returns the tensors in XLA, none of which is used before all of them are there."""
-    return list(xla.optimization_barrier(*tensors)), lambda *upstream: upstream
+    return list(private.xla.optimization_barrier(*tensors)), lambda *upstream: upstream
 
 
 def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
@@ -149,14 +149,14 @@ def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
     inputs = [x, tf.ones_like(x), *[tf.broadcast_to(places, x.shape)] * argmax]
     start = [tf.constant(tf.float32.min), tf.constant(0.0), *[tf.constant(x.shape[1] - 1)] * argmax]
     reducer = combined.get_concrete_function(*[tf.TensorSpec([], t.dtype) for t in (*start, *start)])
-    return list(xla.variadic_reduce(inputs, start, [1], reducer))
+    return list(private.xla.variadic_reduce(inputs, start, [1], reducer))
 
 
 def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) -> tf.Tensor:
     """Returns `whole` with `part` written at `start`: in place, once compiled."""
     begin = tf.stack(start)
     if in_xla():
-        return xla.dynamic_update_slice(whole, part, begin)
+        return private.xla.dynamic_update_slice(whole, part, begin)
     return tf.raw_ops.TensorStridedSliceUpdate(
         input=whole, begin=begin, end=begin + tf.shape(part), strides=tf.ones_like(begin), value=part
     )

@@ -38,24 +38,15 @@ LAYERS = (
 RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 
 PRIVATE = re.compile(r"(tensorflow\.(python|compiler)|(tf_)?keras\.src)(\.\w+)*")
-MAY_NAME_PRIVATE = (
-    "kernels/",
-    "fastaccum/adapters/",
-    "fastaccum/distribute/",
-    "fastaccum/step/compile_cache.py",
-    "fastaccum/step/program.py",
-    "fastaccum/step/compiler_ir.py",
-    "fastaccum/step/tracing.py",
-    "fastaccum/data/passes.py",
-    "fastaccum/addons.py",
-)
+# The one module that knows private names of TensorFlow and Keras.
+KNOWS_PRIVATE = "kernels/private.py"
 
 # One context decides what a program computes; the other only says who hears of compilation.
 MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/program.py")
 
 # What a tuple's class offers under such names is public.
 OF_NAMED_TUPLES = ("_asdict", "_fields", "_replace")
-PAGE, PRIVATE_SECTION = "docs/architecture.md", "## Private names"
+PAGE = "docs/architecture.md"
 
 Sources = dict[str, str]  # a path in the repository, and what the file holds
 
@@ -163,14 +154,6 @@ def private_attributes(tree: ast.Module, package: set[str]) -> set[str]:
     return found
 
 
-def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
-    """The names and the files in the first two cells of the tables of private names."""
-    for line in page.partition(PRIVATE_SECTION)[2].splitlines():
-        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:3]]
-        if len(cells) == 2 and all(cells):
-            yield cells[0], [path if path.startswith("kernels/") else f"fastaccum/{path}" for path in cells[1]]
-
-
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     """Functions of the module and methods of its classes; not what is defined within a function."""
     for node in ast.iter_child_nodes(tree):
@@ -212,28 +195,35 @@ def few_modules_at_the_top(sources: Sources) -> Iterator[str]:
         yield f"{len(top)} modules directly in fastaccum, over {TOP_LEVEL_MODULES}: {', '.join(top)}"
 
 
-def private_names_in_few_places(sources: Sources) -> Iterator[str]:
-    for path, tree in trees(sources, "fastaccum", "kernels"):
-        if not path.startswith(MAY_NAME_PRIVATE):
-            yield from (f"{path} names {name}" for name in sorted(private_names(path, tree)))
-
-
-def private_names_stand_in_the_table(sources: Sources) -> Iterator[str]:
+def private_names_in_one_module(sources: Sources) -> Iterator[str]:
     parsed = dict(trees(sources, "fastaccum", "kernels"))
-    package = set().union(*map(defined_names, parsed.values()))
-    uses: dict[str, set[str]] = {}
-    for path, tree in parsed.items():
-        for name in private_names(path, tree) | private_attributes(tree, package):
-            uses.setdefault(name, set()).add(path)
-    rows = list(table_rows(sources.get(PAGE, "")))
-    for name, paths in sorted(uses.items()):
-        described = {path for names, its_paths in rows if name in names for path in its_paths}
-        yield from (f"{path} uses {name}, and no row of {PAGE} says so" for path in sorted(paths - described))
-    for names, paths in rows:
-        yield from (f"{PAGE} has {name}, which nothing uses" for name in names if name not in uses)
-        for path in paths:
-            if not any(path in uses.get(name, ()) for name in names):
-                yield f"{PAGE} has {path}, which uses none of {', '.join(names)}"
+    others = {path: tree for path, tree in parsed.items() if path != KNOWS_PRIVATE}
+    package = set().union(*map(defined_names, others.values()))
+    for path, tree in others.items():
+        names = private_names(path, tree) | private_attributes(tree, package)
+        for name in sorted(names):
+            yield f"{path} names {name}: give it a line in {KNOWS_PRIVATE}"
+
+
+def private_names_are_used(sources: Sources) -> Iterator[str]:
+    """Finds what the module of private names declares and no other uses: all capitals and all Attributes."""
+    used = set()
+    for _, tree in trees(sources, "fastaccum", "kernels"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "private":
+                used.add(node.attr)
+    for path, tree in trees(sources, "kernels"):
+        if path != KNOWS_PRIVATE:
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and "Place" not in ast.unparse(node.value):
+                name = ast.unparse(node.targets[0])
+                is_used_here = sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(tree)) > 1
+                if not name.startswith("_") and name not in used and not is_used_here:
+                    yield f"{KNOWS_PRIVATE} has {name}, which nothing uses"
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PLACES" and node.value:
+                names = [key.value for key in node.value.keys]
+                yield from (f"{KNOWS_PRIVATE} has {name}, which nothing uses" for name in names if name not in used)
 
 
 def public_functions_are_annotated(sources: Sources) -> Iterator[str]:
@@ -289,8 +279,8 @@ RULES: list[Rule] = [
     arrows_run_one_way,
     no_circles,
     few_modules_at_the_top,
-    private_names_in_few_places,
-    private_names_stand_in_the_table,
+    private_names_in_one_module,
+    private_names_are_used,
     public_functions_are_annotated,
     bodies_are_short,
     docstrings_open_with_a_verb_or_a_noun,
@@ -333,21 +323,17 @@ BREAKS = [
         },
     ),
     (few_modules_at_the_top, {f"fastaccum/m{i}.py": "" for i in range(TOP_LEVEL_MODULES + 1)}),
-    (private_names_in_few_places, {HIGH: "from tensorflow.python.eager import record"}),
-    (private_names_in_few_places, {HIGH: "def f():\n    from tensorflow.compiler.tf2xla.python import xla"}),
-    (private_names_in_few_places, {HIGH: "import keras\nkeras.src.backend.get_keras_mask(x)"}),
-    (private_names_in_few_places, {HIGH: "import tensorflow as tf\ntf.python.eager.record.stop_recording()"}),
-    (private_names_in_few_places, {HIGH: "importlib.import_module('tf_keras.src.engine')"}),
-    (private_names_stand_in_the_table, {LOW: "from tensorflow.python.eager import record"}),
-    (private_names_stand_in_the_table, {LOW: "def f(layer):\n    return layer._losses"}),
-    (private_names_stand_in_the_table, {LOW: "def f(layer):\n    return getattr(layer, '_losses')"}),
-    (private_names_stand_in_the_table, {LOW: "class L(Layer):\n    def f(self):\n        return self._losses"}),
-    (private_names_stand_in_the_table, {LOW: "class C:\n    def f(self): self._x = 1", HIGH: "def f(c): return c._x"}),
-    (private_names_stand_in_the_table, {LOW: "", PAGE: f"{PRIVATE_SECTION}\n| `_losses` | `adapters/models.py` | |"}),
-    (
-        private_names_stand_in_the_table,
-        {LOW: "x._losses", HIGH: "", PAGE: f"{PRIVATE_SECTION}\n| `_losses` | `step/train_step.py` | |"},
-    ),
+    (private_names_in_one_module, {LOW: "from tensorflow.python.eager import record"}),
+    (private_names_in_one_module, {HIGH: "def f():\n    from tensorflow.compiler.tf2xla.python import xla"}),
+    (private_names_in_one_module, {HIGH: "import keras\nkeras.src.backend.get_keras_mask(x)"}),
+    (private_names_in_one_module, {HIGH: "import tensorflow as tf\ntf.python.eager.record.stop_recording()"}),
+    (private_names_in_one_module, {HIGH: "importlib.import_module('tf_keras.src.engine')"}),
+    (private_names_in_one_module, {LOW: "def f(layer):\n    return layer._losses"}),
+    (private_names_in_one_module, {LOW: "def f(layer):\n    return getattr(layer, '_losses')"}),
+    (private_names_in_one_module, {LOW: "class L(Layer):\n    def f(self):\n        return self._losses"}),
+    (private_names_in_one_module, {LOW: "class C:\n    def f(self): self._x = 1", HIGH: "def f(c): return c._x"}),
+    (private_names_are_used, {KNOWS_PRIVATE: "losses = Attribute('_losses')", HIGH: ""}),
+    (private_names_are_used, {KNOWS_PRIVATE: "PLACES: dict = {'record': Place(())}", HIGH: ""}),
     (public_functions_are_annotated, {HIGH: "def f(x) -> int: ..."}),
     (public_functions_are_annotated, {HIGH: "def f(x: int): ..."}),
     (public_functions_are_annotated, {HIGH: "class C:\n    def f(self, *rest, key: int = 0) -> int: ..."}),
@@ -369,8 +355,9 @@ KEEPS = {
     "fastaccum/trainer.py": "from fastaccum import checks\nfrom fastaccum.step.train_step import TrainStep",
     "fastaccum/checks.py": "def f(x: int, *rest: int) -> int:\n    def inner(y): ...",
     HIGH: "import keras\nfrom .program import Program\nfrom fastaccum.adapters import models\nkeras.src_of_x",
-    "fastaccum/step/program.py": "from tensorflow.python.eager import record\nx._losses._replace()",
-    PAGE: f"{PRIVATE_SECTION}\n| `tensorflow.python.eager.record`, `_losses` | `step/program.py` | why |",
+    "fastaccum/step/program.py": "from fastaccum.kernels import private\nprivate.losses(x)._replace()\nprivate.record",
+    KNOWS_PRIVATE: "from tensorflow.python.eager import record\n"
+    "PLACES: dict = {'record': Place(())}\nlosses = Attribute('_losses')",
     LOW: "class C:\n    def __init__(self, x: int): ...\n    def _f(self, x): ...\n    def g(self) -> None:\n"
     + "        # a comment\n\n" * BODY_LINES
     + "        x = 1\n",

@@ -17,14 +17,14 @@ from typing import Any, Literal, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import backend
 
 from fastaccum.adapters.attention_masks import Mask, read_mask
 from fastaccum.adapters.interceptors import Interceptor, Role
-from fastaccum.kernels import trace_context
+from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.attention import attention, attention_implementation
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import HALF, in_xla
+from fastaccum.lines import warn
 
 FlashAttention = Literal["auto"] | bool
 Call = Callable[..., Any]
@@ -42,7 +42,7 @@ class _HubLayer(NamedTuple):
     unsupported: tuple[str, ...] = ()  # each adds to the formula what the kernels lack, if it is set
     dropout: str | None = None  # the Dropout layer of the weights
     window: str = ""  # turns on a symmetric window of `sliding_window_size`
-    scale: Callable[[Any], float] = lambda layer: layer._inv_norm_factor  # no name: computes the factor of the scores
+    scale: Callable[[Any], float] = private.inv_norm_factor  # no name: computes the factor of the scores
 
 
 def _gemma_scale(layer: Any) -> float:
@@ -54,8 +54,8 @@ _FLAG = "use_sliding_window_attention"
 _GEMMA = _HubLayer((), "dropout_layer", _FLAG, _gemma_scale)
 # Keras's own with dropout; those without call `dot_product_attention`.
 _KERAS_LAYERS = {
-    keras.layers.MultiHeadAttention: _HubLayer((), "_dropout_layer", "", lambda layer: layer._inverse_sqrt_key_dim),
-    keras.layers.GroupQueryAttention: _HubLayer((), "_dropout_layer", "", lambda layer: layer._inverse_sqrt_head_dim),
+    keras.layers.MultiHeadAttention: _HubLayer((), private.dropout_layer.name, "", private.inverse_sqrt_key_dim),
+    keras.layers.GroupQueryAttention: _HubLayer((), private.dropout_layer.name, "", private.inverse_sqrt_head_dim),
 }
 # By module and class. Llama's also serves Llama 3; windows of Mistral and Mixtral come in the mask.
 _HUB_LAYERS = {
@@ -64,7 +64,7 @@ _HUB_LAYERS = {
     "mixtral.mixtral_attention.CachedMixtralAttention": _HubLayer(),
     "phi3.phi3_attention.Phi3Attention": _HubLayer(),
     "smollm3.smollm3_layers.SmolLM3Attention": _HubLayer(),
-    "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(dropout="_attn_dropout_layer"),
+    "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(dropout=private.attn_dropout_layer.name),
     "qwen.qwen_attention.QwenAttention": _HubLayer(window=_FLAG),
     "qwen_moe.qwen_moe_attention.QwenMoeAttention": _HubLayer(window=_FLAG),
     "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
@@ -96,15 +96,17 @@ class FusedAttention:
         return trace_context.current().extended(attention=self._dot_product_attention)
 
     def make_forms(self, layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
-        """Returns interceptors of the layers that have an attention formula of their own."""
+        """Returns interceptors of the layers that have an attention formula of their own; warns if none is fused."""
         forms = []
+        if _UNFUSED is None:
+            _warn_of_keras()
         for layer in layers:
-            method = "_compute_attention" if hasattr(layer, "_compute_attention") else "call"
+            method = private.compute_attention.name if private.compute_attention.exists(layer) else "call"
             if hasattr(layer, "path") and (method != "call" or _attends(layer)):
                 forms.append(Interceptor(layer, method, functools.partial(self._form, layer), Role.FORM))
-            make = getattr(type(layer), "_compute_causal_mask", None)
-            if getattr(make, "__module__", "").startswith("keras.src.layers.attention."):
-                forms.append(Interceptor(layer, "_compute_causal_mask", _make_causal_mask, Role.FORM))
+            make = getattr(type(layer), private.compute_causal_mask.name, None)
+            if getattr(make, "__module__", "").startswith(private.ATTENTION_LAYERS):
+                forms.append(Interceptor(layer, private.compute_causal_mask.name, _make_causal_mask, Role.FORM))
         return forms
 
     def _form(self, layer: keras.layers.Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +146,7 @@ class FusedAttention:
         use_causal_mask: bool = False,
         **_: Any,
     ) -> tf.Tensor:
-        if return_attention_scores or getattr(layer, "_return_attention_scores", False):
+        if return_attention_scores or private.return_attention_scores(layer, False):
             raise _NotFused(_OWN_FORMULA)
         _require_kernel_arguments(query, key, value, None)
         for name in kind.unsupported:
@@ -163,7 +165,7 @@ class FusedAttention:
             output, sees = self._fuse(query, key, value, **options)
         except _NotFused as left:
             self._leave(str(left))
-            return _unfused(query, key, value, **options)
+            return _UNFUSED(query, key, value, **options)
         if sees is None:
             return output
         mean = tf.reduce_mean(tf.cast(value, output.dtype), 1, keepdims=True)
@@ -266,9 +268,12 @@ def _attends(layer: keras.layers.Layer) -> bool:
 def _keras_form(layer: Any) -> _HubLayer | None:
     """Returns the form of a layer of Keras's with dropout, unless a subclass computes a part of it otherwise."""
     for made, form in _KERAS_LAYERS.items():
-        same = all(getattr(type(layer), n, 0) is getattr(made, n) for n in ("_compute_attention", "_masked_softmax"))
+        same = all(
+            getattr(type(layer), n, 0) is getattr(made, n)
+            for n in (private.compute_attention.name, private.masked_softmax.name)
+        )
         if same and layer.dropout:
-            kinds = type(layer._softmax), type(layer._dropout_layer)
+            kinds = type(private.softmax(layer)), type(private.dropout_layer(layer))
             return form if kinds == (keras.layers.Softmax, keras.layers.Dropout) else None
     return None
 
@@ -316,13 +321,30 @@ def _as_segments(mask: Mask, rows: tf.Tensor, queries: int, keys: int) -> tuple[
     return segments, may_see & (tf.gather(sums, end, axis=1) > tf.gather(sums, start, axis=1))
 
 
-_unfused = backend.nn.dot_product_attention
-_SIGNATURE = inspect.signature(_unfused)
+@functools.cache
+def _warn_of_keras() -> None:
+    warn(
+        f"Keras {keras.__version__} keeps its attention where fastaccum does not look: layers that call "
+        "keras.ops.dot_product_attention take their own formula, which holds the scores of all tokens. Install a "
+        "version that pyproject.toml allows."
+    )
 
 
-@functools.wraps(_unfused)
-def _dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
-    return (trace_context.current().attention or _unfused)(**_SIGNATURE.bind(*args, **kwargs).arguments)
+# Keras's own formula; None with a release that keeps it where `private` does not look.
+_UNFUSED: Any = private.nn.dot_product_attention if private.has("nn") else None
 
 
-backend.nn.dot_product_attention = _dot_product_attention
+def _replace_formula(unfused: Callable[..., tf.Tensor]) -> None:
+    """Replaces Keras's formula for good: without a fused one in a trace's context it does what it did."""
+    signature = inspect.signature(unfused)
+
+    @functools.wraps(unfused)
+    def dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
+        formula = trace_context.current().attention or unfused
+        return formula(**signature.bind(*args, **kwargs).arguments)
+
+    private.nn.dot_product_attention = dot_product_attention
+
+
+if _UNFUSED is not None:
+    _replace_formula(_UNFUSED)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager.lift_to_graph import UnliftableError, lift_to_graph
+
+from fastaccum.kernels import private
 
 # Operations that cast, reshape or broadcast; they move no query and no key if the last two axes stay the same.
 _TRANSPARENT = {"BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"}
@@ -171,10 +172,12 @@ def _evaluate(t: tf.Tensor) -> Mask | None:
 
 def _constant(t: tf.Tensor) -> np.ndarray | None:
     """Evaluates a tensor; None if it depends on an input of the graph, is drawn, or cannot be evaluated."""
+    if not private.has("lift_to_graph"):
+        return None
     graph = tf.Graph()
     try:
-        lifted = lift_to_graph([t], graph)[t]
-    except UnliftableError:
+        lifted = private.lift_to_graph([t], graph)[t]
+    except private.UnliftableError:
         return None
     if any(operation.op_def.is_stateful for operation in graph.get_operations()):
         return None

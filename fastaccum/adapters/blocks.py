@@ -12,6 +12,7 @@ import keras
 
 from fastaccum.adapters.attributes import kinds, of_keras, package
 from fastaccum.adapters.layers import find_lookups
+from fastaccum.kernels import private
 from fastaccum.kernels.layer_stack import LayerStack
 
 _SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
@@ -35,7 +36,7 @@ class Segment(NamedTuple):
     def layers(self) -> list[keras.layers.Layer]:
         """The layers among the operations, with the layers inside them."""
         layers = [node.operation for node in self.nodes if isinstance(node.operation, keras.layers.Layer)]
-        return [part for layer in layers for part in layer._flatten_layers()]
+        return [part for layer in layers for part in private.flatten_layers(layer)]
 
 
 class Block(NamedTuple):
@@ -65,7 +66,7 @@ def find(model: keras.Model) -> list[Block]:
 
 def refusal(layer: keras.layers.Layer) -> str | None:
     """Returns why a layer cannot be recomputed, as a predicate of the layer; None where it can."""
-    parts = list(layer._flatten_layers())
+    parts = list(private.flatten_layers(layer))
     if hasattr(layer, "update_state"):
         return "is a metric"
     if found := find_lookups(parts):
@@ -81,7 +82,7 @@ def _search(layer: keras.layers.Layer, known: dict[int, list[Block]], root: kera
     if id(layer) in known:
         return known[id(layer)]
     known[id(layer)] = []  # for a layer that holds itself
-    children = list({id(c): c for c in layer._flatten_layers(include_self=False, recursive=False)}.values())
+    children = list({id(c): c for c in private.flatten_layers(layer, include_self=False, recursive=False)}.values())
     children = [child for child in children if _is_composite(child)]
     number = collections.Counter(map(type, children))
     found: list[Block] = []
@@ -103,12 +104,12 @@ def _is_composite(layer: keras.layers.Layer) -> bool:
     """Returns whether a layer is made of layers, and not one of Keras's own layers that happens to be."""
     if of_keras(type(layer)) and not {"keras.Model", "tf_keras.Model"} & kinds(layer).keys():
         return False
-    return bool(layer.weights) and any(part.weights for part in layer._flatten_layers(include_self=False))
+    return bool(layer.weights) and any(part.weights for part in private.flatten_layers(layer, include_self=False))
 
 
 def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
     within = {id(w) for block in blocks for part in block.layers for w in part.weights}
-    others = {id(w) for embedding, _ in find_lookups(layer._flatten_layers()) for w in embedding.weights}
+    others = {id(w) for embedding, _ in find_lookups(private.flatten_layers(layer)) for w in embedding.weights}
     own = {id(w) for w in layer.weights} - others
     return bool(within) and len(within & own) >= _MOST * len(own)
 
@@ -116,7 +117,7 @@ def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
 def graph_of(layer: keras.layers.Layer) -> keras.Function | None:
     """Returns the node graph of a functional or Sequential model; None for a model with a `call` of its own."""
     if isinstance(layer, keras.Sequential):
-        layer = layer._functional
+        layer = private.functional(layer)
     return layer if isinstance(layer, keras.Function) and package(type(layer).call) == "keras" else None
 
 
@@ -145,7 +146,7 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
 
 def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
     """Returns the nodes that a call runs, in Keras's order, and the places of those apart, which no block may hold."""
-    by_depth = graph._nodes_by_depth
+    by_depth = private.nodes_by_depth(graph)
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation]
     nodes = [*_callable([node for node in nodes if not node.is_input], graph)]
     outputs = {id(t) for t in graph.outputs}
@@ -238,4 +239,4 @@ def _inside(node: Any) -> float:
         return sum(map(_inside, _ordered(graph)[0]))
     shape, heads = node.outputs[0].shape, getattr(layer, "num_heads", getattr(layer, "num_query_heads", None))
     scores = 3.0 * heads * (shape[1] or _LENGTH) ** 2 * 4 if heads and len(shape) == 3 else 0.0
-    return out * len(list(layer._flatten_layers())) + scores
+    return out * len(list(private.flatten_layers(layer))) + scores

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.attributes import kinds
+from fastaccum.kernels import private
 
 REDRAW_SECONDS = 0.1
 
@@ -98,8 +99,8 @@ class Callbacks:
             bar = [] if verbose == 0 or any(_is(each, "ProgbarLogger") for each in given) else [_Progress()]
             callbacks = keras.callbacks.CallbackList([*given, *bar], history, model=model, **params)
         self.list = callbacks
-        if history and hasattr(model, "_train_counter"):
-            model._train_counter.assign(0)  # as tf_keras's fit does
+        if history and private.train_counter.exists(model):
+            private.train_counter(model).assign(0)  # as tf_keras's fit does
         # Prints where somebody reads as it goes: to a terminal, or to a notebook.
         read = sys.stdout.isatty() or "ipykernel" in sys.modules
         heard = verbose != 0 and read and keras.config.is_interactive_logging_enabled()
@@ -130,7 +131,7 @@ class Callbacks:
 
         def end(batch: int, read: Logs) -> None:
             for board in boards:  # which takes the number of a step from what tf_keras's own loop counts with
-                board.model._train_counter.assign(board._global_train_batch)
+                private.train_counter(board.model).assign(private.global_train_batch(board))
             logs = read() if ends else {}
             for callback, hook in ends:
                 hook(batch, logs if _records(callback) else {})
@@ -171,11 +172,11 @@ def _is(callback: keras.callbacks.Callback, name: str) -> bool:
 
 def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int | None:
     """Returns the epoch at which a BackupAndRestore has this fit begin, which it leaves with the model; else None."""
-    if state := getattr(model, "_training_state", None):  # tf_keras's
+    if state := private.training_state(model, None):  # tf_keras's
         epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
         return int(epoch) or None
-    if epoch := getattr(model, "_initial_epoch", None):
-        model._initial_epoch = None
+    if epoch := private.initial_epoch(model, None):
+        private.initial_epoch.set(model, None)
     return epoch
 
 
@@ -188,6 +189,6 @@ def _overrides(callback: keras.callbacks.Callback, kind: Kind, when: Literal["be
 
 def _records(callback: keras.callbacks.Callback) -> bool:
     """Returns False for a TensorBoard in a step that it neither records nor profiles: it would read all logs."""
-    if not _is(callback, "TensorBoard") or callback._is_tracing:
+    if not _is(callback, "TensorBoard") or private.is_tracing(callback):
         return True
-    return callback.update_freq != "epoch" and callback._global_train_batch % callback.update_freq == 0
+    return callback.update_freq != "epoch" and private.global_train_batch(callback) % callback.update_freq == 0

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers import data_adapters
 
 from fastaccum.adapters.attributes import kinds
+from fastaccum.kernels import private
 
 
 class _Sequence(keras.utils.PyDataset):
@@ -36,7 +36,7 @@ def is_read_once(x: object) -> bool:
 
 def as_dataset(x: Any, shuffle: bool = False) -> tf.data.Dataset:
     """Returns the batches of a PyDataset, in a new order for each pass if `shuffle`, generator or torch DataLoader."""
-    adapter = data_adapters.get_data_adapter(x, shuffle=shuffle)
+    adapter = private.data_adapters.get_data_adapter(x, shuffle=shuffle)
     dataset = adapter.get_tf_dataset()
     if adapter.num_batches is None:
         return dataset

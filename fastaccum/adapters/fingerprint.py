@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import kinds, package
+from fastaccum.kernels import private
 
 # Of one version, which is told by its number.
 _VERSIONED = ("keras", "tf_keras", "tensorflow", "fastaccum", "numpy", "builtins", "functools")
@@ -180,7 +181,7 @@ def _config(value: Any) -> dict[str, Any]:
         if any(callable(part) or hasattr(part, "get_config") or isinstance(part, np.ndarray) for part in each):
             config[name] = own
     # Keras's do not all tell the arguments of a function that they wrap.
-    return _without_names(config | {name: own for name, own in told.items() if name == "_fn_kwargs"})
+    return _without_names(config | {name: own for name, own in told.items() if name == private.fn_kwargs.name})
 
 
 def _without_names(config: Any) -> Any:

@@ -17,7 +17,7 @@ from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
-from fastaccum.kernels import fp32_layers
+from fastaccum.kernels import fp32_layers, private
 from fastaccum.kernels.cross_entropy import (
     cross_entropy_from_logits,
     linear_cross_entropy_sum_and_scores,
@@ -133,13 +133,13 @@ class FusedHeadLoss:
             if _is_masked(self.head):
                 inputs, positions = arguments.values()
                 inputs = keras.ops.take_along_axis(inputs, positions[..., None], axis=1)
-                inputs = self.head._intermediate_layer_norm(self.head._intermediate_dense(inputs))
+                inputs = private.intermediate_layer_norm(self.head, private.intermediate_dense(self.head, inputs))
             # A tensor of its own, so that whatever else reads it can be told.
             hidden = tf.identity(inputs)
             observe(hidden)
             return hidden
 
-        autocast = "autocast" if hasattr(self.head, "autocast") else "_autocast"  # tf_keras
+        autocast = "autocast" if hasattr(self.head, "autocast") else private.autocast.name  # tf_keras
         left_out = Interceptor(self.head, "call", pass_on, Role.LEAVE_OUT)
         with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
@@ -188,7 +188,7 @@ class FusedHeadLoss:
 
 def replacement(loss: Any) -> str | None:
     """Writes the argument that makes `LinearCrossEntropy` of a sparse cross-entropy from logits; None for others."""
-    arguments: dict[str, Any] = getattr(loss, "_fn_kwargs", {})
+    arguments: dict[str, Any] = private.fn_kwargs(loss, {})
     name = getattr(getattr(loss, "fn", None), "__name__", "")
     if name != "sparse_categorical_crossentropy" or not arguments.get("from_logits"):
         return None
@@ -198,7 +198,7 @@ def replacement(loss: Any) -> str | None:
 
 def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
     # As Keras's own losses tell what is not to be counted.
-    losses._keras_mask = labels != ignore_index
+    private.keras_mask.set(losses, labels != ignore_index)
     return losses
 
 
@@ -260,7 +260,7 @@ def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
 
 
 def _bias_of(layer: keras.layers.Layer) -> Any:
-    return layer._bias if _is_masked(layer) else getattr(layer, "bias", None)
+    return private.bias(layer) if _is_masked(layer) else getattr(layer, "bias", None)
 
 
 def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
-from tensorflow.python.util import _pywrap_util_port as port
 from tensorflow.types.experimental import ConcreteFunction
+
+from fastaccum.kernels import private
 
 _CONVOLUTIONS = {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
 _TRANSPOSED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2"}
@@ -25,7 +26,9 @@ _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape"
 # gradients), in all, and on a weight, by whether oneDNN's products of matrices are about as fast as XLA's.
 _ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
 _ROWS = 16  # of a micro-batch, where the data do not say
-ONEDNN: bool = port.IsMklEnabled()  # TensorFlow's operations use oneDNN
+ONEDNN: bool = (
+    private.has("pywrap_util_port") and private.pywrap_util_port.IsMklEnabled()
+)  # TensorFlow's operations use oneDNN
 _CPU = pathlib.Path("/proc/cpuinfo")
 AVX512 = _CPU.exists() and " avx512f " in _CPU.read_text()  # the CPU computes 16 float32 numbers at a time
 
@@ -58,7 +61,7 @@ def count(traced: ConcreteFunction) -> Work:
         arguments = zip(function.signature.input_arg, (function.arg_attr[i] for i in itertools.count()), strict=False)
         work = of_nodes(function.node_def, {argument.name: _shape(each) for argument, each in arguments})
         # Keras compiles grouped convolutions by themselves, for which TensorFlow has no kernel.
-        by_itself = function.attr["_XlaMustCompile"].b and work.convolved
+        by_itself = function.attr[private.XLA_MUST_COMPILE].b and work.convolved
         return work._replace(convolved=-math.inf) if by_itself else work
 
     def of_nodes(nodes: Sequence[Node], given: dict[str, list[int]]) -> Work:
@@ -103,5 +106,5 @@ def _turns(loop: Node, nodes: Sequence[Node], shapes: Mapping[str, list[int]]) -
 
 def _shape(node: Any) -> list[int]:
     """Returns the shape of a node's first result, or of an argument, with 1 for what is not known."""
-    shapes = node.attr["_output_shapes"].list.shape  # a node's or an argument's, whose protos share no class
+    shapes = node.attr[private.OUTPUT_SHAPES].list.shape  # a node's or an argument's, whose protos share no class
     return [max(dim.size, 1) for dim in shapes[0].dim] if shapes else []

@@ -11,14 +11,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.utils.tracking import DotNotTrackScope
 
 from fastaccum.adapters import added_losses, jit_choice, layers, traces
 from fastaccum.adapters.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import Outputs
-from fastaccum.kernels import fp32_layers
+from fastaccum.kernels import fp32_layers, private
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.lines import without_arguments
 
@@ -31,7 +30,7 @@ class Model:
     _PACKAGE, KIND, _FOREIGN_METRIC = "keras", "keras.Model", "tf_keras.Metric"
     OUTPUTS = Outputs
     # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
-    _COMPILED = "_compile_loss", "_user_loss", "_compile_metrics"
+    _COMPILED = private.compile_loss.name, private.user_loss.name, private.compile_metrics.name
 
     def __init__(self, model: keras.Model):
         self.model = model
@@ -47,7 +46,7 @@ class Model:
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """Every layer, with nested ones and the model itself."""
-        return list(self.model._flatten_layers())
+        return list(private.flatten_layers(self.model))
 
     @property
     def called_layers(self) -> list[keras.layers.Layer]:
@@ -127,9 +126,9 @@ class Model:
         losses, metrics = (getattr(self.model, name, None) for name in (of_losses, of_metrics))
         return {
             "loss": getattr(losses, user_loss, None),
-            "loss_weights": getattr(losses, "_user_loss_weights", None),
-            "metrics": getattr(metrics, "_user_metrics", None),
-            "weighted_metrics": getattr(metrics, "_user_weighted_metrics", None),
+            "loss_weights": private.user_loss_weights(losses, None),
+            "metrics": private.user_metrics(metrics, None),
+            "weighted_metrics": private.user_weighted_metrics(metrics, None),
         }
 
     @property
@@ -162,7 +161,7 @@ class Model:
         return y, y_pred
 
     def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
-        return self.model._compute_loss(x, y, y_pred, sample_weight, training=training)
+        return private.compute_loss(self.model, x, y, y_pred, sample_weight, training=training)
 
     def own_losses(
         self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]
@@ -172,24 +171,30 @@ class Model:
         losses += [rescaled(v.regularizer(v), True) for v in self._regularised()]
         if compiled is not None:
             compiled.metrics = []  # type: ignore[attr-defined] # as Keras's has
-        return replaced([(self.model, "_compile_loss", compiled), (self.model, "_losses_override", losses)])
+        return replaced(
+            [(self.model, private.compile_loss.name, compiled), (self.model, private.losses_override.name, losses)]
+        )
 
     def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
         """Calls the model's own `compute_metrics`, with `update(y, y_pred, sample_weight)` for the compiled metrics."""
-        with replaced([(self.model._compile_metrics, "update_state", update)]):
+        with replaced([(private.compile_metrics(self.model), "update_state", update)]):
             return self.model.compute_metrics(x, y, y_pred, sample_weight)
 
     @property
     def own_metrics(self) -> list[keras.metrics.Metric]:
         """Metrics that the model and its layers hold and update themselves, as Keras would log them."""
         model = self.model
-        of_compile = [model._loss_tracker, model._compile_metrics, *getattr(model._compile_loss, "metrics", ())]
+        of_compile = [
+            private.loss_tracker(model),
+            private.compile_metrics(model),
+            *getattr(private.compile_loss(model), "metrics", ()),
+        ]
         return [m for m in model.metrics if all(m is not each for each in of_compile)]
 
     @property
     def metric_variables(self) -> list[tf.Variable]:
         """The variables of all layers' metrics."""
-        return [raw(v) for layer in self.layers for metric in layer._metrics for v in metric.variables]
+        return [raw(v) for layer in self.layers for metric in private.metrics(layer) for v in metric.variables]
 
     @property
     def variables(self) -> list[Variable]:
@@ -230,13 +235,13 @@ class Model:
         return [name for name, state in own if any(v.dtype.is_floating for v in state)]
 
     def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
-        seeds = [generator.state for generator in layer._seed_generators]
-        return [v.value for v in (*layer._non_trainable_variables, *seeds)]
+        seeds = [generator.state for generator in private.seed_generators(layer)]
+        return [v.value for v in (*private.own_state(layer), *seeds)]
 
     @property
     def seeds(self) -> list[tf.Variable]:
         """The states of random generators."""
-        return [generator.state.value for layer in self.layers for generator in layer._seed_generators]
+        return [generator.state.value for layer in self.layers for generator in private.seed_generators(layer)]
 
     def owner(self, variable: tf.Variable) -> str | None:
         """Names the innermost layer that has a trainable variable."""
@@ -253,7 +258,7 @@ class Model:
     def output_names(self) -> list[str]:
         """The names that dict losses, targets and weights go by; empty for a model that names none."""
         # A Sequential model keeps them, and much else, in a functional one.
-        return list(getattr(getattr(self.model, "_functional", None) or self.model, "output_names", None) or [])
+        return list(getattr(private.functional(self.model, None) or self.model, "output_names", None) or [])
 
     @property
     def may_do_more(self) -> bool:
@@ -326,7 +331,7 @@ class Model:
         return [*map(repr, names), *(["layers that mix rows"] if self.mixes_rows else [])]
 
     def _draws(self, layer: keras.layers.Layer) -> bool:
-        return bool(layer._seed_generators) and not never_draws(layer)
+        return bool(private.seed_generators(layer)) and not never_draws(layer)
 
     @property
     def couples_losses(self) -> bool:
@@ -336,7 +341,7 @@ class Model:
     @property
     def recomputed_layers(self) -> list[keras.layers.Layer]:
         """The layers that a `keras.RematScope` recomputes whole."""
-        scopes = [(layer, scope) for layer in self.layers if (scope := getattr(layer, "_remat_mode", None))]
+        scopes = [(layer, scope) for layer in self.layers if (scope := private.remat_mode(layer, None))]
         scopes = [(layer, s) for layer, s in scopes if s.mode != "list_of_layers" or layer.name in s.layer_names]
         return [layer for layer, scope in scopes if scope.mode != "activations"]
 
@@ -354,8 +359,8 @@ class Model:
         own = metrics.for_compile(self._FOREIGN_METRIC)
         keras.Model.compile(self.model, optimizer, loss, loss_weights=weights, auto_scale_loss=False, **own)
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
-        with DotNotTrackScope():
-            self.model._compile_metrics = metrics.compiled
+        with private.DotNotTrackScope():
+            private.compile_metrics.set(self.model, metrics.compiled)
 
 
 def _as_keras_tensors(specs: Nest) -> Nest:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import Nest, kinds, of_keras
 from fastaccum.adapters.interceptors import Interceptor, Role
-from fastaccum.kernels import fp32_layers
+from fastaccum.kernels import fp32_layers, private
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.norms import batch_norm, layer_norm, rms_norm
@@ -111,7 +111,9 @@ def make_id_observers(
     for i, (layer, size) in enumerate(lookups):
         owner = _lookup_class(layer)
         replacement = functools.partial(_look_up, functools.partial(observe, i), None if uses_xla else size)
-        names = [name for name in ("call", "_int8_call", "_int4_call") if hasattr(owner or layer, name)]
+        names = [
+            name for name in ("call", private.int8_call.name, private.int4_call.name) if hasattr(owner or layer, name)
+        ]
         found += [Interceptor(layer, name, replacement, Role.OBSERVE, owner) for name in names]
     return found
 

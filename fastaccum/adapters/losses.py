@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.compile_utils import get_loss
 
 from fastaccum import checks
 from fastaccum.adapters import traces
@@ -19,6 +18,7 @@ from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
+from fastaccum.kernels import private
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
@@ -83,11 +83,11 @@ class Losses:
             _require_target(i, outputs, targets)
             for loss, weight in _with_weights(of_output, weights[i], name):
                 if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
-                    loss = get_loss(loss, target, outputs.specs[i])
+                    loss = private.get_loss(loss, target, outputs.specs[i])
                 _require_sum_of_rows(loss, name, outputs.specs[i])
                 classes = None
                 if takes_class_indices(loss):
-                    shape, axis = tuple(outputs.specs[i].shape), getattr(loss, "_fn_kwargs", {}).get("axis", -1)
+                    shape, axis = tuple(outputs.specs[i].shape), private.fn_kwargs(loss, {}).get("axis", -1)
                     if not -len(shape) <= axis < len(shape):
                         raise ValueError(f"loss of output {name!r} has axis={axis}, and the output has shape {shape}.")
                     classes = shape[axis]
@@ -162,7 +162,7 @@ class Losses:
         found = []
         for o in self.outputs:
             if o.classes is not None:
-                of_tf_keras = getattr(o.loss, "_fn_kwargs", {}).get("ignore_class")
+                of_tf_keras = private.fn_kwargs(o.loss, {}).get("ignore_class")
                 labels, ignored = to_whole(y_true[o.position]), getattr(o.loss, "ignore_class", of_tf_keras)
                 found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
         return found
@@ -291,7 +291,7 @@ def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTe
             "that compares rows."
         )
     if _loss_name(loss) in ("dice", "tversky"):
-        axis, rank = loss._fn_kwargs.get("axis"), len(spec.shape)
+        axis, rank = private.fn_kwargs(loss).get("axis"), len(spec.shape)
         if axis is None or {0, -rank} & set(np.atleast_1d(axis).tolist()):
             own = tuple(range(1, rank))
             raise ValueError(

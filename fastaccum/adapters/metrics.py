@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.compile_utils import CompileMetrics
 
 from fastaccum import checks
 from fastaccum.adapters import arguments, traces
 from fastaccum.adapters.attributes import kinds, of_keras, package, raw, replaced
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
+from fastaccum.kernels import private
 from fastaccum.kernels.cross_entropy import LabelScores
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
@@ -53,7 +53,7 @@ class Metrics:
                 require_known(name, each, "Keras 3 metric", keras.metrics.get, _SHORTHANDS)
         self._passed = metrics, weighted_metrics
         self.user = _of_keras_3(metrics), _of_keras_3(weighted_metrics)
-        self.compiled: CompileMetrics  # from `build` on
+        self.compiled: Any  # Keras's CompileMetrics, from `build` on
         self.own: list[keras.metrics.Metric] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the metric
         # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
@@ -69,12 +69,12 @@ class Metrics:
         plain, weighted = (self._with_targets(outputs, targets, name, each) for name, each in named)
         if len(targets) == 1:  # before 3.14 Keras takes no list of lists there
             plain, weighted = (metrics for (metrics,) in (plain, weighted))
-        self.compiled = CompileMetrics(plain, weighted, output_names=outputs.names)
+        self.compiled = private.CompileMetrics(plain, weighted, output_names=outputs.names)
         with checks.naming("metrics"):
             self.compiled.build(targets, outputs.specs)
         self._plain, self._weighted = (
             [(i, metric) for i, metrics in enumerate(by_output) if metrics for metric in metrics.metrics]
-            for by_output in (self.compiled._flat_metrics, self.compiled._flat_weighted_metrics)
+            for by_output in (private.flat_metrics(self.compiled), private.flat_weighted_metrics(self.compiled))
         )
         self._axes = {}
         for i, metric in self._placed:
@@ -215,7 +215,7 @@ class _TFKerasMetric(keras.metrics.Metric):
         def update(y_true, y_pred, sample_weight):
             wrapped.update_state(y_true, y_pred, sample_weight=sample_weight)
 
-        by_itself = of_keras(type(wrapped)) and of_keras(getattr(wrapped, "_fn", type(wrapped)))
+        by_itself = of_keras(type(wrapped)) and of_keras(private.fn(wrapped, type(wrapped)))
         self._update, self._result = wrapped.update_state if by_itself else update, tf.function(wrapped.result)
 
     @property
@@ -257,14 +257,14 @@ def update_from_scores(metric: keras.metrics.Metric, labels: ScoredLabels, weigh
     found = find_values(metric, labels.ignore_index)
     assert found is not None
     values = tf.where(labels.counted, tf.cast(found.compute(labels), tf.float32), 0.0)
-    owner, name = (metric._crossentropy, "fn") if _is_perplexity(metric) else (metric, "_fn")
+    owner, name = (private.crossentropy(metric), "fn") if _is_perplexity(metric) else (metric, private.fn.name)
     with replaced([(owner, name, lambda y_true, y_pred, **arguments: values)]):
         metric.update_state(labels.ids, tf.zeros([*labels.ids.shape, 2]), sample_weight=weight)
 
 
 def find_values(metric: keras.metrics.Metric, ignore_index: int) -> Values | None:
     """Returns how a metric's values follow from scores; None where they take the logits."""
-    function, arguments = getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {})
+    function, arguments = private.fn(metric, None), private.fn_kwargs(metric, {})
     if isinstance(metric, keras.metrics.MeanMetricWrapper) and of_keras(type(metric)) and of_keras(function):
         name = getattr(function, "__name__", "")
         if name == "sparse_categorical_accuracy":
@@ -322,13 +322,13 @@ def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
             pair = [tf.cast(each, metric.dtype) for each in (_expanded(*pair), pair[1])]
             rank = min(len(each.shape) for each in pair)
             pair = [t[..., 0] if len(t.shape) > rank and t.shape[-1] == 1 else t for t in pair]
-        return wrapper._fn(*pair, **wrapper._fn_kwargs)
+        return private.fn(wrapper)(*pair, **private.fn_kwargs(wrapper))
 
     with contextlib.suppress(Exception):  # of one without a function, or whose function is of a fixed number of rows
         traced = traces.trace(values, specs)
         has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
         found = traces.first_cross_example_op(traced.graph) or (None if has_rows else metric.name)
-        return found if found or of_keras(wrapper._fn) else traces.find_row_counter(traced, values, specs)
+        return found if found or of_keras(private.fn(wrapper)) else traces.find_row_counter(traced, values, specs)
     return None
 
 
@@ -343,4 +343,4 @@ def _weight_axes(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> Any:
             update = lambda y, s=shape: metric.update_state(*y, sample_weight=tf.ones(s, metric.dtype))  # noqa: E731
             if traces.first_comparison_of_rows(traces.trace(update, specs).graph) is None:
                 return axes
-    return False if of_keras(type(wrapper)) and of_keras(getattr(wrapper, "_fn", type(wrapper))) else None
+    return False if of_keras(type(wrapper)) and of_keras(private.fn(wrapper, type(wrapper))) else None

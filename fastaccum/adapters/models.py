@@ -19,6 +19,7 @@ from fastaccum.adapters.keras_models import Model as Model
 from fastaccum.adapters.keras_models import never_draws
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.outputs import TFKerasOutputs
+from fastaccum.kernels import private
 
 
 class TFKerasModel(Model):
@@ -28,7 +29,7 @@ class TFKerasModel(Model):
     trains_on_replicas = False
     _PACKAGE, KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
     OUTPUTS = TFKerasOutputs
-    _COMPILED = "compiled_loss", "_user_losses", "compiled_metrics"
+    _COMPILED = "compiled_loss", private.user_losses.name, "compiled_metrics"
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
         if not self.model.built:
@@ -58,16 +59,16 @@ class TFKerasModel(Model):
     def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
         if hasattr(layer, "update_state"):  # a metric, which is a layer here
             return []
-        return [v for v in layer._non_trainable_weights if isinstance(v, tf.Variable)]
+        return [v for v in private.own_weights_state(layer) if isinstance(v, tf.Variable)]
 
     def _draws(self, layer: keras.layers.Layer) -> bool:
         return any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__) and not never_draws(layer)
 
     def _added_losses(self) -> list[tf.Tensor]:
-        return [loss for layer in self.layers for loss in layer._eager_losses]
+        return [loss for layer in self.layers for loss in private.eager_losses(layer)]
 
     def penalty(self) -> tf.Tensor | None:
-        losses = [loss() for layer in self.layers for loss in layer._callable_losses]
+        losses = [loss() for layer in self.layers for loss in private.callable_losses(layer)]
         losses = [loss for loss in losses if loss is not None]
         return tf.add_n(losses) if losses else None
 
@@ -94,7 +95,7 @@ class TFKerasModel(Model):
 
     @property
     def own_metrics(self) -> list[keras.metrics.Metric]:
-        return [metric for layer in self.layers for metric in layer._metrics]
+        return [metric for layer in self.layers for metric in private.metrics(layer)]
 
 
 class PretrainedModel(TFKerasModel):
@@ -104,7 +105,7 @@ class PretrainedModel(TFKerasModel):
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        own = {"loss": None, "loss_weights": None} if getattr(self.model, "_using_dummy_loss", True) else {}
+        own = {"loss": None, "loss_weights": None} if private.using_dummy_loss(self.model, True) else {}
         return super().compiled_with | own
 
     @property

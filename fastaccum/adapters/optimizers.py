@@ -15,10 +15,11 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import fingerprint, saved, untouched_rows
 from fastaccum.adapters.attributes import Variable, kinds, package, raw, replaced
+from fastaccum.kernels import private
 from fastaccum.lines import warn
 
 # What Keras's or tf_keras's own train step calls, and this one does not.
-_UNCALLED = "scale_loss", "minimize", "compute_gradients", "_compute_gradients", "_transform_unaggregated_gradients"
+_UNCALLED = "scale_loss", "minimize", "compute_gradients", private.COMPUTE_GRADIENTS, private.TRANSFORM_GRADIENTS
 Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
 
 
@@ -67,8 +68,8 @@ def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
 
 def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises for an optimizer that does the train step's work, or that no compiled program can run."""
-    own, hyper = kinds(optimizer), getattr(optimizer, "_hyper", {})
-    rate = getattr(optimizer, "_learning_rate", hyper.get("learning_rate"))
+    own, hyper = kinds(optimizer), private.hyper(optimizer, {})
+    rate = private.learning_rate(optimizer, hyper.get("learning_rate"))
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     scale = getattr(optimizer, "loss_scale_factor", None)
     step_does = "which is the train step's work: make it without, and pass Trainer"
@@ -140,7 +141,11 @@ class Optimizer:
         """Every tf.Variable that `apply` may change besides the model's: a select between old and new undoes a step."""
         states = [vars(part) for part in self.parts]
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
-        stand_ins = [v for v in _find_variables([(s.get("_r"), s.get("_c")) for s in states]) if v.dtype == tf.int32]
+        stand_ins = [
+            v
+            for v in _find_variables([(s.get(private.adafactor_r), s.get(private.adafactor_c)) for s in states])
+            if v.dtype == tf.int32
+        ]
         left_out = {id(v) for v in (*self._model_variables, *stand_ins)} | self.elsewhere
         return list({id(v): v for v in _find_variables(states) if id(v) not in left_out}.values())
 
@@ -195,8 +200,8 @@ class Optimizer:
     def describe_rules(self, variable: Variable) -> dict[str, Any]:
         """Describes what is done to a trained variable beside its update: a penalty, a constraint, no weight decay."""
         rules = {name: getattr(variable, name, None) for name in ("regularizer", "constraint")}
-        asked = [part for part in self.parts if hasattr(part, "_use_weight_decay")]
-        if not all(part._use_weight_decay(self._to_native(variable)) for part in asked):
+        asked = [part for part in self.parts if private.use_weight_decay.exists(part)]
+        if not all(private.use_weight_decay(part, self._to_native(variable)) for part in asked):
             rules["decays"] = False
         return fingerprint.describe({name: rule for name, rule in rules.items() if rule is not None})
 
@@ -273,8 +278,8 @@ class _Keras(Optimizer):
             yield selected
 
     def _knows(self, variable: Variable) -> bool:
-        known = self.optimizer._trainable_variables_indices
-        return not self.optimizer.built or self.optimizer._var_key(variable) in known
+        known = private.variables_indices(self.optimizer)
+        return not self.optimizer.built or private.var_key(self.optimizer, variable) in known
 
     def _update(self, pairs: Pairs) -> None:
         # No cast: Keras clips in the gradient's dtype, then casts to the variable's. As its own step calls it, which
@@ -293,7 +298,7 @@ class _KerasMulti(_Keras):
         # Its own `apply` wants a gradient for every variable.
         groups: dict[int, Pairs] = {}
         for gradient, variable in ((g, self._to_native(v)) for g, v in pairs):
-            index = self.optimizer._var_to_optimizer_idx[self.optimizer._var_key(variable)]
+            index = private.optimizer_of_variable(self.optimizer)[private.var_key(self.optimizer, variable)]
             groups.setdefault(index, []).append((gradient, variable))
         for index, group in groups.items():
             self.optimizer.optimizers[index].apply(*map(list, zip(*group, strict=True)))
@@ -304,8 +309,8 @@ class _TFKeras(Optimizer):
     """The optimizers of tf_keras since 2.11."""
 
     def _knows(self, variable: Variable) -> bool:
-        built = getattr(self.optimizer, "_built", False)
-        return not built or self.optimizer._var_key(variable) in self.optimizer._index_dict
+        built = private.built(self.optimizer, False)
+        return not built or private.var_key(self.optimizer, variable) in private.index_dict(self.optimizer)
 
     def _update(self, pairs: Pairs) -> None:
         # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
@@ -325,8 +330,8 @@ class _Legacy(_TFKeras):
         super().__init__(optimizer)
         for part in self.parts:
             # A wrapper's `apply_gradients` does this, for the next level only, and while it is traced.
-            part._iterations = optimizer.iterations
-        hyperparameters = self.parts[-1]._hyper
+            private.iterations.set(part, optimizer.iterations)
+        hyperparameters = private.hyper(self.parts[-1])
         self._called = {name: value for name, value in hyperparameters.items() if callable(value)}
         for name, value in hyperparameters.items():
             if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
@@ -340,8 +345,8 @@ class _Legacy(_TFKeras):
     def parts(self) -> list[keras.optimizers.Optimizer]:
         # Lookahead, MovingAverage and SWA leave the state of the optimizer inside out of their `variables()`.
         parts = [self.optimizer]
-        while hasattr(parts[-1], "_optimizer"):
-            parts.append(parts[-1]._optimizer)
+        while private.wrapped_optimizer.exists(parts[-1]):
+            parts.append(private.wrapped_optimizer(parts[-1]))
         return parts
 
     @functools.cached_property
@@ -356,17 +361,19 @@ class _Legacy(_TFKeras):
         return replaced(untouched_rows.replace_dense_form(self.parts[-1], looked_up))
 
     def _knows(self, variable: Variable) -> bool:
-        return not self.optimizer._slots or variable._unique_id in self.optimizer._slots
+        return not private.slots(self.optimizer) or private.unique_id(variable) in private.slots(self.optimizer)
 
     def _create(self, variables: list[Variable]) -> None:
-        with tf.name_scope(self.optimizer._name):  # as in its `apply_gradients`, for the names of the slots
-            self.optimizer._create_all_weights(variables)
+        with tf.name_scope(
+            private.optimizer_name(self.optimizer)
+        ):  # as in its `apply_gradients`, for the names of the slots
+            private.create_all_weights(self.optimizer, variables)
         if "tensorflow_addons.AveragedOptimizerWrapper" in kinds(self.optimizer):
             # What keras.callbacks.SwapEMAWeights swaps, by the names of Keras 3.
-            self.optimizer._trainable_variables = variables
-            self.optimizer._model_variables_moving_average = [self.optimizer.get_slot(v, "average") for v in variables]
-            if self.optimizer._distribution_strategy is None:
-                self.optimizer._distribution_strategy = tf.distribute.get_strategy()
+            private.trainable_variables.set(self.optimizer, variables)
+            private.moving_averages.set(self.optimizer, [self.optimizer.get_slot(v, "average") for v in variables])
+            if private.optimizer_strategy(self.optimizer) is None:
+                private.optimizer_strategy.set(self.optimizer, tf.distribute.get_strategy())
 
 
 # The first that fits. By name, since tf_keras is imported only by those who use it.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.arguments import LossArgument, Metric, MetricsArgument
 from fastaccum.adapters.attributes import Nest
+from fastaccum.kernels import private
 
 NOT_WHOLE = tf.int64.min
 Path = tuple[Any, ...]  # of keys and positions, from the root of a nest to a leaf
@@ -221,7 +222,7 @@ def make_distinct(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
 
 def get_mask(tensor: tf.Tensor) -> tf.Tensor | None:
     """Returns the mask that Keras's layers attached to a tensor, or None."""
-    return getattr(tensor, "_keras_mask", None)
+    return private.keras_mask(tensor, None)
 
 
 def to_whole(indices: tf.Tensor) -> tf.Tensor:

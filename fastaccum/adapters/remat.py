@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from fastaccum.adapters import blocks, interceptors, models
 from fastaccum.adapters.attributes import Nest
+from fastaccum.kernels import private
 from fastaccum.kernels.recompute import recomputed
 from fastaccum.kernels.recomputed_function import Policy, require_policy
 
@@ -86,7 +87,7 @@ def changes() -> int:
 
 def installed(model: keras.Model) -> list[interceptors.Interceptor]:
     """Returns what `remat` has put into a model: the same objects until `remat` changes the model again."""
-    layers = list(model._flatten_layers())
+    layers = list(private.flatten_layers(model))
     graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]  # also in Sequential models
     distinct = {id(layer): layer for layer in [*layers, *graphs]}.values()
     return [each for layer in distinct for each in interceptors.installed(layer, interceptors.Role.RECOMPUTE)]
@@ -105,7 +106,7 @@ def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[block
     if not model.weights:
         raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
     if not (found := blocks.find(model)):
-        parts = [part for part in model._flatten_layers() if part.weights]
+        parts = [part for part in private.flatten_layers(model) if part.weights]
         why = [f"{part.name!r} {reason}" for part in parts if (reason := blocks.refusal(part))]
         raise ValueError(
             f"Model {model.name!r} has no blocks: no layers of one class side by side whose call could be computed "
@@ -118,7 +119,7 @@ def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[block
 def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.Layer]:
     if isinstance(layer_names, str) or not layer_names or not all(isinstance(name, str) for name in layer_names):
         raise TypeError(f"layer_names={layer_names!r} must be a list of names of layers, or left out.")
-    by_name = {layer.name: layer for layer in reversed(list(model._flatten_layers()))}
+    by_name = {layer.name: layer for layer in reversed(list(private.flatten_layers(model)))}
     for name in layer_names:
         if name not in by_name:
             raise ValueError(f"layer_names: the model has no layer {name!r}. It has {list(by_name)[::-1]}.")
@@ -134,7 +135,7 @@ def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Intercepto
     layer, segments = block
 
     def recompute(call: Callable, *args: object, **kwargs: object) -> Nest:
-        return recomputed(lambda a, k: call(*a, **k), args, kwargs, policy=policy, layers=layer._flatten_layers())
+        return recomputed(lambda a, k: call(*a, **k), args, kwargs, policy=policy, layers=private.flatten_layers(layer))
 
     def walk(call: Callable, inputs: Nest, operation_fn: Callable = lambda each: each, **others: object) -> Nest:
         """Runs a functional model's graph, segment by segment."""
@@ -149,7 +150,7 @@ def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Intercepto
             values |= zip(map(id, segment.outputs), results, strict=True)
         return keras.tree.pack_sequence_as(layer.output, [values[id(t)] for t in layer.outputs])
 
-    method, replacement = ("call", recompute) if segments is None else ("_run_through_graph", walk)
+    method, replacement = ("call", recompute) if segments is None else (private.run_through_graph.name, walk)
     return interceptors.Interceptor(layer, method, replacement, interceptors.Role.RECOMPUTE)
 
 

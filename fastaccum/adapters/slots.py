@@ -13,13 +13,15 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import Variable, kinds, raw, replaced
 from fastaccum.adapters.optimizers import Optimizer, is_users
+from fastaccum.kernels import private
 from fastaccum.lines import warn
 
 MOST_PER_WEIGHT = 8.0  # more numbers than the slots of any optimizer of Keras's hold for each of a weight
 # What a class of the user's own may override to compute one weight's update from another's.
 _OF_ALL_WEIGHTS = (
-    *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
-    *("_clip_gradients", "_apply_weight_decay"),
+    "apply",
+    "apply_gradients",
+    *private.OVERRIDABLE_UPDATES,
 )
 _ANEW = "To train on without shares, start all workers anew with shard_optimizer=False and the same checkpoint_dir."
 
@@ -45,7 +47,7 @@ def require_divisible(optimizer: Optimizer) -> None:
 
 def require_known_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> None:
     """Raises ValueError if the built optimizer holds state that belongs to no weight, besides what Keras's hold."""
-    counted = optimizer.iterations, raw(getattr(optimizer.optimizer, "_learning_rate", None))
+    counted = optimizer.iterations, raw(private.learning_rate(optimizer.optimizer, None))
     known = {id(v) for v in counted} | {id(raw(slot)) for slot, _ in pair_slots(optimizer, trained)}
     of_user = is_users(optimizer.optimizer, "update_step")
     for variable in optimizer.variables:
@@ -121,9 +123,13 @@ def _refusal(optimizer: Optimizer, problem: str) -> str:
 def pair_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> Iterator[tuple[keras.Variable, int]]:
     """Yields each slot with its weight's place in `trained`: Keras's optimizers have lists in the weights' order."""
     for part in optimizer.parts:
-        places = {part._var_key(v): j for j, v in enumerate(trained)}
-        weights = [places.get(part._var_key(v)) for v in part._trainable_variables]
-        lists = (held for name, held in vars(part).items() if name not in ("_variables", "_trainable_variables"))
+        places = {private.var_key(part, v): j for j, v in enumerate(trained)}
+        weights = [places.get(private.var_key(part, v)) for v in private.trainable_variables(part)]
+        lists = (
+            held
+            for name, held in vars(part).items()
+            if name not in (private.variables.name, private.trainable_variables.name)
+        )
         for held in lists:
             if isinstance(held, list) and len(held) == len(weights):
                 for slot, place in zip(held, weights, strict=True):
@@ -142,8 +148,8 @@ def restricted(optimizer: Optimizer, trained: Sequence[Variable], own: Collectio
     attributes.append((optimizer, "trained", [trained[j] for j in own]))
     for part in optimizer.parts:
         if part.use_ema:  # it averages all that it was built with, whatever has a gradient
-            pairs = zip(part._trainable_variables, part._model_variables_moving_average, strict=True)
+            pairs = zip(private.trainable_variables(part), private.moving_averages(part), strict=True)
             kept = [pair for pair in pairs if id(raw(pair[0])) not in others]
-            attributes.append((part, "_trainable_variables", [weight for weight, _ in kept]))
-            attributes.append((part, "_model_variables_moving_average", [average for _, average in kept]))
+            attributes.append((part, private.trainable_variables.name, [weight for weight, _ in kept]))
+            attributes.append((part, private.moving_averages.name, [average for _, average in kept]))
     return replaced(attributes)

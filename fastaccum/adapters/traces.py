@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from fastaccum.adapters.attributes import Nest, Variable, raw
+from fastaccum.kernels import private
 from fastaccum.kernels.recomputed_function import DRAWS
 
 # Of a batch that is only traced: no other axis of a model is as long.
@@ -120,7 +120,9 @@ def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variabl
     owners = {id(part.handle): v for v in of_keras for part in getattr(raw(v), "values", [raw(v)])}
     owners = {id(v.handle): v for v in graph.variables} | owners
     outside = {id(inside): id(handle) for handle, inside in graph.captures}
-    written = [outside.get(id(t)) for op in graph.get_operations() for t in get_read_write_resource_inputs(op)[1]]
+    written = [
+        outside.get(id(t)) for op in graph.get_operations() for t in private.get_read_write_resource_inputs(op)[1]
+    ]
     return list({id(owners[handle]): owners[handle] for handle in written if handle in owners}.values())
 
 

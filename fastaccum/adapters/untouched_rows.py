@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import package
+from fastaccum.kernels import private
 
 # By the class that defines the sparse form. What does the same to every row as the dense form, what does nothing at all
 # to other rows (kernels mostly, which XLA lacks), and what must be asked.
@@ -38,8 +39,9 @@ def replace_dense_form(
     """Yields attributes to replace, so that rows stay that were not `looked_up`, bool [rows] by a table's `ref()`."""
     if not looked_up:
         return
-    own, (dense, to_others) = optimizer._resource_apply_dense, _find_forms(optimizer)
-    sparse = optimizer._resource_apply_sparse
+    own = getattr(optimizer, private.resource_apply_dense.name)
+    dense, to_others = _find_forms(optimizer)
+    sparse = getattr(optimizer, private.resource_apply_sparse.name)
     taken = inspect.signature(sparse).parameters
 
     def apply(gradient, variable, **state):
@@ -62,25 +64,25 @@ def replace_dense_form(
         return tf.no_op()
 
     apply.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # which says whether to pass a state
-    yield optimizer, "_resource_apply_dense", apply
+    yield optimizer, private.resource_apply_dense.name, apply
 
 
 def _find_forms(optimizer: keras.optimizers.Optimizer) -> tuple[Callable, Literal["as dense", "nothing", "ask"]]:
     """Returns the dense form of an optimizer's update, and the effect of the sparse one on other rows."""
-    names = "_resource_apply_dense", "_resource_apply_sparse"
+    names = private.resource_apply_dense.name, private.resource_apply_sparse.name
     dense, sparse = ([vars(c)[name] for c in type(optimizer).__mro__ if name in vars(c)] for name in names)
     decays = any(map(_decays, sparse))
     (own_dense, *_), (own_sparse, *_) = ([f for f in each if not _decays(f)] for each in (dense, sparse))
     family = own_sparse.__qualname__.split(".")[0]
-    if getattr(optimizer, "_momentum", False) and family in ("SGD", "RMSprop"):
+    if private.momentum(optimizer, False) and family in ("SGD", "RMSprop"):
         family = "with momentum"
     theirs = all(package(f) in ("tf_keras", "tensorflow_addons", "transformers") for f in (own_dense, own_sparse))
     if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
-        return optimizer._resource_apply_dense, "as dense"
+        return getattr(optimizer, private.resource_apply_dense.name), "as dense"
     if theirs and family == "SGD":  # whose sparse form goes past that of the weight decay
         return functools.partial(own_dense, optimizer), "nothing"
     if theirs and family in _NOTHING | _TO_ASK:
-        return optimizer._resource_apply_dense, "nothing" if family in _NOTHING else "ask"
+        return getattr(optimizer, private.resource_apply_dense.name), "nothing" if family in _NOTHING else "ask"
     name = type(optimizer).__name__
     raise ValueError(
         f"optimizer={name} updates embeddings by a `_resource_apply_sparse` that is not known to be exact here. Set "

@@ -15,15 +15,16 @@ from fastaccum.adapters.attributes import of_keras
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.checkpoint.state import Json, plain
+from fastaccum.kernels import private
 from fastaccum.lines import warn
 
 # The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
 COUNTERS = {
     "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
-    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+    "ModelCheckpoint": ("best", *private.MODEL_CHECKPOINT_COUNTERS),
     "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "SwapEMAWeights": ("_ema_weights_in_model",),
-    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
+    "SwapEMAWeights": (private.EMA_WEIGHTS_IN_MODEL,),
+    "TensorBoard": (private.global_train_batch.name, private.GLOBAL_TEST_BATCH),
 }
 
 

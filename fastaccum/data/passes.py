@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.data.stacks import Batch, Dispatch, Place
+from fastaccum.kernels import private
 from fastaccum.lines import warn
 
 _ITERATOR, _START = "iterator", "start of the pass"
@@ -146,7 +147,7 @@ class Passes:
 
     def _serialized(self) -> tf.Tensor:
         return tf.raw_ops.SerializeIterator(
-            resource_handle=self._iterator._iterator_resource,
+            resource_handle=private.iterator_resource(self._iterator),
             external_state_policy=tf.data.experimental.ExternalStatePolicy.FAIL.value,
         )
 
@@ -230,7 +231,7 @@ class Passes:
     def _deserialized(self, state: tf.Tensor) -> tf.data.Iterator:
         iterator = iter(self._pipeline)
         try:
-            tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
+            tf.raw_ops.DeserializeIterator(resource_handle=private.iterator_resource(iterator), serialized=state)
         except tf.errors.OpError as error:
             raise ValueError(
                 f"{self._origin.what} is another dataset than the one that the checkpoint was made with: its state "
@@ -241,7 +242,7 @@ class Passes:
 
 def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Lists a dataset and all that it is made from, the last transformation first."""
-    return [dataset, *(each for source in dataset._inputs() for each in _chain(source))]
+    return [dataset, *(each for source in private.dataset_inputs(dataset) for each in _chain(source))]
 
 
 def _parts(dataset: tf.data.Dataset, kind: str) -> list[tf.data.Dataset]:
@@ -255,16 +256,19 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def _unseeded(dataset: tf.data.Dataset) -> bool:
-    return any(int(shuffle._seed) == 0 == int(shuffle._seed2) for shuffle in _parts(dataset, "ShuffleDataset"))
+    return any(
+        int(private.shuffle_seed(shuffle)) == 0 == int(private.shuffle_seed2(shuffle))
+        for shuffle in _parts(dataset, "ShuffleDataset")
+    )
 
 
 def _endless(dataset: tf.data.Dataset) -> bool:
-    return any(int(each._count) < 0 for each in _parts(dataset, "RepeatDataset"))
+    return any(int(private.repeat_count(each)) < 0 for each in _parts(dataset, "RepeatDataset"))
 
 
 def _moves_state(dataset: tf.data.Dataset) -> bool:
     """Tells if a function assigns variables, as augmentation layers assign seeds that go on from pass to pass."""
-    graphs = (f.function.graph.as_graph_def() for each in _chain(dataset) for f in each._functions())
+    graphs = (f.function.graph.as_graph_def() for each in _chain(dataset) for f in private.dataset_functions(each))
     nodes = (node for g in graphs for nodes in (g.node, *(f.node_def for f in g.library.function)) for node in nodes)
     return any("Assign" in node.op or node.op == "RngReadAndSkip" for node in nodes)
 
@@ -279,7 +283,7 @@ def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
 
 def _obstacle(dataset: tf.data.Dataset) -> str | None:
     """Returns the part of a pipeline whose saved state would not let later passes go on as before; else None."""
-    if any(each._filename.numpy() for each in _parts(dataset, "CacheDataset")):
+    if any(private.cache_filename(each).numpy() for each in _parts(dataset, "CacheDataset")):
         return "a cache in a file"  # which goes on being written after the state was saved
     if any(len(_parts(shuffle, "ShuffleDataset")) > 1 for shuffle in _parts(dataset, "ShuffleDataset")):
         return "a shuffle of a shuffle"

@@ -8,14 +8,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib, values
-from tensorflow.python.framework import ops
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable, get_eager_safe_handle_data
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.distribute.workers import Workers
+from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.step.tracing import TracedFunction
 
@@ -26,8 +24,8 @@ _strategies: list[tf.distribute.Strategy] = []  # that models have been trained 
 
 def replicas_for(model: Model) -> Replicas | None:
     """Returns the replicas of a model that was made under a strategy's scope; None for another model."""
-    strategy = getattr(model.model, "_distribute_strategy", None)  # of the scope in which the model was made
-    outside = strategy is None or isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
+    strategy = private.distribute_strategy(model.model, None)  # of the scope in which the model was made
+    outside = strategy is None or isinstance(strategy, private.DefaultDistributionStrategy(private.distribute_lib))
     if not model.trains_on_replicas and (not outside or tf.distribute.has_strategy()):
         raise ValueError(
             f"model={model.model.name!r} is a tf_keras model, which trains on one device: make it and this Trainer "
@@ -69,11 +67,11 @@ def _number_collectives(strategy: tf.distribute.Strategy) -> None:
         )
     _strategies.append(strategy)  # for good: its numbers are not free again
     if others:
-        extended._collective_key_base = 1000 * others
-        of_its_own = extended._make_collective_ops_with_fallbacks()
-        if extended._cross_device_ops is extended._collective_ops:  # and none that the user chose
-            extended._cross_device_ops = of_its_own
-        extended._collective_ops = of_its_own
+        private.collective_key_base.set(extended, 1000 * others)
+        of_its_own = private.make_collective_ops(extended)
+        if private.cross_device_ops(extended) is private.collective_ops(extended):  # and none that the user chose
+            private.cross_device_ops.set(extended, of_its_own)
+        private.collective_ops.set(extended, of_its_own)
 
 
 def on_first_replica(replicas: Replicas | None) -> contextlib.AbstractContextManager[None]:
@@ -84,20 +82,25 @@ def on_first_replica(replicas: Replicas | None) -> contextlib.AbstractContextMan
 @contextlib.contextmanager
 def outside_scope() -> Iterator[None]:
     """Leaves every strategy's scope inside the block, for the variables and programs that are made there."""
-    graph = ops.get_default_graph()
-    creators, graph._variable_creator_stack = graph._variable_creator_stack, []
-    distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
+    graph = private.framework_ops.get_default_graph()
+    creators = private.variable_creator_stack(graph)
+    private.variable_creator_stack.set(graph, [])
+    private.push_per_thread_mode(private.distribute_lib, private.DefaultReplicaThreadMode(private.distribute_lib)())
     try:
         yield
     finally:
-        distribute_lib._pop_per_thread_mode()
-        graph._variable_creator_stack = creators
+        private.pop_per_thread_mode(private.distribute_lib)
+        private.variable_creator_stack.set(graph, creators)
 
 
 def _read_component(variable: keras.Variable) -> tf.Variable:
     """Stands in for `keras.Variable._value`: reads the first local component of a distributed variable."""
-    value = vars(variable)["_value"]
-    return value.values[0] if isinstance(value, values.DistributedVariable) else value
+    value = vars(variable)[private.variable_value.name]
+    return value.values[0] if isinstance(value, private.distributed_values.DistributedVariable) else value
+
+
+def _write_component(variable: keras.Variable, value: tf.Variable) -> None:
+    vars(variable)[private.variable_value.name] = value
 
 
 @contextlib.contextmanager
@@ -107,11 +110,11 @@ def first_components() -> Iterator[None]:
     A program is so traced for one device; `Replicas.on` then finds the variables of another.
     """
     with outside_scope():
-        keras.Variable._value = property(_read_component, lambda variable, value: vars(variable).update(_value=value))
+        private.variable_value.set(keras.Variable, property(_read_component, _write_component))
         try:
             yield
         finally:
-            del keras.Variable._value
+            delattr(keras.Variable, private.variable_value.name)
 
 
 class Replicas(Workers):
@@ -121,7 +124,7 @@ class Replicas(Workers):
         self.strategy = strategy
         self.count = strategy.num_replicas_in_sync  # on all workers
         self.devices = list(strategy.extended.worker_devices)  # this process's, one a replica
-        super().__init__(getattr(strategy.extended, "_id_in_cluster", 0), self.count // len(self.devices))
+        super().__init__(private.id_in_cluster(strategy.extended, 0), self.count // len(self.devices))
         self.first = self.worker * len(self.devices)
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]  # among all replicas
         self._collectives: dict[tuple, tuple[ConcreteFunction, list[tf.Tensor]]] = {}
@@ -145,17 +148,17 @@ class Replicas(Workers):
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
         """Gives Keras variables that were made outside the scope a component on every replica, of equal value."""
         for variable in variables:
-            if not isinstance(own := variable.value, values.DistributedVariable):
+            if not isinstance(own := variable.value, private.distributed_values.DistributedVariable):
                 with self.strategy.scope():
                     known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name[:-2]}
-                    variable._value = tf.Variable(own.numpy(), **known)
+                    private.variable_value.set(variable, tf.Variable(own.numpy(), **known))
 
     def unmirror(self, holders: Sequence[object]) -> None:
         """Replaces the distributed variables of Keras variables and loss scales by plain ones of equal value."""
         for holder in holders:
             attributes = vars(holder)
             for name, own in list(attributes.items()):
-                if isinstance(own, values.DistributedVariable):
+                if isinstance(own, private.distributed_values.DistributedVariable):
                     with outside_scope():
                         value, own_name = own.values[0].numpy(), own.name.split(":")[0]  # by which checkpoints know it
                         attributes[name] = tf.Variable(value, trainable=False, name=own_name, dtype=own.dtype)
@@ -169,11 +172,11 @@ class Replicas(Workers):
         known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name.split(":")[0]}
         with outside_scope():
             if local not in range(len(self.devices)):
-                if not isinstance(own, UninitializedVariable):
-                    variable._value = UninitializedVariable(shape=own.shape, **known)
-            elif isinstance(own, values.DistributedVariable) or own.device != self.devices[local]:
+                if not isinstance(own, private.UninitializedVariable):
+                    private.variable_value.set(variable, private.UninitializedVariable(shape=own.shape, **known))
+            elif isinstance(own, private.distributed_values.DistributedVariable) or own.device != self.devices[local]:
                 with tf.device(self.devices[local]):
-                    variable._value = tf.Variable(own.read_value(), **known)
+                    private.variable_value.set(variable, tf.Variable(own.read_value(), **known))
 
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
         """Returns the handle of a replica's variable, from the handle of the first local replica's.
@@ -183,10 +186,10 @@ class Replicas(Workers):
         """
         if replica == 0 or handle.dtype != tf.resource or handle.device == self.devices[replica]:
             return handle
-        if hasattr(handle, "_distributed_container"):
-            return handle._distributed_container().values[replica].handle
+        if private.distributed_container.exists(handle):
+            return private.distributed_container(handle).values[replica].handle
         if id(handle) not in self._copies:
-            spec = get_eager_safe_handle_data(handle).shape_and_type[0]
+            spec = private.get_eager_safe_handle_data(handle).shape_and_type[0]
             with tf.init_scope(), outside_scope():
                 zeros = tf.zeros(tf.TensorShape(spec.shape), spec.dtype)
                 copies = []
@@ -233,14 +236,14 @@ class Replicas(Workers):
         if key not in self._collectives:
 
             def collective_on_all(tensors: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-                results = self.strategy.run(function, args=(values.PerReplica(tensors),))
+                results = self.strategy.run(function, args=(private.distributed_values.PerReplica(tensors),))
                 return self.strategy.experimental_local_results(results)
 
             with tf.init_scope(), outside_scope(), graph_scoped_gradients():
                 traced = tf.function(collective_on_all, autograph=False).get_concrete_function([spec] * len(tensors))
                 self._collectives[key] = traced, traced.captured_inputs
         traced, captured = self._collectives[key]
-        return traced._call_flat(list(tensors), captured)
+        return private.call_flat(traced, list(tensors), captured)
 
 
 # Of one replica, in its context. The identity is on the replica's device, which the collective asks for.
@@ -309,7 +312,9 @@ class TracedProgram:
 
     def __call__(self, replica: int, *args: object) -> Any:
         with tf.device(self._replicas.devices[replica]):
-            return self.concrete._call_flat([t for t in tf.nest.flatten(args) if t is not None], self.captured[replica])
+            return private.call_flat(
+                self.concrete, [t for t in tf.nest.flatten(args) if t is not None], self.captured[replica]
+            )
 
 
 def _specs(nest: Any) -> Any:

@@ -24,6 +24,7 @@ from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
 from fastaccum.distribute.workers import WorkersDifferError
+from fastaccum.kernels import private
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
@@ -79,9 +80,9 @@ class ReplicatedStep(Step):
                 "replicas: update metrics of the model's own in compute_loss or call, or pass metrics=[...]."
             )
         self._replicas = replicas
-        self._optimizers = [part for part in optimizer.parts if hasattr(part, "_distribution_strategy")]
+        self._optimizers = [part for part in optimizer.parts if private.optimizer_strategy.exists(part)]
         for part in self._optimizers:  # that of the scope in which it was made, if any
-            part._distribution_strategy = replicas.strategy
+            private.optimizer_strategy.set(part, replicas.strategy)
         replicas.mirror(model.trainable_variables)  # LoRA may be enabled outside the scope
         self._build_optimizer(model, optimizer)
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
@@ -121,7 +122,9 @@ class ReplicatedStep(Step):
 
     def _alone(self) -> AbstractContextManager[None]:
         """Keeps the optimizers inside the block from reducing, or updating on other devices, in a replica's trace."""
-        return replaced([(part, "_distribution_strategy", tf.distribute.get_strategy()) for part in self._optimizers])
+        return replaced(
+            [(part, private.optimizer_strategy.name, tf.distribute.get_strategy()) for part in self._optimizers]
+        )
 
     # On one replica, compiled.
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.state import WorkerLostError
+from fastaccum.kernels import private
 from fastaccum.lines import short_tracebacks
 
 P = ParamSpec("P")
@@ -131,15 +131,15 @@ class Workers:
 
     def tell(self, about: str, text: str = "") -> None:
         """Leaves a text for all workers, once; any thread may, and `hear`."""
-        context.context().set_config_key_value(_key(about, self.worker), text)
+        private.context.context().set_config_key_value(_key(about, self.worker), text)
 
     def forget(self, about: str) -> None:
         """Removes what this worker told, once all have heard it."""
-        context.context().delete_config_key_value(_key(about, self.worker))
+        private.context.context().delete_config_key_value(_key(about, self.worker))
 
     def hear(self, about: str, worker: int, end: float | None = None) -> str:
         """Returns what a worker tells, and waits for it; raises as `exchange`."""
-        store, end = context.context(), time.monotonic() + timeout() if end is None else end
+        store, end = private.context.context(), time.monotonic() + timeout() if end is None else end
         while True:
             try:
                 with contextlib.suppress(tf.errors.DeadlineExceededError):
@@ -176,7 +176,7 @@ class Workers:
         """Reports an error to the other workers, whose present and later waits raise it."""
         message = f"worker {self.worker} failed with {type(error).__name__}: {error}"
         with contextlib.suppress(tf.errors.OpError):  # none of them is left
-            context.context().report_error_to_cluster(tf.errors.ABORTED, message[:1000])
+            private.context.context().report_error_to_cluster(tf.errors.ABORTED, message[:1000])
 
     def require_same(self, advice: str, **numbers: float) -> None:
         """Raises WorkersDifferError, with advice, on every worker if the workers differ in one of the numbers."""
@@ -210,7 +210,7 @@ class Workers:
         missing = []
         for other in range(self.workers):
             try:
-                context.context().get_config_key_value(_key(f"in/{step}", other), 1000)
+                private.context.context().get_config_key_value(_key(f"in/{step}", other), 1000)
             except tf.errors.DeadlineExceededError:
                 missing.append(other)
         return missing
@@ -258,7 +258,7 @@ class _Watch(threading.Thread):
             (workers, step), waited = at, time.monotonic() - since
             with contextlib.suppress(tf.errors.OpError):  # of a cluster that is no more: the step fails by itself
                 if not said and waited > grace:
-                    context.context().set_config_key_value(_key(f"in/{step}", workers.worker), "")
+                    private.context.context().set_config_key_value(_key(f"in/{step}", workers.worker), "")
                     said = True
                 if said and waited > timeout() + grace and (missing := workers.missing(step)):
                     workers.lost(f"workers {missing} have not come to the step that worker {workers.worker} is in")

@@ -13,6 +13,7 @@ from tensorflow.types.experimental import ConcreteFunction
 from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
+from fastaccum.kernels import private
 from fastaccum.memory.buffers import Buffer, HloProto, Kind, StepMemory, program_buffers
 from fastaccum.memory.device import LIMIT, DeviceMemory, available
 from fastaccum.step.compiler_ir import MemoryAnalysis, hlo_proto, memory_of
@@ -83,7 +84,7 @@ def _computed(concrete: ConcreteFunction) -> int | None:
         total = sum(of_function(value.func.name) for value in node.attr.values() if value.func.name in functions)
         if node.op in _ALIASES:
             return total
-        for shape in node.attr["_output_shapes"].list.shape:
+        for shape in node.attr[private.OUTPUT_SHAPES].list.shape:
             unknown = shape.unknown_rank or any(dim.size < 0 for dim in shape.dim)
             total += math.inf if unknown else math.prod(dim.size for dim in shape.dim)
         return total

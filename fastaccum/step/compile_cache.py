@@ -26,13 +26,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.framework import ops
 
+from fastaccum.kernels import private
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.lines import warn
 
@@ -49,9 +48,6 @@ _OF_NO_ENTRY = (
 _SEAL, _DAMAGED = ".seal", ".damaged"
 # Environment variables that change the code that XLA generates.
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
-# Makes TensorFlow parse its flags again, which it parses before the first variable is made.
-_FORGET = "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
-_LOG_LEVEL = "_ZN4absl12lts_2025081411MinLogLevelEv", "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
 _numbers = threading.local()
 _armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once the cache is enabled
 _traces: collections.Counter[str] = collections.Counter()
@@ -329,14 +325,14 @@ def _enable(folder: Path) -> bool:
     if has_gpu():
         flags["XLA_FLAGS"] = f"--xla_gpu_per_fusion_autotune_cache_dir={quoted}"
     try:
-        forget = _library()[_FORGET]
+        forget = _library()[private.FORGET_FLAGS_SYMBOL]
     except (OSError, AttributeError):
         warn("compile_cache is not used: it needs another build of TensorFlow.")
         return False
     forget.argtypes, forget.restype = [_StringView, ctypes.c_void_p, ctypes.c_void_p], None
     with _environment(flags):
         forget(_StringView(12, b"TF_XLA_FLAGS"), *(ctypes.byref(ctypes.c_void_p()) for _ in range(2)))
-        pywrap_tfe.TF_ResetJitCompilerFlags()
+        private.pywrap_tfe.TF_ResetJitCompilerFlags()
         # Reads the other flags, and shows whether XLA writes where it was told to.
         with tf.init_scope():
             tf.function(lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False)()
@@ -346,8 +342,8 @@ def _enable(folder: Path) -> bool:
             "keep them. Make the Trainer with compile_cache before anything is compiled."
         )
         return False
-    _armed.append(uid := ops.uid)
-    ops.uid = lambda: next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
+    _armed.append(uid := private.framework_ops.uid)
+    private.framework_ops.uid = lambda: next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
     return True
 
 
@@ -356,10 +352,19 @@ def silence_tensorflow() -> Iterator[None]:
     """Silences TensorFlow's log, of which loading an entry makes two harmless lines of error, inside the block."""
     with contextlib.ExitStack() as undone:
         with contextlib.suppress(OSError, AttributeError):  # of another build, whose lines appear
-            level, set_level = (_library()[name] for name in _LOG_LEVEL)
+            level, set_level = _log_level_functions()
             undone.callback(set_level, level())
             set_level(3)  # fatal, of absl's severities
         yield
+
+
+def _log_level_functions() -> tuple[Any, Any]:
+    """Finds the functions that read and set the level of TensorFlow's log, by the release of abseil in it."""
+    library = _library()
+    for read, write in private.LOG_LEVEL_SYMBOLS:
+        if hasattr(library, read):
+            return library[read], library[write]
+    raise AttributeError("no known release of abseil")
 
 
 def _library() -> ctypes.CDLL:

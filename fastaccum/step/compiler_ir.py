@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import tensorflow as tf
-from tensorflow.compiler.xla.service import hlo_pb2
-from tensorflow.python.eager import context
 from tensorflow.types.experimental import ConcreteFunction, PolymorphicFunction
 
 from fastaccum.checks import one_of
+from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.step.tracing import TracedFunction
 
+HloProto: TypeAlias = Any  # xla.HloProto, whose generated class has no public name
 Compiled: TypeAlias = PolymorphicFunction | TracedFunction
 Stage = Literal[
     "hlo",
@@ -44,16 +44,16 @@ def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo
     """Returns what a `tf.function` or a `Program` compiles to at a stage of XLA; raises ValueError without XLA."""
     one_of("stage", stage, get_args(Stage))
     compiled: PolymorphicFunction = getattr(function, "function", function)
-    if not compiled._jit_compile:
+    if not private.is_jit_compiled(compiled):
         raise ValueError("The step runs without XLA, and has no IR that could be read: pass jit_compile=True.")
     with graph_scoped_gradients():
         return compiled.experimental_get_compiler_ir(*args)(stage=stage)
 
 
-def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
+def hlo_proto(concrete: ConcreteFunction) -> HloProto:
     """Returns what a concrete function compiles to, with XLA's plan of its memory; takes no data, runs nothing."""
     captured = concrete.captured_inputs
-    compiled = context.context().get_compiler_ir(
+    compiled = private.context.context().get_compiler_ir(
         device_name=tf.zeros([]).device,
         platform_name=None,
         function_name=concrete.name,
@@ -61,15 +61,17 @@ def hlo_proto(concrete: ConcreteFunction) -> hlo_pb2.HloProto:
         captured_inputs=captured,
         stage="optimized_hlo_proto_serialized",
     )
-    return hlo_pb2.HloProto.FromString(compiled)
+    return private.hlo_pb2.HloProto.FromString(compiled)
 
 
 def memory_analysis(function: Compiled, *args: object) -> MemoryAnalysis:
     """Returns XLA's memory plan for `function(*args)`; compiles, runs nothing."""
-    return memory_of(hlo_pb2.HloProto.FromString(compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")))
+    return memory_of(
+        private.hlo_pb2.HloProto.FromString(compiler_ir(function, *args, stage="optimized_hlo_proto_serialized"))
+    )
 
 
-def memory_of(proto: hlo_pb2.HloProto) -> MemoryAnalysis:
+def memory_of(proto: HloProto) -> MemoryAnalysis:
     """Returns XLA's memory plan of a compiled program."""
     argument = output = alias = temp = 0
     for allocation in proto.buffer_assignment.buffer_allocations:

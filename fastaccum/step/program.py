@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import optree
 import tensorflow as tf
-from tensorflow.python.eager import context, record
-from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
-from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.kernels import private
 from fastaccum.lines import warn
 from fastaccum.step import compile_cache
 from fastaccum.step.tracing import TracedFunction
@@ -146,18 +144,27 @@ def flatten(nest: Any) -> tuple[list[tf.Tensor], tuple]:
 
 def _call_of(concrete: ConcreteFunction, args: tuple) -> Callable[[list[tf.Tensor]], Any]:
     """Returns a function that calls a concrete function, traced with `args`, with the tensors of a nest like these."""
-    captured, function = concrete.captured_inputs, concrete._inference_function
+    captured, function = concrete.captured_inputs, private.inference_function(concrete)
     given, returned = map(optree.tree_structure, (args, concrete.structured_outputs))
     order, size = _order(given), len(function.function_type.flat_outputs)
     places = np.argsort(_order(returned)).tolist()
     plain = len(places) == size  # each output is one tensor, not a RaggedTensor of several
+    if not (private.has("context") and private.has("record")):
+        return lambda leaves: concrete(*optree.tree_unflatten(given, leaves))
+    # Looked up once, since a call takes as long as some of its Python.
+    context = private.context
+    record = private.record
+    interpolated = contextlib.nullcontext
+    if private.has("InterpolateRuntimeError"):
+        interpolated = private.InterpolateRuntimeError
 
     def call(leaves: list[tf.Tensor]) -> object:
-        tensors, now = [leaves[number] for number in order], context.context()
+        tensors = [leaves[number] for number in order]
+        now = context.context()
         if not (plain and now.executing_eagerly()) or record.could_possibly_record():
-            return concrete._call_flat(tensors, captured)
+            return private.call_flat(concrete, tensors, captured)
         # What `_call_flat` ends in, where there is no graph and no tape.
-        with InterpolateRuntimeError(function):
+        with interpolated(function):
             outputs = now.call_function(function.name, tensors + captured, size)
         return optree.tree_unflatten(returned, [outputs[place] for place in places])
 
@@ -175,7 +182,7 @@ def preserve_variables(handles: Iterable[tf.Tensor]) -> Iterator[None]:
     """Keeps the values of the variables that a program captured through a failure of its run inside the block."""
     # XLA writes results over variables, and may run out of memory once these are freed; held elsewhere, it leaves them.
     resources = [handle for handle in handles if handle.dtype == tf.resource]
-    dtypes = [get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources]
+    dtypes = [private.get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources]
     values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=d) for h, d in zip(resources, dtypes, strict=True)]
     yield
     values.clear()

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.types.experimental import ConcreteFunction, PolymorphicFunction
 
+from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.random_keys import hoist_prng_key
 from fastaccum.step.compile_cache import number_by_function
@@ -84,4 +83,5 @@ def _interruptible() -> Iterator[None]:
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Converts a function by AutoGraph, inline, where a nested tf.function would hide the function's operations."""
-    return autograph.convert(recursive=True, conversion_ctx=ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))(function)
+    enabled = private.ag_ctx.ControlStatusCtx(private.ag_ctx.Status.ENABLED)
+    return private.autograph.convert(recursive=True, conversion_ctx=enabled)(function)
