@@ -27,8 +27,6 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from fastaccum.kernels import private
-
 _ADDONS = "tensorflow_addons"
 _KERAS_3_BOUND = """\
 tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already and got Keras 3. \
@@ -91,6 +89,8 @@ def _mend(addons: ModuleType) -> None:
     from tensorflow_addons.seq2seq import beam_search_decoder
     from tensorflow_addons.utils import resource_loader
 
+    from fastaccum.kernels import private
+
     # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
     discriminative_layer_training.backend = private.tf_keras_backend
     discriminative_layer_training.tf_utils = private.tf_keras_tf_utils
@@ -137,9 +137,10 @@ def _follow_weights(swa: Any) -> None:
     def following(self: Any, var: Any, average_var: Any, local_apply_state: Any) -> Any:
         import tensorflow as tf
 
-        average_var.assign(
-            tf.where(self.iterations < private.get_hyper(self, "start_averaging", tf.int64), var, average_var)
-        )
+        from fastaccum.kernels import private
+
+        start = private.get_hyper(self, "start_averaging", tf.int64)
+        average_var.assign(tf.where(self.iterations < start, var, average_var))
         return average_op.__get__(self, swa)(var, average_var, local_apply_state)
 
     swa.average_op = following
@@ -193,6 +194,8 @@ def _keras_src_engine() -> Iterator[None]:
     """Lets `from keras.src.engine import keras_tensor` find tf_keras's inside the block."""
     # Keras 3 in full first: nothing of it may be imported while the name is there.
     import keras  # noqa: F401
+
+    from fastaccum.kernels import private
 
     _ = private.tf_keras_keras_tensor  # imports the module, which the package then has
     sys.modules[private.ADDONS_EXPECTS] = private.tf_keras_engine
