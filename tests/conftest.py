@@ -27,11 +27,36 @@ import tensorflow as tf
 sys.path.append(str(Path(__file__).parents[1]))
 os.environ["FASTACCUM_COMPILE_CACHE"] = ""  # nothing is read that another run left behind
 
+PASSED = "fastaccum/passed"  # in pytest's cache: the tests that passed in a run of this checkout
 SAMPLED = pytest.StashKey[set]()  # files of which a test of tf_keras's models runs at every commit
 
 
 def pytest_addoption(parser):
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped has failed")
+    parser.addoption("--unpassed", action="store_true", help="leave out the tests that passed in an earlier run here")
+
+
+def pytest_configure(config):
+    # With pytest-xdist this process hears of every test, and its workers only of their own.
+    if not hasattr(config, "workerinput") and hasattr(config, "cache"):
+        config.pluginmanager.register(PassedTests(config))
+
+
+class PassedTests:
+    """Remembers which tests have passed, for `--unpassed`."""
+
+    def __init__(self, config):
+        self._cache = config.cache
+        self._passed = set(config.cache.get(PASSED, []))
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+        elif report.failed:
+            self._passed.discard(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        self._cache.set(PASSED, sorted(self._passed))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,8 +80,12 @@ def pytest_itemcollected(item):
             item.add_marker("sample")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Begins with the files that take longest, so that no worker is left with one while the others have nothing."""
+    if config.getoption("unpassed"):
+        passed = set(config.cache.get(PASSED, []))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

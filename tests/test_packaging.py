@@ -223,14 +223,23 @@ def test_import_statements_run(plain, base):
 
 
 def test_ci_runs_the_commands_of_the_readme():
-    script = [line for name in ("copy", "run") for line in (ROOT / ".ci" / name).read_text().splitlines()]
-    readme = (ROOT / "README.md").read_text().splitlines()
-    setup = next(line for line in script if line.startswith("python3.11 -m venv"))
-    (chosen,) = (line for line in script if line.startswith('stage .venv/bin/pytest -q -m "not'))
-    tests, chosen = re.fullmatch(r"stage (.*) -m \"(.*)\"", chosen).groups()
-    assert f"{setup} && {tests}" in readme
+    """Each block that makes an environment is run by .ci/run in a fresh clone; the tests a second time with more packages."""
+    readme = (ROOT / "README.md").read_text()
+    script = (ROOT / ".ci" / "run").read_text()
+    headings = []
+    for heading, text in re.findall(r"(?ms)^(#+ [^\n]*)\n(.*?)(?=^#+ [A-Z]|\Z)", readme):
+        if "```bash\npython3.11 -m venv .venv" in text:
+            headings.append(heading)
+    assert re.findall(r'(?m)^readme "(.*?)"', script) == headings
+    assert len(re.findall(r"(?m)^fresh_clone ", script)) == len(headings)
     (by_readme,) = re.findall(r"\"-m (not \(.*\))\"", (ROOT / "pyproject.toml").read_text())
-    assert chosen == f"{by_readme} or sample", "all of README's tests, and more"
+    (chosen,) = re.findall(r'pytest -q --unpassed -m "(.*)"', script)
+    assert chosen == f"{by_readme} or sample", "all of README's tests that were skipped, and the sample"
+
+
+def test_the_cpu_wheel_of_the_readme_is_of_the_tested_version():
+    tested = re.search(r"(?m)^tensorflow==(.*)", (ROOT / "constraints.txt").read_text())[1]
+    assert re.findall(r"tensorflow-cpu==(\S+)", (ROOT / "README.md").read_text()) == [tested]
 
 
 def test_ci_leaves_no_marked_test_out():
