@@ -223,7 +223,7 @@ def test_import_statements_run(plain, base):
 
 
 def test_ci_runs_the_commands_of_the_readme():
-    """Each block that makes an environment is run by .ci/run in a fresh clone; the tests a second time with more packages."""
+    """Each block that makes an environment runs in a fresh clone; the tests again, with more packages."""
     readme = (ROOT / "README.md").read_text()
     script = (ROOT / ".ci" / "run").read_text()
     headings = []
