@@ -16,6 +16,7 @@ from .step.loss_scale import StaticLossScale as StaticLossScale
 from .step.train_step import StepResult as StepResult
 from .step.train_step import TrainStep as TrainStep
 from .trainer import Trainer as Trainer
+from .training.throughput import Throughput as Throughput
 from .transformer import gpt as gpt  # a module called gpt would take the function's place
 
 __version__: str

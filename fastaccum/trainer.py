@@ -30,6 +30,7 @@ from fastaccum.training.fit import Fit, Verbose
 from fastaccum.training.forecasts import plan_for_data, summarize
 from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
+from fastaccum.training.throughput import Throughput
 from fastaccum.training.train_step_inputs import TrainStepInputs
 
 _FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")
@@ -196,6 +197,22 @@ class Trainer:
     def optimizer(self) -> arguments.KerasOptimizer:
         """The optimizer object that trains the model."""
         return self._optimizer.optimizer
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """The speed of the last epoch of `fit`, without the time to compile and to validate.
+
+        Its `steps_per_second` times the `flops` of `summary`, divided by a device's peak, is the MFU. Callbacks find an
+        epoch's speed in `on_epoch_end`. None if each call of the epoch compiled a program, as a single update does.
+
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
+        >>> x = keras.ops.ones((100, 2))
+        >>> history = trainer.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+        >>> trainer.throughput.steps, trainer.throughput.rows
+        (4, 100)
+        """
+        return self._builder.throughput
 
     @workers.abort_peers_on_error
     def fit(

@@ -105,6 +105,9 @@ def _finish(run: Run, folder: Path, recorder: Recorder) -> None:
         run.model.save(path)
     recorder.draw()
     say("held out", f"{held_out:.3f} bits per byte after {recorder.steps:,} steps")
+    if recorder.seconds:
+        speed = recorder.windows * run.context / recorder.seconds
+        say("speed", f"{speed:,.0f} tokens (bytes) a second, without the time to compile and evaluate")
     say("saved", f"{folder}: config.json, metrics.csv, curve.png (with matplotlib), model.keras")
     if not math.isfinite(held_out):
         say("", f"the loss is not finite: a lower --lr than {run.options.lr:g} may help")
@@ -126,6 +129,8 @@ class Recorder(keras.callbacks.Callback):
         # Of each row of metrics.csv that is complete: the steps that were done by then, and if it was evaluated.
         self.row_ends: list[int] = []
         self.row_evaluated: list[bool] = []
+        self.windows = 0  # of text, trained on by this process in `seconds`
+        self.seconds = 0.0
 
     def get_state(self) -> dict[str, object]:
         """Returns what a checkpoint is to hold: the steps and rows that are done, and of which run."""
@@ -151,6 +156,10 @@ class Recorder(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         self.row_ends.append(self.steps)
         self.row_evaluated.append("val_loss" in (logs or {}))
+        speed = self.run.trainer.throughput
+        if speed is not None:
+            self.windows += speed.rows
+            self.seconds += speed.seconds
         # The last row ends `fit`, be it a short one. A checkpoint of a fit that was stopped could not be extended.
         self.model.stop_training = False
 

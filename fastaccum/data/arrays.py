@@ -149,15 +149,18 @@ class ArrayStacks:
                 # Padded rows repeat the last real one, which belongs to the same step.
                 position = np.arange(start, start + size)
                 taken, valid = order[np.minimum(position, self._rows - 1)], position < self._rows
+                real = int(valid.sum())
                 start += size
                 if size > self._rows_per_step:
                     shape = (size // self._rows_per_step, *per_step)
-                    yield Dispatch((self._gathered(taken, valid, shape),), steps, is_multi_step=True)
+                    stack = self._gathered(taken, valid, shape)
+                    yield Dispatch((stack,), steps, is_multi_step=True, rows=real)
                     continue
                 whole, rest = divmod(size, self._batch_size)
                 parts = [(0, (whole, self._batch_size)), (whole * self._batch_size, (1, rest))]
                 spans = [(slice(at, at + math.prod(shape)), shape) for at, shape in parts if math.prod(shape)]
-                yield Dispatch(tuple(self._gathered(taken[span], valid[span], shape) for span, shape in spans))
+                stacks = tuple(self._gathered(taken[span], valid[span], shape) for span, shape in spans)
+                yield Dispatch(stacks, rows=real)
             done = 0
 
     def _gathered(self, taken: np.ndarray, valid: np.ndarray, shape: tuple[int, ...]) -> Batch:

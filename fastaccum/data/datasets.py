@@ -281,7 +281,8 @@ class DatasetStacks:
                 stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths)
             else:
                 stacks = (self._dealt(pooled, lengths),)
-            yield self._passes.read(Dispatch(tuple(self.layout.shard(stack) for stack in stacks)), rows)
+            sharded = tuple(self.layout.shard(stack) for stack in stacks)
+            yield self._passes.read(Dispatch(sharded, rows=rows), rows)
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()

@@ -114,11 +114,14 @@ class Passes:
 
     def pop_prefetched(self) -> tuple[list[Dispatch], bool]:
         """Returns the steps that were prefetched but not consumed before a resume, and whether they end their pass."""
-        held, self._held = self._held, []
-        for step in held:
-            self._read.append((self._given, step))
+        held = []
+        for step in self._held:
             rows = sum(int(np.count_nonzero(stack.valid)) for stack in step.stacks)
+            step = step._replace(rows=rows)
+            held.append(step)
+            self._read.append((self._given, step))
             self._given = self._given | {"steps": self._given["steps"] + 1, "rows": self._given["rows"] + rows}
+        self._held = []
         return held, bool(held) and not self._skip
 
     # Its place.

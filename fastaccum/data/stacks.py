@@ -43,6 +43,7 @@ class Dispatch(NamedTuple):
     stacks: tuple[Batch, ...]
     steps: int = 1  # those beyond hold no valid row
     is_multi_step: bool = False
+    rows: int = 0  # valid ones, of this process
 
     @property
     def size(self) -> int:
@@ -146,7 +147,7 @@ def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]
 
 def _joined(dispatches: list[Dispatch], steps: int) -> Dispatch:
     stack = tf.nest.map_structure(lambda *parts: tf.stack(parts), *(d.stacks[0] for d in dispatches))
-    return Dispatch((stack,), steps, is_multi_step=True)
+    return Dispatch((stack,), steps, is_multi_step=True, rows=sum(each.rows for each in dispatches))
 
 
 def _shapes(dispatch: Dispatch) -> list[tuple]:

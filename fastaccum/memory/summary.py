@@ -90,7 +90,7 @@ class Summary:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
         yield "runs", "with XLA" if self.jit_compile else "without XLA (figures: with it)"
-        yield "FLOPs of products", f"{'at least ' * self.at_least}{self.flops / 1e9:,.4g} GFLOP"
+        yield "FLOPs of an update", f"{'at least ' * self.at_least}{self.flops / 1e9:,.4g} GFLOP"
 
     def _memory(self) -> Iterator[tuple[str, str]]:
         for kind, size in self.memory.by_kind.items():

@@ -31,6 +31,7 @@ from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.forecasts import make_plan
 from fastaccum.training.step_builder import StepBuilder
+from fastaccum.training.throughput import Stopwatch
 
 Verbose = Literal["auto", 0, 1, 2]
 
@@ -136,7 +137,9 @@ class Fit:
                 hooks.list.on_epoch_begin(epoch)
                 builder.require_same()
                 done = saver.begin_epoch(epoch)
-                logs = _train_epoch(step, saver.watched(step.lockstep(stacks, dispatches)), hooks, done)
+                stopwatch = Stopwatch()
+                logs = _train_epoch(step, saver.watched(step.lockstep(stacks, dispatches)), hooks, done, stopwatch)
+                builder.throughput = stopwatch.read()
                 if validate is not None and schedule.validates(epoch):
                     logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
                 hooks.list.on_epoch_end(epoch, logs)
@@ -196,14 +199,17 @@ class Fit:
         )
 
 
-def _train_epoch(step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int) -> dict[str, float]:
+def _train_epoch(
+    step: Step, dispatches: Iterator[Dispatch], hooks: Callbacks, first: int, stopwatch: Stopwatch
+) -> dict[str, float]:
     """Trains with the dispatches of an epoch, of which `first` steps are done, and returns the last step's logs."""
     begin, end = hooks.hooks("train")
     pending: PendingStep | None = None
     for dispatch in dispatches:
         begin(first)
         try:
-            with program.announce(hooks.say) if pending is None else nullcontext():
+            announcing = program.announce(hooks.say) if pending is None else nullcontext()
+            with announcing, stopwatch.timing(dispatch, step.programs):
                 executed = step.dispatch(dispatch)
         except (tf.errors.OpError, MemoryError):
             if pending is not None:

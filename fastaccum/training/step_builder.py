@@ -29,6 +29,7 @@ from fastaccum.step.probe import probe
 from fastaccum.step.step import Step
 from fastaccum.step.tracing import without_collection
 from fastaccum.training.recipe import Recipe, RunFingerprint
+from fastaccum.training.throughput import Throughput
 
 _FITTING = "fastaccum_fitting"  # an attribute of a model while a `fit` trains it
 
@@ -41,6 +42,7 @@ class StepBuilder:
         self.fingerprint = RunFingerprint(recipe)
         self._compilation: tuple[Any, Any] = None, None
         self.step: Step | None = None  # before the first `get_or_build`
+        self.throughput: Throughput | None = None  # of the last epoch of a fit
         self.sample: Batch | None = None  # specs of the micro-batch that the step was built for
         # What the model's own loss computes otherwise if an update is split otherwise, by name.
         self.split_sensitive: list[str] = []

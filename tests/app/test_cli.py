@@ -233,7 +233,9 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
     monkeypatch.setattr(app_run, "ROWS", 7)  # rows of 3 steps: the 20th step ends a shorter one
     monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
     began_with = ["train", str(source), "--steps", "20", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "4"]
-    said(capsys, *began_with, "--out", "run")
+    printed = said(capsys, *began_with, "--out", "run")
+    (speed,) = re.findall(r"speed +([\d,]+) tokens \(bytes\) a second", printed)
+    assert 128 < int(speed.replace(",", "")) < 10**8
     after_20 = rows_of(tmp_path / "run")
     assert [row["step"] for row in after_20] == [3, 6, 9, 12, 15, 18, 20]
 
@@ -267,7 +269,8 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--resume", "run", "--steps", "20"])
     assert "--steps 20: the run in run is one of 30: leave --steps out, or give more" in capsys.readouterr().err
-    assert "training was complete" in said(capsys, "train", "--resume", "run", "--steps", "30")
+    printed = said(capsys, "train", "--resume", "run", "--steps", "30")
+    assert "training was complete" in printed and "a second" not in printed
     assert rows_of(tmp_path / "run") == rows
     rewrite(tmp_path / "run", extended_to_steps=19)
     with pytest.raises(SystemExit, match="2"):
