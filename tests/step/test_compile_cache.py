@@ -187,7 +187,7 @@ def test_the_loop_of_a_step_takes_no_constants_from_outside():
 
 
 def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
-    level = compile_cache._library()[compile_cache._LOG_LEVEL[0]]
+    level, _ = compile_cache._log_level_functions()
     before = level()
     with compile_cache.silence_tensorflow():
         assert level() == 3  # FATAL, which absl never leaves out
