@@ -100,7 +100,9 @@ class IndexChecks(tf.Module):
 
     def seen(self) -> tf.Tensor:
         """Returns the smallest and the largest index of each lookup: int64 [lookups, 2]."""
-        return tf.reshape(tf.stack([r.read_value() for r in self._ranges] or tf.zeros([0, 2], tf.int64)), [-1, 2])
+        if not self._ranges:
+            return tf.zeros([0, 2], tf.int64)
+        return tf.stack([seen.read_value() for seen in self._ranges])
 
     def assign(self, seen: tf.Tensor) -> None:
         """Takes over what was seen elsewhere: int64 [lookups, 2], as `seen` returns it."""
