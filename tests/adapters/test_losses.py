@@ -6,6 +6,7 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.adapters.losses import Losses, compute_term
 from fastaccum.adapters.outputs import Outputs
+from fastaccum.kernels import private
 
 ROWS, TIME, CLASSES = 6, 4, 3
 REDUCTIONS = [
@@ -87,7 +88,7 @@ def loss_of(case, reduction="sum_over_batch_size", K=keras):
 
 def with_mask(y_pred, mask):
     y_pred = tf.identity(y_pred)
-    keras.src.backend.set_keras_mask(y_pred, mask)
+    private.keras_mask.set(y_pred, mask)
     return y_pred
 
 
