@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -113,10 +113,50 @@ class Model:
 
     def overrides(self, method: str) -> bool:
         """Tells if the model overrides a method of Keras's Model."""
-        return method in vars(self.model) or getattr(type(self.model), method) is not getattr(self._family, method)
+        return method in vars(self.model) or getattr(type(self.model), method) is not getattr(self.family, method)
+
+    def replaces_loop(self, method: str) -> bool:
+        """Tells if the model overrides `fit` or `evaluate`, other than to preprocess its data as `preprocess` does."""
+        if not self.overrides(method):
+            return False
+        overriding = next((c for c in type(self.model).__mro__ if method in vars(c)), None)
+        preprocesses = package(overriding) == "keras_hub" and "preprocess_samples" in vars(overriding)
+        return method in vars(self.model) or not preprocesses
 
     @property
-    def _family(self) -> type[keras.Model]:
+    def passed_over_methods(self) -> list[str]:
+        """The methods of Keras's loops that the model overrides and that are never called: private ones."""
+        trainers = [c for c in self.family.__mro__[1:] if c not in keras.layers.Layer.__mro__]
+        names = {name for c in trainers for name in vars(c) if name[0] == "_" and name[:2] != "__"}
+        return sorted(name for name in names if self.overrides(name))
+
+    @property
+    def own_reset(self) -> Callable[[], None] | None:
+        """The `reset_metrics` that the model overrides; None for Keras's."""
+        return self.model.reset_metrics if self.overrides("reset_metrics") else None
+
+    @property
+    def own_results(self) -> Callable[[Mapping[str, tf.Tensor], keras.Metric], dict[str, Any]] | None:
+        """The `get_metrics_result` that the model overrides, as a function of the losses and the compiled metrics."""
+        return self._get_metrics_result if self.overrides("get_metrics_result") else None
+
+    def _get_metrics_result(self, losses: Mapping[str, tf.Tensor], compiled: keras.Metric) -> dict[str, Any]:
+        loss, *of_outputs = [
+            types.SimpleNamespace(name=name, result=functools.partial(tf.identity, value))
+            for name, value in losses.items()
+        ]
+        of_losses = types.SimpleNamespace(metrics=of_outputs)
+        trackers = [
+            (self.model, private.loss_tracker.name, loss),
+            (self.model, private.compile_loss.name, of_losses),
+            (self.model, private.compile_metrics.name, compiled),
+        ]
+        with replaced(trackers):
+            return self.model.get_metrics_result()
+
+    @property
+    def family(self) -> type[keras.Model]:
+        """The class of Keras's whose methods the model may override."""
         return kinds(self.model)[self.KIND]
 
     @property
@@ -357,7 +397,10 @@ class Model:
         # Keras's own: a `compile` that the model overrides takes other arguments, and was called by the user.
         weights = tf.nest.map_structure(lambda w: None if w is None else float(w), loss_weights)
         own = metrics.for_compile(self._FOREIGN_METRIC)
-        keras.Model.compile(self.model, optimizer, loss, loss_weights=weights, auto_scale_loss=False, **own)
+        eager = self.model.run_eagerly  # as compiled, for `predict`
+        keras.Model.compile(
+            self.model, optimizer, loss, loss_weights=weights, auto_scale_loss=False, run_eagerly=eager, **own
+        )
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
         with private.DotNotTrackScope():
             private.compile_metrics.set(self.model, metrics.compiled)

@@ -33,6 +33,10 @@ TAKEN = (
 )
 
 
+# Makes the logs of the losses by name, the total first, and the compiled metrics.
+OwnResults = Callable[[Mapping[str, Any], keras.Metric], dict[str, Any]]
+
+
 class ScoredLabels(NamedTuple):
     """The labels of one micro-batch and what the logits say of them: tensors of one shape."""
 
@@ -60,11 +64,23 @@ class Metrics:
         self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
 
     def build(
-        self, outputs: Outputs, y_true: tf.Tensor, taken: Sequence[str] = (), own: Sequence[keras.metrics.Metric] = ()
+        self,
+        outputs: Outputs,
+        y_true: tf.Tensor,
+        taken: Sequence[str] = (),
+        own: Sequence[keras.metrics.Metric] = (),
+        own_reset: Callable[[], None] | None = None,
+        own_results: OwnResults | None = None,
     ) -> None:
-        """Creates variables, for specs of a batch of targets; `own` are the model's, `taken` are names in the logs."""
+        """Creates variables, for specs of a batch of targets.
+
+        `taken` are names in the logs. `own` are the model's metrics; `own_reset` resets them, and `own_results` makes
+        the logs, where the model does that itself.
+        """
         self.own = list(own)
-        targets = outputs.targets(y_true) if self.given else outputs.specs
+        self._own_reset = own_reset
+        self._own_results = own_results
+        targets = outputs.targets_of_metrics(y_true) if self.given else outputs.specs
         named = zip(("metrics", "weighted_metrics"), self.user, strict=True)
         plain, weighted = (self._with_targets(outputs, targets, name, each) for name, each in named)
         if len(targets) == 1:  # before 3.14 Keras takes no list of lists there
@@ -102,7 +118,8 @@ class Metrics:
     def _with_targets(outputs: Outputs, targets: Sequence[Any], what: str, metrics: Any) -> list[list[Any]]:
         found = [[m for m in each if m is not None] for each in outputs.place_metrics(what, metrics)]
         for name, each, target in zip(outputs.names, found, targets, strict=True):
-            if each and target is None and not outputs.skips_missing_targets:
+            may_be_missing = outputs.skips_missing_targets or outputs.pairs_in_order
+            if each and target is None and not may_be_missing:
                 raise ValueError(f"Output {name!r} has metrics but no target.")
         return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
 
@@ -171,11 +188,15 @@ class Metrics:
         """Returns every metric's value by its name in logs."""
         results = [(name, metric.result()) for name, metric in self._named]
         results += [(metric.name, metric.result()) for metric in self.own] + list(self._returned[training].items())
-        return {
-            k: tf.cast(tf.convert_to_tensor(v), tf.float32)
-            for name, value in results
-            for k, v in (value.items() if isinstance(value, dict) else [(name, value)])
-        }
+        return _flat_results(dict(results))
+
+    def logs(self, losses: Mapping[str, Any], training: bool) -> dict[str, Any]:
+        """Returns the logs: the losses, whose first is the total, and every metric's value."""
+        results = self.result(training)
+        if self._own_results is None:
+            return {**losses, **results}
+        logs = {name: results[name] for name in self._returned[training]}
+        return logs | _flat_results(self._own_results(losses, self.compiled))
 
     def expect(self, returned: Mapping[str, tf.Tensor], training: bool) -> None:
         """Creates variables for the values that `compute_metrics` returns beside the results of metrics."""
@@ -198,8 +219,12 @@ class Metrics:
         return [variable for by_name in self._returned.values() for variable in by_name.values()]
 
     def reset(self) -> None:
-        for metric in (self.compiled, *self.own):
-            metric.reset_state()
+        self.compiled.reset_state()
+        if self._own_reset is not None:
+            self._own_reset()
+        else:
+            for metric in self.own:
+                metric.reset_state()
         for variable in self._kept:
             variable.assign(0.0)
 
@@ -250,6 +275,16 @@ class Values(NamedTuple):
 
     compute: Callable[[ScoredLabels], tf.Tensor]
     of_ranks: bool = False
+
+
+def _flat_results(results: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Returns results of metrics as float32, those of a metric with several beside the others."""
+    found = {}
+    for name, value in results.items():
+        values = value if isinstance(value, dict) else {name: value}
+        for key, each in values.items():
+            found[key] = tf.cast(tf.convert_to_tensor(each), tf.float32)
+    return found
 
 
 def update_from_scores(metric: keras.metrics.Metric, labels: ScoredLabels, weight: tf.Tensor) -> None:

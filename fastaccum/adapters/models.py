@@ -78,7 +78,7 @@ class TFKerasModel(Model):
         if losses and not of_keras_3 and self.model.compiled_loss is None:
             # tf_keras's own, as above; without it `save` leaves the optimizer out.
             own = metrics.for_compile(self._FOREIGN_METRIC)
-            self._family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
+            self.family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
 
     def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
@@ -95,7 +95,17 @@ class TFKerasModel(Model):
 
     @property
     def own_metrics(self) -> list[keras.metrics.Metric]:
-        return [metric for layer in self.layers for metric in private.metrics(layer)]
+        if not self.overrides("metrics"):
+            return [metric for layer in self.layers for metric in private.metrics(layer)]
+        of_compile: list[keras.metrics.Metric] = []
+        for container in (self.model.compiled_loss, self.model.compiled_metrics):
+            if container is not None:
+                of_compile += container.metrics
+        return [m for m in self.model.metrics if all(m is not each for each in of_compile)]
+
+    @property
+    def passed_over_methods(self) -> list[str]:
+        return [name for name in ("get_metrics_result",) if self.overrides(name)]
 
 
 class PretrainedModel(TFKerasModel):

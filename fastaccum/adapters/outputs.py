@@ -33,14 +33,16 @@ class Outputs:
     """The outputs of a model: the leaves of the nest `y_pred` that it returns, in the order of its Keras's flatten.
 
     `names` are the model's own, empty or too few where it names none. Where targets are fewer, they are for the outputs
-    that have a `loss`.
+    that have a `loss`. With `pairs_in_order`, as where a model computes its loss itself, targets that are fewer are for
+    the metrics of the first outputs, and those of the others are left out, as by Keras.
     """
 
     skips_missing_targets = False  # or an output without a target has no loss and no metrics, instead of an error
     takes_lists = True  # of losses for one of several outputs: for a single one Keras takes the first
     _keep_order: tuple[type, ...] = (OrderedDict,)  # whose keys are flattened as they come, others' sorted
 
-    def __init__(self, names: Sequence[str], y_pred: Nest, loss: LossArgument = None):
+    def __init__(self, names: Sequence[str], y_pred: Nest, loss: LossArgument = None, pairs_in_order: bool = False):
+        self.pairs_in_order = pairs_in_order
         self._paths: list[Path] = []
         self._tree = self._positions(y_pred)
         self.names, self.log_names = self._name(names)
@@ -124,6 +126,18 @@ class Outputs:
         """Returns the targets, predictions and weights of one micro-batch."""
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
         return Matched(self.targets(y_true), self.predictions(y_pred), weights)
+
+    def targets_of_metrics(self, y_true: Nest) -> list[Any]:
+        """Returns targets by position; where targets are fewer, those of the first outputs, as Keras pairs them."""
+        flat = tf.nest.flatten(y_true)
+        if not self.pairs_in_order or isinstance(y_true, Mapping) or len(flat) >= len(self.names):
+            return self.targets(y_true)
+        return [*flat, *[None] * (len(self.names) - len(flat))]
+
+    def matched_for_metrics(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
+        """Returns what `matched` does, with the targets of metrics."""
+        weights = self.targets(sample_weight, "sample_weight", repeat=True)
+        return Matched(self.targets_of_metrics(y_true), self.predictions(y_pred), weights)
 
     def place_metrics(self, what: str, metrics: MetricsArgument) -> list[list[Metric]]:
         """Lists the metrics of each output; a list alone is for a single output, as in Keras."""

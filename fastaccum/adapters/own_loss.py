@@ -1,4 +1,4 @@
-"""A model's own `compute_loss`, and errors for what a fused train step cannot take over from a model."""
+"""A model's own `compute_loss`, and what a model was compiled with."""
 
 from __future__ import annotations
 
@@ -14,23 +14,6 @@ from fastaccum.adapters.models import Model
 from fastaccum.adapters.traces import WEIGHTS
 
 Reduction = Literal["mean", "sum"]
-
-_REPLACED = "train_step", "test_step", "make_train_function", "make_test_function"
-
-
-def require_plain_steps(model: Model) -> None:
-    """Raises ValueError for a model whose class writes the train or test step itself, which would never run."""
-    overridden = [name for name in _REPLACED if model.overrides(name)]
-    if not overridden:
-        return
-    what = f"{type(model.model).__name__} overrides {' and '.join(overridden)}, which Trainer would never call: "
-    if all("test" in name for name in overridden):
-        raise ValueError(f"{what}an evaluation uses compute_loss and compute_metrics. Override those instead.")
-    raise ValueError(
-        f"{what}it computes gradients and updates itself. Override compute_loss(x, y, y_pred, sample_weight) with the "
-        "loss (and compute_metrics with the metrics); or write the update with fastaccum.TrainStep(loss_fn, variables, "
-        "optimizer), one for each optimizer."
-    )
 
 
 def with_compiled_defaults(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:

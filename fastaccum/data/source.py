@@ -115,7 +115,8 @@ def _weigh(class_weight: dict[int, float], sparse_labels: bool | None, y: Any, s
         )
     if len(targets) != 1 or len(weights) > 1:
         raise ValueError(
-            f"class_weight={class_weight} needs a single output, but y holds several: pass sample_weight for each."
+            f"class_weight={class_weight} needs a single output, but y holds several: pass sample_weight, "
+            "by output, as in sample_weight={'a': weights_a[labels_a], 'b': weights_b[labels_b]}."
         )
     labels = (y := targets[0])
     if sparse_labels is None and y.shape.rank > 1 and y.shape[-1] != 1:

@@ -62,7 +62,8 @@ class ModelObjective(Objective):
         # The terms are the outputs' losses, then each kind of added loss, or what the model computes itself.
         self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
         added = _added_kinds(model, options.own_loss_reduction)  # a sum is refused for a `compute_loss` too
-        self._mixing_metrics = {**metrics.mixing}
+        # What mixes rows, with the operation by which it does; a step warns of it where it splits the rows.
+        self.mixing = {f"The metric {name!r}": operation for name, operation in metrics.mixing.items()}
         self._added = [] if self.own else added
         others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
@@ -154,11 +155,13 @@ class ModelObjective(Objective):
             if self.metrics.compiled.metrics:
                 of_outputs = zip(self.losses.outputs, terms, strict=False)
                 scored = {o.position: t.scored for o, t in of_outputs if t.scored is not None}
-                self.metrics.update(self._in_range(self._matched(batch, y_pred)), batch.mask, scored)
+                y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
+                matched = self.outputs.matched_for_metrics(y, y_pred, batch.weights)
+                self.metrics.update(self._in_range(matched), batch.mask, scored)
             return {}
 
         def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
-            self.metrics.update(self._in_range(self.outputs.matched(y, y_pred, sample_weight)), None, {})
+            self.metrics.update(self._in_range(self.outputs.matched_for_metrics(y, y_pred, sample_weight)), None, {})
 
         returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
         nested = [value.items() if isinstance(value, dict) else [(name, value)] for name, value in returned.items()]
@@ -196,9 +199,8 @@ class ModelObjective(Objective):
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
         """Counts the terms' denominators, so that they share one accumulator, and the valid rows; None for one term."""
         parts = sum(map(trip_count, stacks)) * self.losses.replicas
-        while parts > 1 and self._mixing_metrics:  # once, and not for each trace
-            name, operation = self._mixing_metrics.popitem()
-            warn_of_mixing(f"The metric {name!r}", operation)
+        while parts > 1 and self.mixing:  # once, and not for each trace
+            warn_of_mixing(*self.mixing.popitem())
         if parts > 1 and (found := self.model.row_counter):
             self.model.row_counter = None
             warn(
@@ -290,7 +292,8 @@ class ModelObjective(Objective):
             if name is not None:
                 logs[name] = value
         loss += float(self.penalty() or 0.0)
-        return {"loss": loss, **logs, **{k: log_value(v) for k, v in self.metrics.result(training=False).items()}}
+        logs = self.metrics.logs({"loss": loss, **logs}, training=False)
+        return {name: log_value(value) if tf.is_tensor(value) else value for name, value in logs.items()}
 
     def in_order(self, logs: Mapping[str, float]) -> list[str]:
         """Returns the logs' names in the order of Keras's `evaluate`."""

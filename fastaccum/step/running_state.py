@@ -72,10 +72,11 @@ class RunningState:
 
     def report(self, result: StepResult, fine: tf.Tensor | bool = True) -> Executed:
         """Reports the logs so far and what the guards saw; `fine` is False where another device has an error."""
+        losses = {"loss": self.loss.result()}
+        for name, mean in self.losses.items():
+            losses[name] = mean.result()
         logs = {
-            "loss": self.loss.result(),
-            **{name: mean.result() for name, mean in self.losses.items()},
-            **self.metrics.result(training=True),
+            **self.metrics.logs(losses, training=True),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
             "skipped_steps": self.skipped.read_value(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.adapters import arguments, fingerprint, models, optimizers, own_loss
+from fastaccum.adapters import arguments, fingerprint, models, optimizers, own_loss, own_methods
 from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
@@ -35,7 +35,7 @@ class Recipe:
     def build(cls, model: arguments.KerasModel, optimizer: arguments.KerasOptimizer | str, **compiled: Any) -> Recipe:
         """Checks arguments of `Trainer` and completes those of `compile` by what the model was compiled with."""
         adapted = models.get(model)
-        own_loss.require_plain_steps(adapted)
+        own_methods.require_called(adapted)
         metrics = own_loss.with_compiled_defaults(adapted, compiled)
         losses = {name: metrics.pop(name) for name in ("loss", "loss_weights")}
         trains = optimizers.get(optimizer, adapted.keras_module.optimizers)

@@ -96,9 +96,10 @@ class StepBuilder:
         compilable.require_recomputable(model)
         if recipe.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)
-        self._outputs = model.OUTPUTS(model.output_names, y_pred, recipe.given["loss"])
+        self._outputs = model.OUTPUTS(model.output_names, y_pred, recipe.given["loss"], model.overrides("compute_loss"))
         losses.build(self._outputs, y_true, model.takes_targets_apart)
-        metrics.build(self._outputs, y_true, losses.log_names, model.own_metrics)
+        names = losses.log_names
+        metrics.build(self._outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
         if not losses.outputs:
             own_loss.require_any(model, called=True)
         if not model.trainable_variables:
