@@ -363,8 +363,6 @@ nodes_by_depth = Attribute("_nodes_by_depth", of="functional models", serves="fa
 remat_mode = Attribute("_remat_mode", of="keras.Layer", serves="refusing a keras.RematScope by the layer's name")
 is_default_build = Attribute("_is_default", of="a layer's `build`", serves="telling a layer built at its first call")
 track_trackable = Method("_track_trackable", of="keras.Layer", serves="stacked weights in tf.train.Checkpoint")
-int8_call = Attribute("_int8_call", of="keras.layers.Embedding", serves="checking a quantised embedding's ids")
-int4_call = Attribute("_int4_call", of="keras.layers.Embedding", serves="checking a quantised embedding's ids")
 kernel = Attribute("_kernel", of="keras.Layer", serves="a layer's float32 weight")
 bias = Attribute("_bias", of="KerasHub's MaskedLMHead", serves="its linear layer's weights")
 embeddings = Attribute("_embeddings", of="keras.layers.Embedding", serves="a layer's float32 weight")

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import Nest, kinds, of_keras
 from fastaccum.adapters.interceptors import Interceptor, Role
-from fastaccum.kernels import fp32_layers, private
+from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.norms import batch_norm, layer_norm, rms_norm
@@ -111,9 +111,7 @@ def make_id_observers(
     for i, (layer, size) in enumerate(lookups):
         owner = _lookup_class(layer)
         replacement = functools.partial(_look_up, functools.partial(observe, i), None if uses_xla else size)
-        names = [
-            name for name in ("call", private.int8_call.name, private.int4_call.name) if hasattr(owner or layer, name)
-        ]
+        names = [name for name in ("call", "quantized_call") if hasattr(owner or layer, name)]
         found += [Interceptor(layer, name, replacement, Role.OBSERVE, owner) for name in names]
     return found
 
@@ -127,6 +125,9 @@ def _lookup_class(layer: keras.layers.Layer) -> type | None:
 def _look_up(
     observe: Callable[[tf.Tensor], None], size: int | None, call: Callable[..., Nest], *args: Nest, **kwargs: Nest
 ) -> Nest:
+    # ReversibleEmbedding's quantised form takes hidden states too, to compute logits.
+    if kwargs.get("reverse", args[1:2] == (True,)):
+        return call(*args, **kwargs)
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if ids is not None:
         # Of sparse and ragged ids those that are there.

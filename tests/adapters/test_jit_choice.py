@@ -132,10 +132,17 @@ def test_the_work_on_a_row_is_the_same_in_any_micro_batch_casts_of_weights_or_no
     assert one.convolved > 0 and [one, one] == others
 
 
+KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
+
+
 @pytest.mark.parametrize(
     "layer, with_xla",  # with oneDNN, and without
     [
-        (lambda: keras.layers.Conv2D(32, 3, strides=2, data_format="channels_first"), (False, True)),
+        pytest.param(
+            lambda: keras.layers.Conv2D(32, 3, strides=2, data_format="channels_first"),
+            (False, True),
+            marks=pytest.mark.skipif(KERAS >= (3, 16), reason="Keras 3.16 transposes to channels last by itself"),
+        ),
         (lambda: keras.layers.Conv2DTranspose(16, 3, dilation_rate=2), (False, True)),
         (lambda: keras.layers.Conv2D(32, 3, groups=4), (True, True)),
     ],
