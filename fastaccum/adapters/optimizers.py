@@ -20,6 +20,7 @@ from fastaccum.lines import warn
 
 # What Keras's or tf_keras's own train step calls, and this one does not.
 _UNCALLED = "scale_loss", "minimize", "compute_gradients", private.COMPUTE_GRADIENTS, private.TRANSFORM_GRADIENTS
+_OF_PARTS = "apply", "apply_gradients"  # of a MultiOptimizer: those of the optimizers inside are called
 Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
 
 
@@ -61,7 +62,9 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
 
 
 def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
-    """Tells if a class of the user's own, not of a known package, defines the method."""
+    """Tells if the object, or a class of the user's own, not of a known package, defines the method."""
+    if method in vars(optimizer):
+        return True
     defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
     return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
 
@@ -85,6 +88,8 @@ def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
         problem = "has an optimizer for each of some layers: use keras.optimizers.MultiOptimizer, or one optimizer"
     elif uncalled := [name for name in _UNCALLED if is_users(optimizer, name)]:
         problem = f"overrides {uncalled[0]}, which a train step never calls: override apply or update_step instead"
+    elif "keras.MultiOptimizer" in own and (uncalled := [name for name in _OF_PARTS if is_users(optimizer, name)]):
+        problem = f"overrides {uncalled[0]}, which a train step never calls: override that of the optimizers inside"
     elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
         problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
     elif "tf_keras.Nadam" in own and "tf_keras.OptimizerV2" not in own:
@@ -259,7 +264,12 @@ class _Keras(Optimizer):
     def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
         # The weights are computed from the slots as assigned. Were these selected later, XLA would compute the
         # new slots twice, once from copies of the old ones: 8 bytes per parameter for Adam.
-        slots, selected = {id(v) for v in self.variables}, set()
+        slots = {id(v) for v in self.variables}
+        selected: set[int] = set()
+        arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
+        if any(is_users(part, name) for part in self.parts for name in arithmetic):
+            yield selected  # the user's own assign what they like; `apply` selects after them
+            return
 
         def hooked(assign, new):
             def select(variable, value):
@@ -272,7 +282,6 @@ class _Keras(Optimizer):
 
             return select
 
-        arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
         hooks = [(p, name, hooked(getattr(p, name), new)) for p in self.parts for name, new in arithmetic.items()]
         with replaced(hooks):
             yield selected

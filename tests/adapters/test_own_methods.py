@@ -483,3 +483,109 @@ def test_class_weights_of_several_outputs_are_sample_weights(class_weight):
     keras_fit(theirs, X[:12], y, "binary_crossentropy", sample_weight=sample_weight)
     our_fit(ours, X[:12], y, "binary_crossentropy", sample_weight=sample_weight)
     require_same_weights(theirs, ours)
+
+
+# Methods of an optimizer, a loss and a metric.
+
+
+def deriving(base, calls, *names):
+    """Makes a class derived from `base` that records the calls of these methods, and does what they do."""
+
+    def make_recorder(name):
+        def method(self, *args, **kwargs):
+            calls.append(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return method
+
+    return type("Derived", (base,), {name: make_recorder(name) for name in names})
+
+
+OF_OPTIMIZERS = ("build", "apply_gradients", "apply", "update_step", "assign", "assign_add", "assign_sub")
+
+
+@pytest.mark.parametrize("name", [*OF_OPTIMIZERS, "finalize_variable_values", "scale_loss"])
+def test_what_an_optimizer_overrides_is_called_or_refused(name):
+    theirs, ours = [], []
+
+    def train(fit, calls):
+        model = make()
+        optimizer = deriving(keras.optimizers.SGD, calls, name)(0.5, momentum=0.9, use_ema=True)
+        fit(model, optimizer)
+        return model
+
+    def by_keras(model, optimizer):
+        model.compile(optimizer, "mse")
+        model.fit(X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+
+    def by_fastaccum(model, optimizer):
+        trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)
+        trainer.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+
+    expected = train(by_keras, theirs)
+    if name == "scale_loss":
+        with pytest.raises(ValueError, match="overrides scale_loss"):
+            train(by_fastaccum, ours)
+        return
+    require_same_weights(expected, train(by_fastaccum, ours))
+    assert bool(theirs) == bool(ours)
+
+
+def test_an_assign_of_an_optimizers_own_reaches_its_slots():
+    """As one that rounds them: it was passed over for slots, and only for those."""
+
+    class Coarse(keras.optimizers.SGD):
+        def assign(self, variable, value):
+            super().assign(variable, keras.ops.round(8 * value) / 8)
+
+    def train(fit):
+        model, optimizer = make(), Coarse(0.5, momentum=0.9)
+        fit(model, optimizer)
+        return model, optimizer
+
+    def by_keras(model, optimizer):
+        model.compile(optimizer, "mse")
+        model.fit(X, Y, batch_size=12, epochs=1, shuffle=False, verbose=0)
+
+    def by_fastaccum(model, optimizer):
+        trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)
+        trainer.fit(X, Y, batch_size=4, epochs=1, shuffle=False, verbose=0)
+
+    (theirs, of_theirs), (ours, of_ours) = train(by_keras), train(by_fastaccum)
+    for a, b in zip(of_theirs.momentums, of_ours.momentums, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    require_same_weights(theirs, ours)
+
+
+@pytest.mark.parametrize("name", ["apply", "apply_gradients"])
+def test_a_multi_optimizer_that_overrides_what_its_parts_do_is_refused(name):
+    calls = []
+    kind = deriving(keras.optimizers.MultiOptimizer, calls, name)
+    optimizer = kind(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.5)))
+    with pytest.raises(ValueError, match=f"overrides {name}"):
+        fa.Trainer(make(), optimizer, "mse")
+
+
+@pytest.mark.parametrize("name", ["update_state", "result", "reset_state"])
+def test_what_a_metric_overrides_is_called(name):
+    theirs, ours = [], []
+    expected, logs = (
+        fit(make(), metrics=[deriving(keras.metrics.MeanAbsoluteError, calls, name)(name="mae")])
+        for fit, calls in ((keras_fit, theirs), (our_fit, ours))
+    )
+    assert theirs and ours
+    np.testing.assert_allclose(logs["mae"], expected["mae"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["call", "__call__"])
+def test_what_a_loss_overrides_is_called_or_refused(name):
+    theirs, ours = [], []
+    expected, model = make(), make()
+    keras_fit(expected, loss=deriving(keras.losses.MeanSquaredError, theirs, name)())
+    if name == "__call__":
+        with pytest.raises(ValueError, match="__call__"):
+            our_fit(model, loss=deriving(keras.losses.MeanSquaredError, ours, name)())
+        return
+    our_fit(model, loss=deriving(keras.losses.MeanSquaredError, ours, name)())
+    assert theirs and ours
+    require_same_weights(expected, model)
