@@ -200,7 +200,7 @@ class ModelObjective(Objective):
         """Counts the terms' denominators, so that they share one accumulator, and the valid rows; None for one term."""
         parts = sum(map(trip_count, stacks)) * self.losses.replicas
         while parts > 1 and self.mixing:  # once, and not for each trace
-            warn_of_mixing(*self.mixing.popitem())
+            _warn_of_mixing(*self.mixing.popitem())
         if parts > 1 and (found := self.model.row_counter):
             self.model.row_counter = None
             warn(
@@ -341,7 +341,7 @@ def _targets(batch: Batch) -> Nest:
     return batch.y if tf.nest.flatten(batch.y) else None
 
 
-def warn_of_mixing(what: str, operation: str) -> None:
+def _warn_of_mixing(what: str, operation: str) -> None:
     """Warns of a loss or a metric in which an operation mixes rows."""
     warn(
         f"{what} is no sum or mean over the rows of a batch, each on its own (see {operation}). The value is computed "

@@ -10,17 +10,17 @@ from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters import traces
 from fastaccum.data.stacks import Batch
-from fastaccum.step.model_objective import ModelObjective, warn_of_mixing
+from fastaccum.step.model_objective import ModelObjective
 
 
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """Traces one micro-batch like `sample`, a nest of specs, if the model computes losses or metrics itself.
 
-    Returns the names of losses that are no sum or mean over rows, with a warning; raises ValueError for what is not
-    exact, or cannot be restored.
+    Returns the names of losses that are no sum or mean over rows, of which a step of several micro-batches warns.
+    Raises ValueError for what is not exact, or cannot be restored.
     """
     for output, operation in objective.losses.mixing.items():
-        warn_of_mixing(f"The loss of output {output!r}", operation)
+        objective.mixing[f"The loss of output {output!r}"] = operation
     mixing = [f"the loss of output {output!r}" for output in objective.losses.mixing]
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return mixing
@@ -64,5 +64,5 @@ def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[s
     beyond = [traces.first_op_beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
     found = [each for each in (traces.first_comparison_of_rows(traced.graph), normalized, *beyond) if each]
     if found:
-        warn_of_mixing(f"A loss that {name} computes itself", found[0])
+        objective.mixing[f"A loss that {name} computes itself"] = found[0]
     return [f"a loss of {name}'s own"] if found else []

@@ -182,7 +182,7 @@ def test_the_compiled_loss_in_a_compute_loss():
     "name", ["a logarithm", *(pytest.param(n, marks=variant) for n in OTHERS if n != "a logarithm")]
 )
 def test_what_is_no_power_is_told_of(name):
-    trainer = fa.Trainer(model(), "sgd", OTHERS[name], jit_compile=False)
+    trainer = fa.Trainer(model(), "sgd", OTHERS[name], gradient_accumulation_steps=2, jit_compile=False)
     with pytest.warns(UserWarning, match="is no sum or mean over the rows of a batch"):
         trainer.fit(X, Y, batch_size=9, verbose=0)
 

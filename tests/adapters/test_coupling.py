@@ -121,7 +121,8 @@ def test_a_recurrent_layer_needs_no_word(sequences):
 
 def told(loss=None, own=None):
     """The warnings of losses that are no sums."""
-    trainer = fa.Trainer(Own(own) if own else model_with(lambda h: h), "sgd", loss or "mse", jit_compile=False)
+    options = {"gradient_accumulation_steps": 2, "jit_compile": False}
+    trainer = fa.Trainer(Own(own) if own else model_with(lambda h: h), "sgd", loss or "mse", **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(X, Y, batch_size=4, verbose=0)

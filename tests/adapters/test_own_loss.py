@@ -314,7 +314,8 @@ def test_a_loss_that_compares_rows_warns():
 
     model = tagger(keras, compute_loss=returning(contrast))
     with pytest.warns(UserWarning, match="Tagger computes itself is no sum or mean"):
-        fa.Trainer(model, "sgd", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
+        trainer = fa.Trainer(model, "sgd", gradient_accumulation_steps=3, jit_compile=False)
+        trainer.fit(X, Y, batch_size=4, verbose=0)
 
 
 def share_of_positives(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
@@ -332,7 +333,8 @@ def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
             trainer.fit(X, Y, batch_size=4, verbose=0)
     np.testing.assert_array_equal(before[0], weights(model)[0])
     with pytest.warns(UserWarning, match="Tagger computes itself is no sum or mean"):
-        fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(X, Y, batch_size=4, verbose=0)
+        trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=3, jit_compile=False)
+        trainer.fit(X, Y, batch_size=4, verbose=0)
 
 
 def test_targets_that_compute_loss_makes_for_the_compiled_loss_are_refused():

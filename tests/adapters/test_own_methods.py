@@ -466,6 +466,24 @@ def test_one_target_of_several_outputs_is_the_first_ones_for_metrics():
         np.testing.assert_allclose(logs[name], values, rtol=1e-5, err_msg=name)
 
 
+def test_a_loss_that_mixes_rows_is_not_warned_of_where_no_rows_are_split(recwarn):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.matmul(y_pred, keras.ops.transpose(y_pred)))
+
+    def root(y_true, y_pred):
+        return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred))) + 0 * y_pred[:, 0]
+
+    for methods, loss in (({"compute_loss": compute_loss}, None), ({}, root)):
+        theirs, ours = make(**methods), make(**methods)
+        keras_fit(theirs, X[:20], Y[:20], loss=loss)
+        trainer = fa.Trainer(ours, keras.optimizers.SGD(0.5), loss, jit_compile=False)
+        trainer.fit(X[:20], Y[:20], batch_size=12, epochs=2, shuffle=False, verbose=0)
+        require_same_weights(theirs, ours)
+        assert not [each for each in recwarn if "no sum or mean over the rows" in str(each.message)]
+        with pytest.warns(UserWarning, match="no sum or mean over the rows"):
+            our_fit(make(**methods), loss=loss, epochs=1)
+
+
 @pytest.mark.parametrize("class_weight", [{"a": {0: 1.0, 1: 3.0}, "b": {0: 2.0, 1: 1.0}}, {0: 1.0, 1: 3.0}])
 def test_class_weights_of_several_outputs_are_sample_weights(class_weight):
     def build():
