@@ -66,11 +66,16 @@ for _name in (
 class _Progress(keras.callbacks.ProgbarLogger):
     """Keras's progress line with the loss first, and without a loss scale of 1 or 0 skipped steps."""
 
+    rows_per_second: float | None = None  # of the epoch that ends; not in its logs, whose numbers are reproducible
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_train_batch_end(batch, _worth_saying(logs))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        super().on_epoch_end(epoch, _worth_saying(logs))
+        shown = _worth_saying(logs)
+        if self.rows_per_second is not None:
+            shown["rows_per_second"] = self.rows_per_second
+        super().on_epoch_end(epoch, shown)
 
 
 def _hook(callback: keras.callbacks.Callback, name: str) -> Callable[[int, Mapping[str, float]], None]:
@@ -90,9 +95,18 @@ class Callbacks:
     """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any, and get `LateLogs`."""
 
     def __init__(
-        self, callbacks: Any, model: keras.Model, *, verbose: Any, epochs: int, steps: int | None, history: bool
+        self,
+        callbacks: Any,
+        model: keras.Model,
+        *,
+        verbose: Any,
+        epochs: int,
+        steps: int | None,
+        history: bool,
+        validates: bool = False,  # within a fit, whose progress line counts train steps alone
     ):
         require(callbacks, verbose)
+        self._validates = validates
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             params = {"verbose": verbose, "epochs": epochs, "steps": steps}
             given = [] if callbacks is None else tf.nest.flatten(callbacks)
@@ -113,11 +127,19 @@ class Callbacks:
         if any(_is(each, name) for each in self.list.callbacks):
             raise ValueError(f"callbacks holds a {name}, {reason}.")
 
+    def show_rate(self, rows_per_second: float | None) -> None:
+        """Lets the progress line of the epoch that ends tell how many rows a second it trained with, where known."""
+        for callback in self.list.callbacks:
+            if isinstance(callback, _Progress):
+                callback.rows_per_second = rows_per_second
+
     def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
         """Returns the batch-begin and batch-end hooks; logs are made only if a callback asks for them."""
         name = f"on_{kind}_batch_end"
         bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
         others = [c for c in self.list.callbacks if c not in bars]
+        if self._validates:
+            bars = []
         begins = [_hook(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")]
         ends = [(c, _hook(c, name)) for c in others if _overrides(c, kind, "end")]
 

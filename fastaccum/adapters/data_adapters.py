@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import keras
@@ -24,6 +25,101 @@ class _Sequence(keras.utils.PyDataset):
         return self._sequence[index]
 
 
+class EpochBatches(keras.utils.PyDataset):
+    """The batches that one epoch reads of a PyDataset, which Keras's adapter takes for a whole one.
+
+    An epoch reads `batches_per_epoch` batches, at most to the end of a pass, and the next epoch goes on from there.
+    Nothing is read ahead of an epoch's end, so what the PyDataset changes in `on_epoch_end` holds for all that follows.
+    The calls are those of Keras's `fit`: `reset` once, then `begin_epoch` and `end_epoch` for each epoch. A
+    `tf_keras.utils.Sequence` is wrapped first, and begins anew in each epoch, as in tf_keras.
+    """
+
+    def __init__(self, batches: keras.utils.PyDataset, shuffle: bool = False):
+        super().__init__(batches.workers, batches.use_multiprocessing, batches.max_queue_size)
+        self.batches = batches
+        self.begins_anew = isinstance(batches, _Sequence)
+        self.batches_per_epoch: int | None = None
+        self.shuffled = shuffle and batches.num_batches is not None
+        self._order: list[int] | None = None  # of the pass, where it is shuffled
+        self._length = batches.num_batches  # of a pass
+        self._start = 0  # the epoch's first batch in the pass
+        self._stop = self._length
+        self._epochs_of_pass = 0  # how many have ended
+        self._random: tuple | None = None  # the state that the pass's order was drawn with
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self._stop is None else self._stop - self._start
+
+    def __getitem__(self, index: int) -> Any:
+        index += self._start
+        return self.batches[index if self._order is None else self._order[index]]
+
+    def reset(self) -> None:
+        """Goes to the start of a pass, as Keras's `fit` and `evaluate` do before they read."""
+        if not self.begins_anew:
+            self.batches.on_epoch_end()
+        self._length = self.batches.num_batches
+        self._start_pass()
+
+    def begin_epoch(self) -> None:
+        """Calls the PyDataset's hook, draws the order where a pass begins, and finds the epoch's batches."""
+        starts_pass = not self._epochs_of_pass
+        if self.shuffled and starts_pass:
+            self._random = random.getstate()
+        self.batches.on_epoch_begin()
+        length = self.batches.num_batches
+        if self.shuffled and starts_pass:
+            self._order = list(range(length))
+            random.shuffle(self._order)
+        if self.begins_anew:
+            self._length = length
+        stops = [] if length is None else [length, self._length]  # in Keras a pass never grows
+        if self.batches_per_epoch is not None:
+            stops.append(self._start + self.batches_per_epoch)
+        self._stop = min(stops, default=None)
+
+    def end_epoch(self) -> None:
+        """Calls the PyDataset's hook; the next epoch goes on behind this one's batches, or begins a pass."""
+        length = self.batches.num_batches
+        pass_ended = length is not None and self._stop >= min(length, self._length)
+        self.batches.on_epoch_end()
+        if self.begins_anew or pass_ended:
+            self._start_pass()
+        else:
+            self._start = self._stop
+            self._epochs_of_pass += 1
+
+    def place(self) -> dict[str, Any]:
+        """Returns what `replay` needs beside the number of epochs."""
+        if not self.shuffled:
+            return {}
+        return {"random": self._random or random.getstate(), "epochs_of_pass": self._epochs_of_pass}
+
+    def replay(self, epochs: int, place: dict[str, Any]) -> None:
+        """Repeats the calls of epochs that had ended; Python's `random` then is in the state of the `place`."""
+        for epoch in range(epochs):
+            if epoch == epochs - place.get("epochs_of_pass", 0):
+                _set_random_state(place)
+            self.begin_epoch()
+            self.end_epoch()
+        if not place.get("epochs_of_pass"):
+            _set_random_state(place)
+
+    def _start_pass(self) -> None:
+        self._start = 0
+        self._stop = self._length
+        self._order = None
+        self._epochs_of_pass = 0
+        self._random = None
+
+
+def _set_random_state(place: dict[str, Any]) -> None:
+    if "random" in place:
+        version, numbers, gauss = place["random"]
+        random.setstate((version, tuple(numbers), gauss))
+
+
 def wrap_sequence(x: Any) -> Any:
     """Wraps a `tf_keras.utils.Sequence` as a `keras.utils.PyDataset`, and returns anything else as it is."""
     return _Sequence(x) if "tf_keras.Sequence" in kinds(x) else x
@@ -34,10 +130,10 @@ def is_read_once(x: object) -> bool:
     return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 
 
-def as_dataset(x: Any, shuffle: bool = False) -> tf.data.Dataset:
-    """Returns the batches of a PyDataset, in a new order for each pass if `shuffle`, generator or torch DataLoader."""
-    adapter = private.data_adapters.get_data_adapter(x, shuffle=shuffle)
+def as_dataset(x: Any) -> tf.data.Dataset:
+    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for `EpochBatches`."""
+    adapter = private.data_adapters.get_data_adapter(x)
     dataset = adapter.get_tf_dataset()
-    if adapter.num_batches is None:
+    if adapter.num_batches is None or isinstance(x, EpochBatches):
         return dataset
     return dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))

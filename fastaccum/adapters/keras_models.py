@@ -22,6 +22,18 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.lines import without_arguments
 
 
+class WithinFit:
+    """A method of a model while a fit trains it: each call runs inside the block that `enter` makes."""
+
+    def __init__(self, method: Callable, enter: Callable[[], contextlib.AbstractContextManager[None]]):
+        self.method = method
+        self.enter = enter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.enter():
+            return self.method(*args, **kwargs)
+
+
 class Model:
     """A Keras 3 model."""
 
@@ -113,7 +125,8 @@ class Model:
 
     def overrides(self, method: str) -> bool:
         """Tells if the model overrides a method of Keras's Model."""
-        return method in vars(self.model) or getattr(type(self.model), method) is not getattr(self.family, method)
+        of_class = getattr(type(self.model), method) is not getattr(self.family, method)
+        return self._has_own(method) or of_class
 
     def replaces_loop(self, method: str) -> bool:
         """Tells if the model overrides `fit` or `evaluate`, other than to preprocess its data as `preprocess` does."""
@@ -121,7 +134,11 @@ class Model:
             return False
         overriding = next((c for c in type(self.model).__mro__ if method in vars(c)), None)
         preprocesses = package(overriding) == "keras_hub" and "preprocess_samples" in vars(overriding)
-        return method in vars(self.model) or not preprocesses
+        return self._has_own(method) or not preprocesses
+
+    def _has_own(self, method: str) -> bool:
+        """Tells if the model object itself, and not its class, has a method of the user's."""
+        return method in vars(self.model) and not isinstance(vars(self.model)[method], WithinFit)
 
     @property
     def passed_over_methods(self) -> list[str]:
@@ -404,6 +421,24 @@ class Model:
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be listed twice.
         with private.DotNotTrackScope():
             private.compile_metrics.set(self.model, metrics.compiled)
+
+    def adopt_means(self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]) -> None:
+        """Makes running means those of a compiled model, of its `metrics` and `get_metrics_result`."""
+        model = self.model
+        if not isinstance(model.optimizer, keras.Optimizer):
+            return
+        with private.DotNotTrackScope():
+            private.loss_tracker.set(model, loss)
+        compiled = private.compile_loss(model)
+        if compiled is None or not losses:
+            return
+
+        def build(y_true: Nest, y_pred: Nest) -> None:
+            type(compiled).build(compiled, y_true, y_pred)  # which makes means of its own
+            compiled.metrics[:] = [losses.get(mean.name, mean) for mean in compiled.metrics[len(losses) :]]
+
+        compiled.build = build
+        compiled.metrics[:] = losses.values()
 
 
 def _as_keras_tensors(specs: Nest) -> Nest:

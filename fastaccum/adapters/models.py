@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastaccum import checks
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.arguments import KerasModel
 from fastaccum.adapters.attributes import Nest, kinds, replaced
-from fastaccum.adapters.data_adapters import as_dataset, wrap_sequence
+from fastaccum.adapters.data_adapters import as_dataset
 from fastaccum.adapters.keras_models import Model as Model
 from fastaccum.adapters.keras_models import never_draws
 from fastaccum.adapters.metrics import Metrics
@@ -45,7 +45,6 @@ class TFKerasModel(Model):
         )
 
     def predict(self, x: Nest, **options: Any) -> Any:
-        x = wrap_sequence(x)
         return self.model.predict(as_dataset(x) if isinstance(x, keras.utils.PyDataset) else x, **options)
 
     @property
@@ -80,6 +79,9 @@ class TFKerasModel(Model):
             own = metrics.for_compile(self._FOREIGN_METRIC)
             self.family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
+
+    def adopt_means(self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]) -> None:
+        """Does nothing: tf_keras keeps its own means, and the logs have what was trained."""
 
     def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
         return self.model.compute_loss(x, y, y_pred, sample_weight)

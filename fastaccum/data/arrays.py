@@ -59,6 +59,8 @@ class ArraySource:
 class ArrayStacks:
     """The stacks of an `ArraySource`, their rows gathered in a thread ahead of use."""
 
+    has_known_end = True
+
     def __init__(self, source: ArraySource, layout: Layout, steps_per_epoch: int | None):
         self.what, self._arrays, self._seed = source.what, source.arrays, source.seed
         self._rows, self._batch_size = source.rows, source.batch_size
@@ -77,6 +79,9 @@ class ArrayStacks:
         self._all_valid = functools.cache(lambda shape: tf.ones(shape, tf.bool))
         for size in {self._batch_size, self._rows % self._batch_size or self._batch_size}:
             self.layout.columns(size)
+
+    def reset(self) -> None:
+        """Does nothing: arrays have no hooks."""
 
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs beside the steps done: the order follows from the seed."""

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.data_adapters import as_dataset, is_read_once, wrap_sequence
+from fastaccum.adapters.data_adapters import EpochBatches, as_dataset, is_read_once, wrap_sequence
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
@@ -36,14 +36,15 @@ class DatasetSource:
         text: bool = False,
     ):
         self.what, self.read_once = f"{what} ({type(x).__name__})", is_read_once(x)
-        given, x = x, wrap_sequence(x)
+        x = wrap_sequence(x)
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
         if isinstance(x, keras.utils.PyDataset):
-            origin = origin._replace(shuffled=shuffle, anew=x is not given, begin=x.on_epoch_begin, end=x.on_epoch_end)
+            x = EpochBatches(x, shuffle)
+            origin = origin._replace(epochs=x)
         self.origin = origin
         if origin.python:
             with checks.naming(self.what):
-                x = as_dataset(_without_masks(x, self.what) if self.read_once else x, origin.shuffled)
+                x = as_dataset(_without_masks(x, self.what) if self.read_once else x)
 
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
@@ -54,6 +55,9 @@ class DatasetSource:
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(x.cardinality())
+        if origin.epochs is not None:
+            length = origin.epochs.batches.num_batches
+            self.batches = tf.data.INFINITE_CARDINALITY if length is None else length
         if self.batches == 0:
             raise ValueError(f"{self.what} is empty: it has no batch to work on.")
 
@@ -105,13 +109,16 @@ class DatasetStacks:
             layout = layout._replace(accumulation=min(layout.accumulation, batches))
         self.layout = _own_shards(layout, source.dataset, source.what)
         self._given_steps = steps_per_epoch or 0  # else epochs are passes
-        if source.origin.anew and 0 < self._given_steps * layout.accumulation < batches + layout.accumulation:
-            batches, self._given_steps = min(batches, self._given_steps * layout.accumulation), 0
-            dataset = dataset.take(batches)
+        self._epochs = source.origin.epochs
+        if self._epochs is not None and steps_per_epoch:
+            self._epochs.batches_per_epoch = steps_per_epoch * layout.accumulation
+            if self._epochs.begins_anew:
+                batches = min(batches, self._epochs.batches_per_epoch)
         steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
             counted = ", counted in train steps" if source.origin.steps == "steps_per_epoch" else ""
             raise ValueError(f"{self.what} is infinite: pass {source.origin.steps}{counted}.")
+        self.has_known_end = steps_per_pass is not None
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
         size = tf.nest.flatten(source.dataset.element_spec)[0].shape[0]
         self.plan: dict[str, int | None] = {
@@ -136,6 +143,11 @@ class DatasetStacks:
         else:
             pipeline = dataset.prefetch(PREFETCH * micro_batches)
         self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike)
+
+    def reset(self) -> None:
+        """Calls the hook of a PyDataset that Keras's `fit` and `evaluate` call before they read."""
+        if self._epochs is not None:
+            self._epochs.reset()
 
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs to go on after the dispatch consumed last."""
@@ -211,14 +223,15 @@ class DatasetStacks:
     def _epoch(self, done: int) -> Iterator[Dispatch]:
         """Yields the steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
         wanted = self._given_steps - done if self._given_steps else None
+        limit = wanted if self._epochs is None else None  # a PyDataset's epochs end by themselves
         taken = 0
         while True:
-            for step in itertools.islice(self._rest, wanted):
+            for step in itertools.islice(self._rest, limit):
                 taken += 1
                 yield step
-            if wanted is None or taken < wanted:
-                self._rest = iter(()) if self._read_once and wanted else self._pass()
-            if taken or wanted is None:  # a pass that ended with the last epoch leaves nothing for this one
+            if limit is None or taken < limit:
+                self._rest = iter(()) if self._read_once and limit else self._pass()
+            if taken or limit is None:  # a pass that ended with the last epoch leaves nothing for this one
                 break
         if wanted is None or taken == wanted:
             return

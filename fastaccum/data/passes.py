@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import functools
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.data_adapters import EpochBatches
 from fastaccum.data.stacks import Batch, Dispatch, Place
 from fastaccum.kernels import private
 from fastaccum.lines import warn
@@ -29,10 +29,7 @@ class Origin(NamedTuple):
     what: str
     read_once: bool  # a second pass is impossible
     python: bool  # Python code yields the elements
-    shuffled: bool = False  # each pass draws its order from Python's `random`, as Keras does for a PyDataset
-    anew: bool = False  # every epoch begins a pass, as tf_keras has it for a Sequence
-    begin: Callable[[], object] = lambda: None
-    end: Callable[[], object] = lambda: None
+    epochs: EpochBatches | None = None  # of a PyDataset, of which each epoch begins a pass here
     steps: str = "steps_per_epoch"  # the argument that says how much of it is read at a time
 
 
@@ -57,8 +54,6 @@ class Passes:
         self.tracked = False  # True if the place will be asked for
         self.steps = self.rows = 0
         self._ended = self._skip = 0
-        self._random: tuple | None = None
-        self._saved_random: tuple | None = None
         self._given: Place = {}
         self._held: list[Dispatch] = []
         self._iterator: Any = None
@@ -73,15 +68,10 @@ class Passes:
         self.steps, self._skip = self._skip, 0
         if self._resumed is not None:
             return 0
-        if self._origin.shuffled:
-            if self._saved_random is not None:
-                version, numbers, gauss = self._saved_random
-                random.setstate((version, tuple(numbers), gauss))
-                self._saved_random = None
-            self._random = random.getstate()
         if self._origin.read_once and self._ended:  # Keras would begin with the batches that it peeked at for shapes
             raise used_up(self._origin)
-        self._origin.begin()
+        if self._origin.epochs is not None:
+            self._origin.epochs.begin_epoch()
         return self.steps
 
     def iterator(self) -> Iterator:
@@ -100,8 +90,10 @@ class Passes:
         return step
 
     def end(self) -> None:
-        self._ended, self.steps, self.rows, self._random = self._ended + 1, 0, 0, None
-        self._origin.end()
+        self._ended += 1
+        self.steps = self.rows = 0
+        if self._origin.epochs is not None:
+            self._origin.epochs.end_epoch()
 
     # What becomes of the steps read.
 
@@ -181,8 +173,8 @@ class Passes:
 
     def _mark(self) -> Place:
         mark: Place = {"passes": self._ended, "steps": self.steps, "rows": self.rows}
-        if self._origin.shuffled:
-            mark["random"] = self._random or random.getstate()
+        if self._origin.epochs is not None:
+            mark |= self._origin.epochs.place()
         return mark
 
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
@@ -209,22 +201,22 @@ class Passes:
         """Goes to a place by its number of steps; returns the first element of the last pass that ended, if read."""
         first = None
         self._ended, self._skip, self.rows = given["passes"], given["steps"], given["rows"]
-        self._saved_random = given.get("random")
-        whole = not self._origin.python and (_shuffled_within(self._pipeline) or _moves_state(self._pipeline))
+        if self._origin.epochs is not None:
+            self._origin.epochs.replay(self._ended, given)
+        if self._origin.python:
+            return None
+        whole = _shuffled_within(self._pipeline) or _moves_state(self._pipeline)
         for _ in range(self._ended):
-            self._origin.begin()
-            if not self._origin.python:  # a shuffle draws its seeds as a pass begins
-                elements = iter(self._pipeline)
-                first = next(elements, None)
-                collections.deque(elements if whole else (), 0)
-            self._origin.end()
+            elements = iter(self._pipeline)  # a shuffle draws its seeds as a pass begins
+            first = next(elements, None)
+            collections.deque(elements if whole else (), 0)
         return first
 
     def in_other_pieces(self, recut: bool) -> str | None:
         """Returns what keeps rows from coming in the same order again, in other batches if `recut`; else None."""
         if not self._origin.python and _unseeded(self._pipeline):
             return "it shuffles without a seed, so that its order cannot be found again"
-        if recut and self._origin.shuffled:
+        if recut and self._origin.epochs is not None and self._origin.epochs.shuffled:
             return "its batches are shuffled (shuffle=True), whatever rows they hold"
         for kind, does in _OF_BATCHES.items() if recut else ():
             if any(_parts(each, "BatchDataset") for each in _parts(self._pipeline, kind)):

@@ -281,7 +281,7 @@ class ModelObjective(Objective):
             return _sum_over(stacks, sums, 2 * len(self.term_weights))
 
     def evaluated(self, sums: Sequence[float]) -> dict[str, float]:
-        """Returns the logs of an evaluation, from the sums of all its dispatches."""
+        """Returns the logs of an evaluation, from the sums of its dispatches so far; `model.metrics` has them too."""
         half = len(sums) // 2
         loss, logs = 0.0, {}
         names = [*self.running.losses] + [None] * (half - len(self.running.losses))
@@ -292,7 +292,9 @@ class ModelObjective(Objective):
             if name is not None:
                 logs[name] = value
         loss += float(self.penalty() or 0.0)
-        logs = self.metrics.logs({"loss": loss, **logs}, training=False)
+        losses = {"loss": loss, **logs}
+        self.running.show(losses)
+        logs = self.metrics.logs(losses, training=False)
         return {name: log_value(value) if tf.is_tensor(value) else value for name, value in logs.items()}
 
     def in_order(self, logs: Mapping[str, float]) -> list[str]:

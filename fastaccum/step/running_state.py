@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -30,7 +30,20 @@ class RunningState:
         self.metrics, self.index_checks, self.stuck_steps = metrics, index_checks, stuck_steps
         self.loss = keras.metrics.Mean()
         self.losses = {name: keras.metrics.Mean() for name in loss_names}
+        for name, mean in self.means.items():
+            mean.name = name  # in `model.metrics`; the variables keep the names that checkpoints know
         self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
+
+    @property
+    def means(self) -> dict[str, keras.metrics.Mean]:
+        """The running means of the loss and of each output's loss, by their names in the logs."""
+        return {"loss": self.loss, **self.losses}
+
+    @property
+    def log_variables(self) -> list[tf.Variable]:
+        """The variables that the logs of losses and metrics are computed from."""
+        means = [v.value for mean in self.means.values() for v in mean.variables]
+        return [*means, *self.metrics.variables]
 
     @property
     def micro_batch_variables(self) -> list[tf.Variable]:
@@ -40,14 +53,23 @@ class RunningState:
     @property
     def variables(self) -> list[tf.Variable]:
         """The variables that a checkpoint saves: no stuck steps, whose cause may have been mended before a resume."""
-        means = [v.value for mean in (self.loss, *self.losses.values()) for v in mean.variables]
-        return [*means, *self.metrics.variables, self.skipped, *self.index_checks.variables]
+        return [*self.log_variables, self.skipped, *self.index_checks.variables]
+
+    def reset_logs(self) -> None:
+        """Starts the running means and metrics, as of an epoch or an evaluation."""
+        for mean in self.means.values():
+            mean.reset_state()
+        self.metrics.reset()
+
+    def show(self, losses: Mapping[str, float]) -> None:
+        """Sets the means to the losses of an evaluation, which `model.metrics` has then, as in Keras."""
+        for name, mean in self.means.items():
+            mean.reset_state()
+            mean.update_state(losses[name])
 
     def reset(self) -> None:
         """Starts the running means of a new epoch."""
-        for mean in (self.loss, *self.losses.values()):
-            mean.reset_state()
-        self.metrics.reset()
+        self.reset_logs()
         self.skipped.assign(0)
         self.stuck_steps.start_epoch()
         self.index_checks.reset()  # what a fit that broke off had seen is not this one's
@@ -72,9 +94,7 @@ class RunningState:
 
     def report(self, result: StepResult, fine: tf.Tensor | bool = True) -> Executed:
         """Reports the logs so far and what the guards saw; `fine` is False where another device has an error."""
-        losses = {"loss": self.loss.result()}
-        for name, mean in self.losses.items():
-            losses[name] = mean.result()
+        losses = {name: mean.result() for name, mean in self.means.items()}
         logs = {
             **self.metrics.logs(losses, training=True),
             "grad_norm": result.grad_norm,

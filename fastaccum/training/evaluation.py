@@ -23,6 +23,7 @@ class Evaluation:
 
     def __init__(self, builder: StepBuilder, data: source.Source, options: Options, steps: int | None, passes: int = 1):
         steps = capped("steps", steps)
+        self._builder = builder
         self._step = builder.get_or_build(data.sample, options)
         # One micro-batch per dispatch where the caller counts them.
         micro_batches = options.gradient_accumulation_steps * options.steps_per_execution if steps is None else 1
@@ -32,9 +33,14 @@ class Evaluation:
         self.batches = None if dispatches is None else dispatches * self._size
 
     def __call__(self, hooks: Callbacks) -> dict[str, float]:
-        """Runs a pass and returns its logs."""
+        """Runs a pass and returns its logs; within a fit, the logs of its epoch go on as before."""
+        with self._builder.keeping_logs():
+            return self._run(hooks)
+
+    def _run(self, hooks: Callbacks) -> dict[str, float]:
         step, stacks = self._step, self._stacks
-        step.running.metrics.reset()
+        stacks.reset()
+        step.running.reset_logs()
         self._model.stop_evaluating = False
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")

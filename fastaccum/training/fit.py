@@ -102,6 +102,7 @@ class Fit:
         epochs_left = schedule.epochs - schedule.initial_epoch
         stacks = self._source.stacks(builder.training_layout(options), schedule.steps_per_epoch, epochs_left)
         validate = self._make_validation(options)
+        stacks.reset()
         steps = stacks.steps_per_epoch
         hooks = Callbacks(callbacks, model, verbose=self._verbose, epochs=schedule.epochs, steps=steps, history=True)
         if step.elsewhere:
@@ -113,6 +114,8 @@ class Fit:
             if on_x86 and not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
                 reason += "; TensorFlow's operations may be faster with oneDNN: import fastaccum before TensorFlow"
             hooks.say(f"This model trains without XLA, which {reason}.\n")
+        if hooks.say is not None and (said := self._counted_steps(stacks)):
+            hooks.say(said)
         training = functools.partial(self._training, options, step, stacks, hooks)
         if recipe.replicas is not None and recipe.replicas.workers > 1:
             now = training()
@@ -122,7 +125,7 @@ class Fit:
         model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, float] = {}
-        with saver, builder.fitting():
+        with saver, builder.fitting(step):
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
             with replicas.on_first_replica(recipe.replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
@@ -140,6 +143,7 @@ class Fit:
                 stopwatch = Stopwatch()
                 logs = _train_epoch(step, saver.watched(step.lockstep(stacks, dispatches)), hooks, done, stopwatch)
                 builder.throughput = stopwatch.read()
+                hooks.show_rate(None if builder.throughput is None else builder.throughput.rows_per_second)
                 if validate is not None and schedule.validates(epoch):
                     logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
                 hooks.list.on_epoch_end(epoch, logs)
@@ -165,7 +169,20 @@ class Fit:
         evaluation = Evaluation(self._builder, source, options, schedule.validation_steps, passes)
         evaluation.require_traceable(like=self._source.sample)
         return lambda hooks: evaluation(
-            Callbacks(hooks.list, self._recipe.model.model, verbose=0, epochs=1, steps=None, history=False)
+            Callbacks(
+                hooks.list, self._recipe.model.model, verbose=0, epochs=1, steps=None, history=False, validates=True
+            )
+        )
+
+    def _counted_steps(self, stacks: Stacks) -> str | None:
+        """Says what `steps_per_epoch` counts, where no end of the data would show it; None where nothing is to say."""
+        steps = self._schedule.steps_per_epoch
+        micro_batches = stacks.layout.accumulation
+        if steps is None or micro_batches == 1 or stacks.has_known_end:
+            return None
+        return (
+            f"steps_per_epoch={steps:,} counts updates: an epoch reads {steps * micro_batches:,} batches, "
+            f"{micro_batches} for each update. Keras's counts batches.\n"
         )
 
     def _training(self, options: Options, step: Step, stacks: Stacks, hooks: Callbacks) -> state.Training:

@@ -12,8 +12,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum.adapters import jit_choice, own_loss, remat, slots
-from fastaccum.adapters.attributes import Nest, raw, replaced
+from fastaccum.adapters.attributes import Nest, raw, replaced, restored
 from fastaccum.adapters.interceptors import Interceptor
+from fastaccum.adapters.keras_models import WithinFit
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
@@ -26,6 +27,7 @@ from fastaccum.step import compilable
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
+from fastaccum.step.running_state import RunningState
 from fastaccum.step.step import Step
 from fastaccum.step.tracing import without_collection
 from fastaccum.training.recipe import Recipe, RunFingerprint
@@ -59,8 +61,8 @@ class StepBuilder:
             step = self._build(sample, options)
             step.guard = Guard(step)
             self.fingerprint.require_one_program(step.objective.options, sample)
-            if not hasattr(self._model.model, _FITTING):
-                self._compile()
+            if not self._is_fitting:
+                self._compile(step.running)
             self._moving = self._model.moving_layers
             with replicas.on_first_replica(self.recipe.replicas):
                 self.split_sensitive = probe(step.objective, sample)
@@ -144,15 +146,33 @@ class StepBuilder:
             faster = jit_choice.is_faster_compiled(work, parameters, rows=tf.nest.flatten(x)[0].shape[0])
         return faster if own is None else bool(own.gather([faster])[0][0])  # as the chief has it
 
-    def _compile(self) -> None:
+    def _compile(self, running: RunningState) -> None:
         self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)
+        self._model.adopt_means(running.loss, running.losses)
         self._compilation = self._model.compilation
 
-    def fitting(self) -> contextlib.AbstractContextManager[None]:
-        """Compiles the model with what trains it; no other Trainer's `evaluate` compiles it inside the block."""
+    @property
+    def _is_fitting(self) -> bool:
+        return hasattr(self._model.model, _FITTING)
+
+    def fitting(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        """Compiles the model with what trains it; no other Trainer's `evaluate` compiles it inside the block.
+
+        Inside the block, an evaluation by the model's own methods leaves the logs of the epoch as they are.
+        """
         if self._model.compiled_since(self._compilation):
-            self._compile()
-        return replaced([(self._model.model, _FITTING, True)])
+            self._compile(step.running)
+        model = self._model.model
+        attributes: list[tuple[object, str, object]] = [(model, _FITTING, True)]
+        for name in ("evaluate", "test_on_batch"):
+            attributes.append((model, name, WithinFit(getattr(model, name), self.keeping_logs)))
+        return replaced(attributes)
+
+    def keeping_logs(self) -> contextlib.AbstractContextManager[None]:
+        """Restores the running means and metrics at the end of the block, if it is within a fit."""
+        if self._is_fitting and self.step is not None:
+            return restored(self.step.running.log_variables)
+        return contextlib.nullcontext()
 
     def require_same(self) -> None:
         """Raises ValueError if a callback has compiled the model, or switched what of it is trained."""

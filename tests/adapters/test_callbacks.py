@@ -350,7 +350,7 @@ def test_a_progbar_of_the_users_own_is_the_only_one(trainer, capsys, monkeypatch
 def test_a_progress_line_leaves_out_what_says_nothing(trainer, capsys):
     fit(trainer, verbose=2)
     quiet = capsys.readouterr().out
-    assert re.search(r" - loss: \S+ - grad_norm: \S+ - mae: \S+\s*$", quiet), quiet
+    assert re.search(r" - loss: \S+ - grad_norm: \S+ - mae: \S+ - rows_per_second: \S+\s*$", quiet), quiet
     x = X.copy()
     x[9] = np.nan
     with pytest.warns(UserWarning, match="1 train step of this epoch was skipped"):

@@ -1,0 +1,477 @@
+"""The calls that fit, evaluate and predict make, and what callbacks read, beside Keras's for the same training.
+
+Keras trains on the full batch, fastaccum on halves of it; what differs on purpose stands in `REASONS`, and in
+docs/guides/callbacks.md.
+"""
+
+import random
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 5)).astype("float32")
+Y = (RNG.uniform(size=(32, 3)) > 0.5).astype("float32")
+ROWS = 16  # of an update
+
+# What Keras calls in fit, evaluate and predict, and fastaccum does not.
+REASONS = {
+    "evaluate": "validation runs fastaccum's own evaluation",
+    "train_step": "the train step is fastaccum's; a model that overrides it is refused",
+    "test_step": "the evaluation is fastaccum's",
+    "make_train_function": "the train step is fastaccum's",
+    "make_test_function": "the evaluation is fastaccum's",
+    "compute_loss": "called where the model overrides it",
+    "compute_metrics": "called where the model overrides it",
+    "reset_metrics": "the step resets the same metrics",
+    "get_metrics_result": "the logs come from the train step",
+}
+
+
+class Data(keras.utils.PyDataset):
+    """The DataGenerator idiom: shuffles in `on_epoch_end`."""
+
+    def __init__(self, rows, log, **options):
+        super().__init__(**options)
+        self.rows, self.log = rows, log
+        self.order, self.random = np.arange(32), np.random.default_rng(3)
+
+    def __len__(self):
+        return 32 // self.rows
+
+    def __getitem__(self, i):
+        rows = self.order[i * self.rows : (i + 1) * self.rows]
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self):
+        self.log.append("data.on_epoch_begin")
+
+    def on_epoch_end(self):
+        self.log.append("data.on_epoch_end")
+        self.random.shuffle(self.order)
+
+
+class Log(keras.callbacks.Callback):
+    """Notes each hook, its arguments and the names of its logs."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+
+def _note(hook):
+    def method(self, *args, **keywords):
+        logs = keywords.get("logs", args[-1] if args and isinstance(args[-1], dict) else None)
+        numbers = [each for each in args if isinstance(each, int)]
+        extra = {"grad_norm", "loss_scale", "skipped_steps"}
+        self.log.append((hook, numbers, sorted({*(logs or {})} - extra)))
+
+    return method
+
+
+HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_") and "on_batch" not in name]
+for name in HOOKS:
+    setattr(Log, name, _note(name))
+
+
+def make_model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "sigmoid")])
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A model that Keras trains, and a Trainer of the same model."""
+    theirs = make_model()
+    theirs.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
+    trainer = fa.Trainer(make_model(), keras.optimizers.SGD(0.5), "mse", ["mae"], gradient_accumulation_steps=2)
+    return theirs, trainer
+
+
+@pytest.fixture
+def both(pair):
+    """The fit, evaluate and predict of each side, from the same weights, with its rows of a batch."""
+    theirs, trainer = pair
+    for model in (theirs, trainer.model):
+        model.set_weights(make_model().get_weights())
+    return [(theirs, theirs, ROWS), (trainer, trainer.model, ROWS // 2)]
+
+
+def difference(both):
+    pairs = zip(both[0][1].get_weights(), both[1][1].get_weights(), strict=True)
+    return max(np.abs(one - other).max() for one, other in pairs)
+
+
+FITS = {
+    "plain": {},
+    "shuffled by batches": {"shuffle": True},
+    "one batch an epoch": {"steps_per_epoch": 1},
+    "threads": {"workers": 2},
+    "processes": {"workers": 2, "use_multiprocessing": True},
+    "validation": {"validated": True},
+    "validation, one step": {"validated": True, "validation_steps": 1},
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_hooks_of_data_and_callbacks(both, case):
+    logs, validation_logs = [], []
+    for side, _, rows in both:
+        options = {"shuffle": False, "epochs": 3, "verbose": 0, **FITS[case]}
+        workers = {name: options.pop(name) for name in ("workers", "use_multiprocessing") if name in options}
+        log, validation_log = [], []
+        if options.pop("validated", False):
+            options["validation_data"] = Data(ROWS, validation_log)
+        random.seed(0)
+        side.fit(Data(rows, log, **workers), callbacks=[Log(log)], **options)
+        logs.append(log)
+        validation_logs.append(validation_log)
+    assert _without_positions(logs[1]) == _without_positions(logs[0])
+    assert validation_logs[1] == validation_logs[0]
+    assert logs[0].count("data.on_epoch_end") == 4
+    if case not in ("shuffled by batches", "one batch an epoch"):  # other batches; Keras reads ahead of the shuffle
+        assert difference(both) < 1e-6
+
+
+def _without_positions(log):
+    """Leaves out of a log what a test of micro-batches' numbers compares: an evaluation's calls stand for several."""
+    hooks = []
+    for each in log:
+        if isinstance(each, tuple) and "test_batch" in each[0]:
+            if hooks[-1] != "test batches":
+                hooks.append("test batches")
+        else:
+            hooks.append(each)
+    return hooks
+
+
+def test_evaluate_and_predict_call_the_hooks_of_a_pydataset(both):
+    logs = []
+    for side, _, rows in both:
+        log = []
+        side.evaluate(Data(rows, log), verbose=0)
+        log.append("evaluated")
+        side.evaluate(Data(rows, log), steps=1, verbose=0)
+        log.append("predicting")
+        side.predict(Data(rows, log), verbose=0)
+        logs.append(log)
+    assert logs[1] == logs[0]
+
+
+def test_an_epoch_reads_nothing_that_on_epoch_end_may_change(both):
+    """The batches of the second epoch come in the order that the hook made before it."""
+    read = []
+
+    class Order(Data):
+        def __getitem__(self, i):
+            read.append(int(self.order[i * self.rows]))
+            return super().__getitem__(i)
+
+    first = np.arange(32)
+    shuffles = np.random.default_rng(3)
+    shuffles.shuffle(first)
+    second = first.copy()
+    shuffles.shuffle(second)
+    trainer = both[1][0]
+    trainer.fit(Order(8, []), steps_per_epoch=1, epochs=2, shuffle=False, verbose=0)
+    assert read[-4:] == [first[0], first[8], second[16], second[24]]
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_epoch": 1}])
+def test_a_sequence_has_the_hooks_that_tf_keras_calls(both, options):
+    tf_keras = pytest.importorskip("tf_keras")
+
+    class Pieces(tf_keras.utils.Sequence):
+        def __init__(self, rows, log):
+            self.data = Data(rows, log)
+
+        def __len__(self):
+            return len(self.data)
+
+        def __getitem__(self, i):
+            return self.data[i]
+
+        def on_epoch_end(self):
+            self.data.on_epoch_end()
+
+    theirs = tf_keras.Sequential([tf_keras.Input((5,)), tf_keras.layers.Dense(3, "sigmoid")])
+    theirs.compile(tf_keras.optimizers.SGD(0.5), "mse")
+    theirs.set_weights(both[1][1].get_weights())
+    logs = [], []
+    for side, rows, log in ((theirs, ROWS, logs[0]), (both[1][0], ROWS // 2, logs[1])):
+        data = Pieces(rows, log)
+        side.fit(data, epochs=3, shuffle=False, verbose=0, **options)
+        log.append("fitted")
+        side.evaluate(data, verbose=0)
+        log.append("evaluated")
+        side.predict(data, verbose=0)
+    assert logs[1] == logs[0]
+    weights = zip(theirs.get_weights(), both[1][1].get_weights(), strict=True)
+    assert max(np.abs(one - other).max() for one, other in weights) < 1e-6
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("steps_per_epoch", [None, 1])
+def test_a_resumed_training_has_the_order_of_one_that_never_stopped(both, tmp_path, shuffle, steps_per_epoch):
+    trainer = both[1][0]
+    start = trainer.model.get_weights()
+    options = {"shuffle": shuffle, "steps_per_epoch": steps_per_epoch, "verbose": 0}
+
+    def fit(epochs, folder):
+        random.seed(5)
+        trainer.model.set_weights(start)
+        trainer.fit(Data(8, []), epochs=epochs, checkpoint_dir=tmp_path / folder, **options)
+
+    fit(4, "whole")
+    whole = trainer.model.get_weights()
+    fit(3, "stopped")
+    random.seed(5)
+    trainer.fit(Data(8, []), epochs=4, checkpoint_dir=tmp_path / "stopped", **options)
+    for one, other in zip(whole, trainer.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# What callbacks read
+
+
+class Read(keras.callbacks.Callback):
+    """Notes what a callback can read at each hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = {}
+
+    def note(self, hook, at, logs):
+        model = self.model
+        self.read[hook, at] = {
+            "params": {name: self.params[name] for name in ("epochs", "steps", "verbose")},
+            "logs": {name: float(logs[name]) for name in ("loss", "mae", "val_loss", "val_mae") if name in logs},
+            "metrics": {name: float(value) for name, value in model.get_metrics_result().items()},
+            "names": [metric.name for metric in model.metrics],
+            "metrics_names": model.metrics_names,
+            "iterations": int(model.optimizer.iterations),
+            "learning_rate": float(model.optimizer.learning_rate),
+            "stop_training": model.stop_training,
+            "compiled": model.compiled,
+            "loss": model.loss if isinstance(model.loss, str) else None,
+        }
+
+    def on_train_begin(self, logs=None):
+        self.note("train begin", 0, logs or {})
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.note("epoch begin", epoch, logs or {})
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.note("batch begin", batch, logs or {})
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note("batch end", batch, logs or {})
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note("epoch end", epoch, logs or {})
+
+    def on_train_end(self, logs=None):
+        self.note("train end", 0, logs or {})
+
+
+def test_callbacks_read_what_they_read_in_keras(both):
+    found = []
+    for side, model, rows in both:
+        model.optimizer.iterations.assign(0)
+        read = Read()
+        side.fit(X, Y, batch_size=rows, epochs=2, shuffle=False, verbose=0, callbacks=[read])
+        found.append(read.read)
+    theirs, ours = found
+    assert list(ours) == list(theirs)
+    for hook, values in theirs.items():
+        if hook == ("train begin", 0):  # where both still have what was before
+            values, ours[hook] = ({**each, "metrics": {}} for each in (values, ours[hook]))
+        for name in ("logs", "metrics"):
+            assert ours[hook].pop(name) == pytest.approx(values.pop(name), abs=1e-6), (hook, name)
+        assert ours[hook] == values, hook
+
+
+@pytest.mark.parametrize("by", ["trainer", "another trainer", "model", "test_on_batch"])
+def test_an_evaluation_in_mid_epoch_leaves_the_epochs_logs_alone(both, by):
+    trainer = both[1][0]
+    start = trainer.model.get_weights()
+    plain = trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
+    trainer.model.set_weights(start)
+    read = []
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            before = _results(self.model)
+            if by == "test_on_batch":
+                self.model.test_on_batch(X[:4], Y[:4])
+            elif by == "another trainer":
+                other = fa.Trainer(self.model, "sgd", "mse", ["mae"], jit_compile=False)
+                other.evaluate(X[:4], Y[:4], verbose=0)
+            else:
+                (trainer if by == "trainer" else self.model).evaluate(X[:4], Y[:4], verbose=0)
+            read.append((before, _results(self.model), dict(logs)))
+
+    history = trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Evaluate()]).history
+    assert history == plain
+    assert len(read) == 2
+    for before, after, logs in read:
+        assert before == after
+        assert before == pytest.approx({name: logs[name] for name in ("loss", "mae")}, abs=1e-6)
+
+
+def _results(model):
+    return {name: float(value) for name, value in model.get_metrics_result().items()}
+
+
+def test_validation_leaves_the_epochs_metrics_and_evaluate_its_own(both):
+    trainer = both[1][0]
+    read = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: read.append((_results(trainer.model), logs)))
+    trainer.fit(X, Y, batch_size=8, validation_data=(X[:6], Y[:6]), verbose=0, callbacks=[note])
+    ((metrics, logs),) = read
+    assert metrics == pytest.approx({"loss": logs["loss"], "mae": logs["mae"]}, abs=1e-6)
+    assert metrics["loss"] != pytest.approx(logs["val_loss"], abs=1e-6)
+    evaluated = trainer.evaluate(X[:6], Y[:6], return_dict=True, verbose=0)
+    assert _results(trainer.model) == pytest.approx(evaluated, abs=1e-6)
+    assert trainer.model.evaluate(X[:6], Y[:6], verbose=0, return_dict=True) == pytest.approx(evaluated, abs=1e-6)
+
+
+def test_each_outputs_loss_is_among_the_metrics():
+    inputs = keras.Input((5,))
+    outputs = {name: keras.layers.Dense(3, name=name)(inputs) for name in ("a", "b")}
+    model = keras.Model(inputs, outputs)
+    losses = {"a": "mse", "b": "mae"}
+    trainer = fa.Trainer(model, "sgd", losses, gradient_accumulation_steps=2, jit_compile=False)
+    read = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: read.append((_results(model), logs)))
+    y = {"a": Y, "b": Y}
+    trainer.fit(X, y, batch_size=16, verbose=0, callbacks=[note])
+    ((metrics, logs),) = read
+    assert metrics == pytest.approx({name: logs[name] for name in ("loss", "a_loss", "b_loss")}, abs=1e-6)
+    theirs = model.evaluate(X, y, verbose=0, return_dict=True)
+    assert theirs == pytest.approx(trainer.evaluate(X, y, verbose=0, return_dict=True), abs=1e-6)
+    assert [metric.name for metric in model.metrics].count("a_loss") == 1
+
+
+# Methods of the model and the optimizer
+
+METHODS = (*REASONS, "predict", "predict_step", "make_predict_function")
+
+
+def test_methods_of_the_model_that_keras_calls_are_called_or_listed(both, monkeypatch):
+    called = [set(), set()]
+    calls = called[0]
+
+    def noting(name, method):
+        def noted(self, *args, **keywords):
+            calls.add(name)
+            return method(self, *args, **keywords)
+
+        return noted
+
+    for name in METHODS:
+        monkeypatch.setattr(keras.Model, name, noting(name, getattr(keras.Model, name)))
+    for (_, model, rows), calls in zip(both, called, strict=True):
+        side = model
+        if calls is called[0]:
+            model = make_model()
+            model.compile("sgd", "mse", metrics=["mae"])
+            side = model
+        else:
+            model = make_model()
+            side = fa.Trainer(model, "sgd", "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=False)
+        side.fit(X, Y, batch_size=rows, validation_data=(X, Y), verbose=0)
+        side.predict(X, verbose=0)
+    assert called[0] == set(METHODS)
+    assert called[0] - called[1] == {*REASONS}
+
+
+class Noting(keras.optimizers.SGD):
+    """Notes the calls of its methods."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.calls = []
+
+    def build(self, variables):
+        self.calls.append("build")
+        super().build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        if "apply" not in self.calls:  # a trace calls it, and there may be several
+            self.calls.append("apply")
+        super().apply(grads, trainable_variables)
+
+    def finalize_variable_values(self, var_list):
+        self.calls.append("finalize_variable_values")
+        super().finalize_variable_values(var_list)
+
+
+def test_methods_of_the_optimizer_are_called_as_in_keras():
+    theirs, ours = Noting(), Noting()
+    model, other = make_model(), make_model()
+    model.compile(theirs, "mse")
+    model.fit(X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    trainer = fa.Trainer(other, ours, "mse", gradient_accumulation_steps=2, jit_compile=False)
+    trainer.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    assert {*ours.calls} == {*theirs.calls} == {"build", "apply", "finalize_variable_values"}
+    assert ours.calls[-1] == theirs.calls[-1] == "finalize_variable_values"
+    assert ours.calls.count("finalize_variable_values") == 1
+    assert int(ours.iterations) == int(theirs.iterations) == 4
+
+
+def test_kerass_own_loss_log_of_data_of_unknown_length():
+    """Its step starts once more than there are batches, and counts known numbers of rows without a loss."""
+    theirs = make_model()
+    theirs.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
+    signature = tuple(_spec(each, ROWS) for each in (X, Y))
+    data = _dataset(lambda: ((X[i : i + ROWS], Y[i : i + ROWS]) for i in range(0, 32, ROWS)), signature)
+    logged = theirs.fit(data, verbose=0).history["loss"][0]
+    assert logged == pytest.approx(theirs.evaluate(X, Y, verbose=0) * 2 / 3, rel=1e-5)
+
+
+# The progress line
+
+
+def test_the_progress_line_counts_train_steps_beside_a_validation_of_unknown_length(both, capsys):
+    def batches(count):
+        return lambda: ((X[i * 4 : i * 4 + 4], Y[i * 4 : i * 4 + 4]) for i in range(count))
+
+    signature = tuple(_spec(each) for each in (X, Y))
+    data, validation = (_dataset(batches(count), signature) for count in (6, 8))
+    both[1][0].fit(data, validation_data=validation, verbose=2)
+    assert re.findall(r"(\d+)/(\d+)", capsys.readouterr().out)[-1] == ("3", "3")
+
+
+def _spec(array, rows=None):
+    return tf.TensorSpec([rows, *array.shape[1:]], array.dtype)
+
+
+def _dataset(make, signature):
+    return tf.data.Dataset.from_generator(make, output_signature=signature)
+
+
+def test_the_progress_line_tells_rows_a_second(both, capsys):
+    trainer = both[1][0]
+    history = trainer.fit(X, Y, batch_size=8, epochs=2, verbose=2)
+    said = re.findall(r"rows_per_second: ([\d.e+]+)", capsys.readouterr().out)
+    assert len(said) == 2
+    assert all(float(each) > 0 for each in said)
+    assert "rows_per_second" not in history.history
+
+
+@pytest.mark.parametrize(("repeated", "says"), [(True, True), (False, False)])
+def test_steps_per_epoch_of_endless_data_says_once_what_it_counts(both, capsys, monkeypatch, repeated, says):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    data = data.repeat() if repeated else data
+    both[1][0].fit(data, steps_per_epoch=2, epochs=2)
+    text = "steps_per_epoch=2 counts updates: an epoch reads 4 batches, 2 for each update. Keras's counts batches."
+    assert capsys.readouterr().out.count(text) == says
