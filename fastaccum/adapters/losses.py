@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import traces
+from fastaccum.adapters import scalar_losses, traces
 from fastaccum.adapters.attributes import Nest, of_keras
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
@@ -29,6 +29,7 @@ class Term(NamedTuple):
     loss_sum: tf.Tensor  # of weight x loss over valid elements
     weight_sum: tf.Tensor  # over the full batch, what the loss's reduction divides by
     scored: ScoredLabels | None = None
+    factor: scalar_losses.Factor | None = None  # of a scalar, by its weights and mask
 
 
 class Output(NamedTuple):
@@ -41,9 +42,12 @@ class Output(NamedTuple):
     classes: int | None  # set if labels are class indices
     # Set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", which then counts as a mean.
     power: float | None = None
+    scalar: scalar_losses.ScalarLoss | None = None  # set if the loss is one number for a batch, or a pair of numbers
 
     @property
     def reduction(self) -> str:
+        if self.scalar is not None:
+            return "sum" if self.scalar.kind == "sum" else "mean"
         return self.loss.reduction if self.power is None else "mean"
 
 
@@ -56,6 +60,8 @@ class Losses:
         self._loss, self._loss_weights = loss, loss_weights
         self.outputs: list[Output] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the output
+        # Scalar losses that may be no sum or mean over rows, by the name of the output.
+        self.unproven: dict[str, scalar_losses.ScalarLoss] = {}
         self.replicas = 1  # that share the rows of a batch
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
@@ -84,20 +90,30 @@ class Losses:
             for loss, weight in _with_weights(of_output, weights[i], name):
                 if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
                     loss = private.get_loss(loss, target, outputs.specs[i])
-                _require_sum_of_rows(loss, name, outputs.specs[i])
+                scalar = _find_scalar(loss, target, outputs.specs[i])
+                _require_sum_of_rows(loss, name, outputs.specs[i], scalar is not None)
                 classes = None
                 if takes_class_indices(loss):
                     shape, axis = tuple(outputs.specs[i].shape), private.fn_kwargs(loss, {}).get("axis", -1)
                     if not -len(shape) <= axis < len(shape):
                         raise ValueError(f"loss of output {name!r} has axis={axis}, and the output has shape {shape}.")
                     classes = shape[axis]
-                self.outputs.append(Output(i, name, loss, weight, classes))
+                self.outputs.append(Output(i, name, loss, weight, classes, scalar=scalar))
         if not self.outputs and self._loss is not None:
             raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
         logged = outputs.logs_each_loss(len(self.outputs))
-        seen = [(o, *_trace_rows(o.loss, targets[o.position], outputs.specs[o.position])) for o in self.outputs]
-        self.mixing = {o.name: operation for o, operation, _ in seen if operation is not None}
-        self.outputs = [o if not p else o._replace(power=p + (o.reduction == "sum")) for o, _, p in seen]
+        self.mixing = {}
+        self.unproven = {}
+        for k, o in enumerate(self.outputs):
+            if o.scalar is not None:
+                if o.scalar.unproven is not None:
+                    self.unproven[o.name] = o.scalar
+                continue
+            operation, power = _trace_rows(o.loss, targets[o.position], outputs.specs[o.position])
+            if operation is not None:
+                self.mixing[o.name] = operation
+            if power:
+                self.outputs[k] = o._replace(power=power + (o.reduction == "sum"))
         self.log_names = make_distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
 
     def require_targets(self, outputs: Outputs, y_true: Nest) -> None:
@@ -136,8 +152,13 @@ class Losses:
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
         y_true, y_pred, weights = batch
-        places = [(o.position, o.loss) for o in self.outputs]
-        terms = [compute_term(loss, y_true[i], y_pred[i], weights[i], valid) for i, loss in places]
+        terms = []
+        for o in self.outputs:
+            tensors = y_true[o.position], y_pred[o.position], weights[o.position]
+            if o.scalar is None:
+                terms.append(compute_term(o.loss, *tensors, valid))
+            else:
+                terms.append(_compute_scalar_term(o.loss, o.scalar.kind, *tensors))
         for i, o in enumerate(self.outputs):
             if o.power is not None:
                 own = batch.y_pred[o.position].shape[0]
@@ -148,6 +169,16 @@ class Losses:
                     loss_sum, weight_sum = loss_sum * own, tf.reduce_sum(counted)
                 terms[i] = Term(loss_sum, weight_sum)
         return terms
+
+    @property
+    def with_scalars(self) -> list[int]:
+        """Lists the terms of losses that are scalars, and have a factor."""
+        return [k for k, o in enumerate(self.outputs) if o.scalar is not None and o.scalar.kind != "pair"]
+
+    @property
+    def need_exact_rows(self) -> bool:
+        """True if some loss would count padded rows: a scalar says nothing of single rows."""
+        return bool(self.mixing) or any(o.scalar is not None for o in self.outputs)
 
     def require_classes(self, class_weight: dict[int, float] | None) -> None:
         """Raises ValueError for a class that no label can be."""
@@ -202,14 +233,7 @@ def compute_term(
     elif hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
         values = getattr(loss, "fn", loss.call)(y_true, y_pred)
     else:
-        dtype = getattr(loss, "dtype", None) or "float32"
-        y_true, y_pred = tf.cast(y_true, dtype), tf.cast(y_pred, dtype)
-        if not isinstance(loss, keras.Loss) and y_true.shape.rank == 1 and y_pred.shape[1:] == [1]:
-            y_true = y_true[:, tf.newaxis]  # as tf_keras does, before it calls the loss
-        _require_same_shape(loss, y_true, y_pred)
-        shapes = f"y of shape {tuple(y_true.shape)} and predictions of shape {tuple(y_pred.shape)}"
-        with checks.naming(f"loss {_loss_name(loss)!r}, called with {shapes}"):
-            values = loss.call(y_true, y_pred)
+        values = _call(loss, y_true, y_pred)
     masks.append(get_mask(values))
     if not isinstance(loss, FusedHeadLoss):
         _require_per_example(loss, values, y_pred.shape[0])
@@ -234,6 +258,57 @@ def compute_term(
     else:
         weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, values.shape), tf.float32))
     return Term(loss_sum, weight_sum, scored)
+
+
+def _call(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> Any:
+    """Calls a loss as Keras does, with tensors of its dtype."""
+    y_true, y_pred = _as_called(loss, y_true, y_pred)
+    _require_same_shape(loss, y_true, y_pred)
+    shapes = f"y of shape {tuple(y_true.shape)} and predictions of shape {tuple(y_pred.shape)}"
+    with checks.naming(f"loss {_loss_name(loss)!r}, called with {shapes}"):
+        return loss.call(y_true, y_pred)
+
+
+def _as_called(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> scalar_losses.Pair:
+    dtype = getattr(loss, "dtype", None) or "float32"
+    y_true = tf.cast(y_true, dtype)
+    y_pred = tf.cast(y_pred, dtype)
+    if not isinstance(loss, keras.Loss) and y_true.shape.rank == 1 and y_pred.shape[1:] == [1]:
+        y_true = y_true[:, tf.newaxis]  # as tf_keras does, before it calls the loss
+    return y_true, y_pred
+
+
+def _compute_scalar_term(
+    loss: keras.losses.Loss,
+    kind: str,
+    y_true: tf.Tensor,
+    y_pred: tf.Tensor,
+    sample_weight: tf.Tensor | None,
+) -> Term:
+    """Computes the sums behind the value of a loss that is a scalar, or a pair of scalars."""
+    returned = _call(loss, y_true, y_pred)
+    rows = y_pred.shape[0]
+    if kind == "pair":
+        if sample_weight is not None:
+            raise ValueError(
+                f"loss {_loss_name(loss)!r} returns a pair (loss_sum, weight_sum), which sample_weight and "
+                "class_weight cannot weigh. Return one loss per row or token, and they weigh it; "
+                "reduction='mean_with_sample_weight' divides by the sum of the weights."
+            )
+        loss_sum, weight_sum = returned
+        return Term(tf.cast(loss_sum, tf.float32), tf.cast(weight_sum, tf.float32))
+    value = tf.cast(returned, tf.float32)
+    if kind == "mean":
+        value *= rows
+    factor = scalar_losses.make_factor(_reduction(loss), rows, sample_weight, get_mask(y_pred), _loss_name(loss))
+    return Term(value, tf.constant(float(rows)), factor=factor)
+
+
+def _find_scalar(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> scalar_losses.ScalarLoss | None:
+    """Finds what a loss is over rows if it returns one number for a batch, or a pair; else None."""
+    if isinstance(loss, LinearCrossEntropy):
+        return None
+    return scalar_losses.find(lambda pair: loss.call(*_as_called(loss, *pair)), specs, _loss_name(loss))
 
 
 def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str | None, float | None]:
@@ -276,7 +351,7 @@ def _with_weights(loss: keras.losses.Loss, weight: Any, name: str) -> list[tuple
     return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
 
 
-def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTensor) -> None:
+def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTensor, is_scalar: bool) -> None:
     called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
     if not of_keras(called):
         raise ValueError(
@@ -284,6 +359,8 @@ def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTe
             "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
             "loss for each row; or the model's compute_loss, with a loss that compares rows."
         )
+    if is_scalar:  # whatever its reduction
+        return
     if _reduction(loss) is None:
         raise ValueError(
             f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "

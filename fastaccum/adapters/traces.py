@@ -26,7 +26,8 @@ _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
 _LINEAR = {"Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"}
 _LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2"}
-_FUNCTIONS = {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"}  # not looked into
+CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+_FUNCTIONS = CALLS | {"While", "StatelessWhile"}  # not looked into
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
 
 
@@ -62,8 +63,12 @@ def first_sum_in_weights(graph: tf.Graph) -> str | None:
     return None
 
 
-def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None:
-    """Names an operation after which a scalar is no sum or mean over rows any more, as a root; None if none is."""
+def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool, functions_are_sums: bool = True) -> str | None:
+    """Names an operation after which a scalar is no sum or mean over rows any more, as a root; None if none is.
+
+    Loops and called functions that take rows and return none are sums if `functions_are_sums`.
+    """
+    sums = _SUMS | _FUNCTIONS if functions_are_sums else _SUMS
     reaches: set[str] = set()  # operations that depend on a tensor with rows, and not on the number of rows alone
     for operation in scalar.graph.get_operations():  # each after its inputs
         depends = _has_rows(operation.outputs) or any(t.op.name in reaches for t in operation.inputs)
@@ -79,7 +84,7 @@ def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool) -> str | None
             if model_is_by_row and not all(map(_has_rows, ([t] for t in inputs))):
                 return operation.name
         elif _has_rows(operation.inputs):
-            if operation.type not in _SUMS | _FUNCTIONS:
+            if operation.type not in sums:
                 return operation.name
         elif not _is_linear(operation, inputs):
             return operation.name

@@ -18,6 +18,7 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
+from fastaccum.adapters.scalar_losses import Factor, ScalarLoss, divide_out
 from fastaccum.adapters.traces import COMPILED
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.xla_ops import loop
@@ -64,12 +65,15 @@ class ModelObjective(Objective):
         added = _added_kinds(model, options.own_loss_reduction)  # a sum is refused for a `compute_loss` too
         # What mixes rows, with the operation by which it does; a step warns of it where it splits the rows.
         self.mixing = {f"The metric {name!r}": operation for name, operation in metrics.mixing.items()}
+        self._unproven_losses = {**losses.unproven}
         self._added = [] if self.own else added
         others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
         self.reductions = [o.reduction for o in losses.outputs] + list(others)
         several = len(self.term_weights) > 1 or self.own is not None or bool(losses.log_names)
-        self.has_several_terms = several or any(o.power for o in losses.outputs)
+        self._scalars = losses.with_scalars  # terms with a factor that is counted before
+        counted = bool(self._scalars) or any(o.power for o in losses.outputs)
+        self.has_several_terms = several or counted
         self.running = RunningState(
             losses.log_names,
             metrics,
@@ -121,7 +125,10 @@ class ModelObjective(Objective):
         share = None if prepared is None else rows / prepared[-1]
 
         def part() -> tf.Tensor:
-            denominators = self._denominators([t.weight_sum for t in asked]) if prepared is None else prepared
+            denominators = prepared
+            if denominators is None:
+                factors = self._factors(asked)
+                denominators = self._denominators([t.weight_sum for t in asked], factors)
             return _weighted(self.term_weights, asked, denominators)
 
         def compiled(y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
@@ -201,6 +208,8 @@ class ModelObjective(Objective):
         parts = sum(map(trip_count, stacks)) * self.losses.replicas
         while parts > 1 and self.mixing:  # once, and not for each trace
             _warn_of_mixing(*self.mixing.popitem())
+        while parts > 1 and self._unproven_losses:
+            _warn_of_scalar(*self._unproven_losses.popitem())
         if parts > 1 and (found := self.model.row_counter):
             self.model.row_counter = None
             warn(
@@ -212,26 +221,43 @@ class ModelObjective(Objective):
         self.observe_labels(stacks)
         if not self.has_several_terms:
             return None
-        *weight_sums, rows = self.count(*stacks) if counts is None else counts
+        if counts is None:
+            counts = self.count(*stacks)
+        size = len(self.term_weights)
+        weight_sums = counts[:size]
+        factors = counts[size:-1]
+        rows = counts[-1]
         rows *= tf.cast(tf.reduce_any(tf.not_equal(weight_sums, 0.0)), rows.dtype)  # no valid element: no update
-        return [*self._denominators(weight_sums), rows]
+        return [*self._denominators(weight_sums, factors), rows]
 
-    def _denominators(self, weight_sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the divisors of the first terms' loss sums."""
+    def _denominators(self, weight_sums: Sequence[tf.Tensor], factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the divisors of the first terms' loss sums, for what `_factors` counted."""
         sums = zip(self.reductions, weight_sums, strict=False)
-        return [tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums]
+        found = [tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums]
+        for i, k in enumerate(self._scalars):
+            factor = Factor(factors[2 * i], factors[2 * i + 1])
+            found[k] = divide_out(found[k], factor)
+        return found
+
+    def _factors(self, terms: Sequence[Term]) -> list[tf.Tensor]:
+        """Lists both sums of the factor of each scalar loss; zeros where it was not computed."""
+        sums = []
+        for k in self._scalars:
+            sums.extend(terms[k].factor or Factor(tf.constant(0.0), tf.constant(0.0)))
+        return sums
 
     def count(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Counts each term's weight sum over the stacks, and the valid rows; leaves all state as it was."""
+        """Counts each term's weight sum over the stacks, factors and the valid rows; leaves all state as it was."""
 
         def count(batch):
             if not self.losses.outputs and not self._returned:
                 return [_rows(batch)] * (len(self.term_weights) + 1)
             terms, _ = self.terms(batch, training=False, observe=False)
-            return [*(t.weight_sum for t in terms), _rows(batch)]
+            return [*(t.weight_sum for t in terms), *self._factors(terms), _rows(batch)]
 
+        size = len(self.term_weights) + 2 * len(self._scalars) + 1
         with restored([*self.state, *self.model.metric_variables]):
-            return _sum_over(stacks, count, len(self.term_weights) + 1)
+            return _sum_over(stacks, count, size)
 
     def rows(self, stacks: Sequence[Batch]) -> tf.Tensor:
         """Counts the valid rows in the stacks."""
@@ -269,25 +295,29 @@ class ModelObjective(Objective):
     # An evaluation.
 
     def evaluate(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Sums every term's loss sum, then every term's weight sum, over the stacks; updates the metrics."""
+        """Sums every term's loss sum, then weight sums and factors, over the stacks; updates the metrics."""
 
         def sums(batch):
             terms, y_pred = self.terms(batch, training=False)
             self.update_metrics(batch, terms, y_pred, training=False)
-            return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms)]
+            return [*(t.loss_sum for t in terms), *(t.weight_sum for t in terms), *self._factors(terms)]
 
         self.observe_labels(stacks)
         with self.scope():
-            return _sum_over(stacks, sums, 2 * len(self.term_weights))
+            return _sum_over(stacks, sums, 2 * len(self.term_weights) + 2 * len(self._scalars))
 
     def evaluated(self, sums: Sequence[float]) -> dict[str, float]:
         """Returns the logs of an evaluation, from the sums of its dispatches so far; `model.metrics` has them too."""
-        half = len(sums) // 2
+        size = len(self.term_weights)
+        loss_sums = sums[:size]
+        weight_sums = sums[size : 2 * size]
+        factors = sums[2 * size :]
         loss, logs = 0.0, {}
-        names = [*self.running.losses] + [None] * (half - len(self.running.losses))
-        terms = zip(names, self.term_weights, self.reductions, sums[:half], sums[half:], strict=True)
-        for name, weight, reduction, loss_sum, weight_sum in terms:
-            value = loss_sum if reduction == "sum" else loss_sum / weight_sum if weight_sum else 0.0
+        names = [*self.running.losses] + [None] * (size - len(self.running.losses))
+        denominators = self._denominators(weight_sums, factors)
+        terms = zip(names, self.term_weights, loss_sums, denominators, strict=True)
+        for name, weight, loss_sum, denominator in terms:
+            value = loss_sum / float(denominator) if denominator else 0.0
             loss += weight * value
             if name is not None:
                 logs[name] = value
@@ -350,6 +380,21 @@ def _warn_of_mixing(what: str, operation: str) -> None:
         "for each micro-batch and averaged, which is not the value for the whole batch. For a mean over some rows or "
         "tokens, pass a Keras loss or metric with reduction='mean_with_sample_weight', and sample_weight=0 for the "
         "others. A comparison of rows compares the batch_size rows of one micro-batch.",
+        UserWarning,
+    )
+
+
+def _warn_of_scalar(output: str, scalar: ScalarLoss) -> None:
+    """Warns of a loss that is one number for a batch, and may not follow from those of micro-batches."""
+    combined = "averaged by their rows"
+    if scalar.kind == "sum":
+        combined = "added up"
+    warn(
+        f"The loss of output {output!r} is one number for a whole batch, and no mean or sum over its rows, each on its "
+        f"own (see {scalar.unproven}). The values of micro-batches are {combined}, which is not the value for the "
+        "whole batch. If it is a quotient of two sums, as a masked mean is, `return loss_sum, weight_sum`, the pair of "
+        "them, and it is exact. Or return one loss per row or token, as Keras's Dice and Tversky do "
+        "with axis=(1, 2, ...). A comparison of rows compares the batch_size rows of one micro-batch.",
         UserWarning,
     )
 

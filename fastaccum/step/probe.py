@@ -21,7 +21,8 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """
     for output, operation in objective.losses.mixing.items():
         objective.mixing[f"The loss of output {output!r}"] = operation
-    mixing = [f"the loss of output {output!r}" for output in objective.losses.mixing]
+    outputs = [*objective.losses.mixing, *objective.losses.unproven]
+    mixing = [f"the loss of output {output!r}" for output in outputs]
     if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
         return mixing
 

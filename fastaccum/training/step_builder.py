@@ -202,16 +202,16 @@ class StepBuilder:
 
     def training_layout(self, options: Options) -> Layout:
         """Returns the layout of train steps' stacks; a model must have been called to know if its rows are coupled."""
-        own = not self.recipe.needs_targets or self.recipe.losses.mixing
-        exact = self._model.couples_rows or bool(own) or self.recipe.metrics.need_exact_rows
+        own = not self.recipe.needs_targets or self.recipe.losses.need_exact_rows
+        exact = self._model.couples_rows or own or self.recipe.metrics.need_exact_rows
         return self._layout(options.gradient_accumulation_steps, options.steps_per_execution, exact)
 
     def evaluation_layout(self, micro_batches: int) -> Layout:
         """Returns the layout of an evaluation's stacks, which hold `micro_batches` micro-batches."""
         recipe, losses = self.recipe, self.recipe.losses
-        mixed = self._model.mixes_rows or self._model.couples_losses or losses.mixing
+        mixed = self._model.mixes_rows or self._model.couples_losses or losses.need_exact_rows
         counted = any(o.power for o in losses.outputs)
-        exact = bool(mixed) or counted or not recipe.needs_targets or recipe.metrics.need_exact_rows
+        exact = mixed or counted or not recipe.needs_targets or recipe.metrics.need_exact_rows
         return self._layout(micro_batches, 1, exact)
 
     def _layout(self, micro_batches: int, steps: int, exact_rows: bool) -> Layout:

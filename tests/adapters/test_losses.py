@@ -168,9 +168,8 @@ def test_weights_that_do_not_fit_say_so():
         compute_term(loss, y_true, y_pred, tf.ones([ROWS, 3]))
 
 
-@pytest.mark.parametrize("mean", [tf.reduce_mean, lambda t: tf.reduce_mean(t, axis=0)])
-def test_a_loss_that_averages_over_rows_is_refused(mean):
-    losses = Losses(lambda y_true, y_pred: mean((y_true - y_pred) ** 2))
+def test_a_loss_that_averages_over_rows_alone_is_refused():
+    losses = Losses(lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, axis=0))
     spec = keras.KerasTensor((ROWS, 2))
     outputs = Outputs(["out"], spec)
     losses.build(outputs, spec)
@@ -272,18 +271,16 @@ def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
 
 
 @pytest.mark.parametrize("name", ["TripletSemiHard", "TripletHard", "LiftedStruct", "Npairs", "NpairsMultilabel"])
-def test_a_loss_of_tensorflow_addons_that_compares_rows_is_refused(name):
-    """By its reduction, which is none; and by its value, a scalar, where another reduction is set on it."""
+def test_a_loss_of_tensorflow_addons_that_compares_rows_is_that_of_each_micro_batch(name):
+    """Its value is a scalar, whatever its reduction."""
     pytest.importorskip("tf_keras")
     y_pred, labels = tf.fill([4, 4], 0.5), tf.eye(4) if name == "NpairsMultilabel" else tf.range(4)
     loss, outputs = getattr(fa.addons.losses, f"{name}Loss")(), Outputs(["a"], y_pred)
-    with pytest.raises(ValueError, match=r"reduction=None.* override the model's compute_loss"):
-        Losses(loss).build(outputs, labels)
-    loss.reduction = "sum_over_batch_size"
     losses = Losses(loss)
     losses.build(outputs, labels)
-    with pytest.raises(ValueError, match=r"returned shape \(\) for 4 examples.*override the model's compute_loss"):
-        losses.terms(outputs.matched(labels, y_pred, None), None, {})
+    assert list(losses.unproven) == ["a"]
+    (term,) = losses.terms(outputs.matched(labels, y_pred, None), None, {})
+    np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
 
 
 class Halved(LOSSES.MeanSquaredError):
@@ -308,11 +305,10 @@ IMAGES = np.random.default_rng(0).integers(0, 2, size=(10, 4, 4, 2)).astype("flo
 
 @pytest.mark.parametrize("kind", [LOSSES.Dice, LOSSES.Tversky])
 def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_keras(kind):
-    losses, spec = Losses(kind()), keras.KerasTensor((10, 4, 4, 2))
-    with pytest.raises(ValueError, match=rf"losses\.{kind.__name__}\(axis=\(1, 2, 3\)\), one loss for each row"):
-        losses.build(Outputs(["mask"], spec), spec)
+    spec = keras.KerasTensor((10, 4, 4, 2))
+    axes = rf"losses\.{kind.__name__}\(axis=\(1, 2, 3\)\), one loss for each row"
     for axis in (0, (-4, 1), (0, 1, 2)):  # as many losses as there are rows may still be of all rows
-        with pytest.raises(ValueError, match="compares the whole batch"):
+        with pytest.raises(ValueError, match=f"compares the whole batch.*{axes}"):
             Losses(kind(axis=axis)).build(Outputs(["mask"], spec), spec)
 
     def model():

@@ -1,0 +1,244 @@
+"""Loss functions that return one number for a batch: whether it is a mean or a sum over rows, and how weights scale it.
+
+Keras multiplies such a number by every sample weight and reduces the products, so that the weights do not tell rows
+apart: they scale the batch's loss, by their mean under the reduction "sum_over_batch_size".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from fastaccum.adapters import traces
+from fastaccum.adapters.attributes import Nest
+
+Pair = tuple[tf.Tensor, tf.Tensor]  # y_true and y_pred
+
+
+class ScalarLoss(NamedTuple):
+    """How the values of micro-batches make up the value of the whole batch.
+
+    Attributes:
+        kind: "mean" if each value counts by its rows; "sum" if the values are added up; "pair" if the function returns
+            `(loss_sum, weight_sum)`, of which both are added up before they are divided.
+        unproven: an operation because of which the result may be another than the value of the whole batch, or None.
+    """
+
+    kind: Literal["mean", "sum", "pair"]
+    unproven: str | None = None
+
+
+class Factor(NamedTuple):
+    """What Keras multiplies a scalar loss by: `weighted / counted`, or `weighted` where `counted` is 0.
+
+    Both are float32 scalars, and those of micro-batches add up to those of the whole batch.
+    """
+
+    weighted: tf.Tensor
+    counted: tf.Tensor
+
+
+# Which reductions a function seems to have.
+
+# Rows of two batches that are compared with both together: even, since functions take rows in pairs.
+_FEW_ROWS, _MORE_ROWS = 2, 4
+
+
+def find(call: Callable[[Pair], Any], specs: Nest, name: str) -> ScalarLoss | None:
+    """Finds what a loss function `name` is over rows; None if it returns something else than a scalar or a pair.
+
+    The trace decides if the value is made of sums over rows. Their factors are decided by numbers: a mean over all rows
+    is the mean of two batches' means by their rows, and a sum is the sum of their sums.
+
+    Raises ValueError for a pair whose parts do not add up.
+    """
+    traced = _trace(call, specs)
+    if traced is None:  # the trace of the step fails with an error that names the loss
+        return None
+    returned = traced.structured_outputs
+    if isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_scalar, returned)):
+        _require_sums(call, specs, name)
+        return ScalarLoss("pair")
+    if not _is_scalar(returned):
+        return None
+    kind = _compare_batches(call, specs)
+    operation = _first_op_beyond_sums(returned)
+    if operation is None and kind is None:
+        operation = returned.op.name
+    return ScalarLoss(kind or "mean", operation)
+
+
+def _trace(call: Callable[[Pair], Any], specs: Nest) -> tf.types.experimental.ConcreteFunction | None:
+    """Traces a function with other functions inlined and as many rows as tell, or as much of that as it can be."""
+    attempts = (
+        (traces.TELLING_ROWS, _inlined_functions()),
+        (traces.TELLING_ROWS, contextlib.nullcontext()),  # a function that needs AutoGraph
+        (None, contextlib.nullcontext()),  # one of a fixed number of rows
+    )
+    for rows, scope in attempts:
+        with contextlib.suppress(Exception), scope:  # whatever a user's function raises
+            return traces.trace(call, specs, rows)
+    return None
+
+
+@contextlib.contextmanager
+def _inlined_functions() -> Iterator[None]:
+    """Traces each tf.function that is called inside the block as a part of its caller."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def _is_scalar(value: object) -> bool:
+    return tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating  # type: ignore[attr-defined]
+
+
+def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
+    """Names an operation of a trace by which a scalar may be no sum or mean over rows."""
+    beyond = traces.first_op_beyond_sums(scalar, model_is_by_row=True, functions_are_sums=False)
+    if beyond is not None:
+        return beyond
+    called = [op.name for op in scalar.graph.get_operations() if op.type in traces.CALLS]
+    if called:  # what is inside was not looked into
+        return called[0]
+    return traces.first_comparison_of_rows(scalar.graph)
+
+
+def _compare_batches(call: Callable[[Pair], Any], specs: Nest) -> Literal["mean", "sum"] | None:
+    """Tells by numbers if a function is a mean or a sum over rows, in value and gradient; None for neither."""
+    kinds: set[Literal["mean", "sum"]] = set()
+    for draw in (_draw_labels, _draw_numbers):
+        fits = _fitting_kinds(call, specs, draw)
+        if fits is None:  # the function is not defined for such numbers, or they say nothing
+            continue
+        if not fits:
+            return None
+        kinds |= fits
+    if len(kinds) != 1:
+        return None
+    return kinds.pop()
+
+
+def _draw_labels(random: np.random.Generator, shape: tuple[int, ...], is_target: bool) -> np.ndarray:
+    """Draws targets that are 0 or 1, and predictions that may be probabilities."""
+    if is_target:
+        return random.integers(0, 2, shape)
+    return random.uniform(0.1, 0.9, shape)
+
+
+def _draw_numbers(random: np.random.Generator, shape: tuple[int, ...], is_target: bool) -> np.ndarray:
+    """Draws targets between 0 and 1, and predictions of either sign."""
+    if is_target:
+        return random.uniform(0.1, 0.9, shape)
+    return random.normal(size=shape)
+
+
+def _fitting_kinds(
+    call: Callable[[Pair], Any], specs: Nest, draw: Callable[..., np.ndarray]
+) -> set[Literal["mean", "sum"]] | None:
+    """Returns which of both a function is for one draw of two batches; None if it is not finite there, or 0."""
+    random = np.random.default_rng(0)
+    whole = []
+    for spec, is_target in zip(specs, (True, False), strict=True):
+        drawn = draw(random, (_FEW_ROWS + _MORE_ROWS, *spec.shape[1:]), is_target)
+        whole.append(tf.cast(drawn, spec.dtype))
+
+    def value_and_gradient(pair: Pair) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            tape.watch(pair[1])
+            value = tf.cast(call(pair), tf.float32)
+        gradient = tape.gradient(value, pair[1], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return value, tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+
+    def evaluate(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        batch = tuple(tensor[rows] for tensor in whole)
+        value, gradient = traces.trace(value_and_gradient, specs, len(batch[0]))(batch)
+        return value.numpy(), gradient.numpy()
+
+    try:
+        few, few_gradient = evaluate(slice(_FEW_ROWS))
+        more, more_gradient = evaluate(slice(_FEW_ROWS, None))
+        both, both_gradient = evaluate(slice(None))
+    except Exception:  # it takes no such numbers
+        return None
+    results = (few, more, both, few_gradient, more_gradient, both_gradient)
+    if not all(np.isfinite(each).all() for each in results):
+        return None
+    if not np.any(both) and not np.any(both_gradient):
+        return None
+    all_rows = _FEW_ROWS + _MORE_ROWS
+    shares: dict[Literal["mean", "sum"], tuple[float, float]] = {
+        "mean": (_FEW_ROWS / all_rows, _MORE_ROWS / all_rows),
+        "sum": (1.0, 1.0),
+    }
+    fitting: set[Literal["mean", "sum"]] = set()
+    for kind, (few_share, more_share) in shares.items():
+        value = few_share * few + more_share * more
+        gradient = np.concatenate([few_share * few_gradient, more_share * more_gradient])
+        if _are_close(value, both) and _are_close(gradient, both_gradient):
+            fitting.add(kind)
+    return fitting
+
+
+def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
+    return np.allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(other).max(initial=0.0))
+
+
+def _require_sums(call: Callable[[Pair], Any], specs: Nest, name: str) -> None:
+    """Raises ValueError if one of the two numbers that a function returns is a mean, or a number for any batch."""
+    for position, part in enumerate(("loss_sum", "weight_sum")):
+        if _compare_batches(lambda pair, i=position: call(pair)[i], specs) == "mean":
+            raise ValueError(
+                f"loss {name!r} returns a pair (loss_sum, weight_sum), and its {part} does not grow with the rows: it "
+                "is a mean, or a constant. Return sums over the batch: the loss of an update is the sum of all "
+                "loss_sums divided by the sum of all weight_sums."
+            )
+
+
+# What weights and masks do to a scalar.
+
+
+def make_factor(
+    reduction: str | None, rows: int, weights: tf.Tensor | None, mask: tf.Tensor | None, name: str
+) -> Factor:
+    """Returns what Keras multiplies the scalar of a loss `name` by, for its `reduction`."""
+    if weights is None and mask is None:
+        return Factor(tf.constant(float(rows)), tf.constant(float(rows)))
+    if reduction is None:
+        raise ValueError(
+            f"loss {name!r} returns one number for a batch and has reduction=None: with sample_weight, class_weight or "
+            "a mask it is a number for each weight. Pass reduction='sum_over_batch_size' or 'sum'."
+        )
+    if weights is None:
+        weights = tf.ones_like(mask, tf.float32)
+    if mask is None:
+        mask = tf.ones_like(weights)
+    weights, mask = _of_one_rank(tf.cast(weights, tf.float32), tf.cast(mask, tf.float32))
+    products = weights * mask
+    weighted = tf.reduce_sum(products)
+    if reduction == "sum":
+        return Factor(weighted, tf.constant(0.0))
+    if reduction == "mean_with_sample_weight":
+        return Factor(weighted, weighted)
+    return Factor(weighted, tf.reduce_sum(tf.broadcast_to(mask, products.shape)))
+
+
+def _of_one_rank(one: tf.Tensor, other: tf.Tensor) -> Pair:
+    """Appends axes of 1 to the tensor of lower rank."""
+    rank = max(one.shape.rank, other.shape.rank)
+    one = tf.reshape(one, [*one.shape, *[1] * (rank - one.shape.rank)])
+    other = tf.reshape(other, [*other.shape, *[1] * (rank - other.shape.rank)])
+    return one, other
+
+
+def divide_out(denominator: tf.Tensor, factor: Factor) -> tf.Tensor:
+    """Divides the divisor of a scalar loss by the loss's factor, which may be 0."""
+    quotient = tf.math.divide_no_nan(factor.weighted, factor.counted)
+    return denominator / tf.where(tf.equal(factor.counted, 0.0), factor.weighted, quotient)
