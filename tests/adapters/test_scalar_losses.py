@@ -6,11 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-import fastaccum as fa
-from fastaccum.adapters.losses import Losses
-from fastaccum.adapters.outputs import Outputs
-from tests.helpers.scalar_losses import (
+from scalar_losses import (
     CASES,
     DATA,
     IDS,
@@ -19,6 +15,10 @@ from tests.helpers.scalar_losses import (
     masked_mse,
     mse,
 )
+
+import fastaccum as fa
+from fastaccum.adapters.losses import Losses
+from fastaccum.adapters.outputs import Outputs
 
 BATCH, MICRO_BATCH = 16, 4  # of 22 rows: updates of 4 x 4 rows, and of 4 and 2
 

@@ -201,6 +201,32 @@ def check_losses_that_compute_with_the_number_of_rows():
         compare(dense, fit, options, X)
 
 
+def check_losses_that_are_one_number_for_a_batch():
+    """A mean and a sum with sample weights, which scale the batch, and a pair of sums, with a short last update."""
+
+    def mean(y, p):
+        return tf.reduce_mean(tf.square(y - p))
+
+    def summed(y, p):
+        return tf.reduce_sum(tf.square(y - p)) / 64
+
+    def pair(y, p):
+        mask = tf.cast(y > 0, tf.float32)
+        return tf.reduce_sum(mask * tf.square(y - p)), tf.reduce_sum(mask)
+
+    x, y = X[:20], Y[:20]
+    for loss, weights in ((mean, WEIGHTS[:20]), (summed, WEIGHTS[:20]), (pair, None)):
+        compare(
+            dense,
+            lambda trainer, weights=weights: (
+                trainer.fit(x, y, sample_weight=weights, batch_size=4, shuffle=False, verbose=0).history,
+                trainer.evaluate(x, y, sample_weight=weights, batch_size=4, verbose=0),
+            ),
+            lambda loss=loss: {"optimizer": "sgd", "loss": loss, "gradient_accumulation_steps": 2},
+            x,
+        )
+
+
 def check_layers_that_compute_with_the_number_of_rows_are_told_of():
     def make():
         keras.utils.set_random_seed(1)
