@@ -33,7 +33,7 @@ class ScalarLoss(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """What Keras multiplies a scalar loss by: `weighted / counted`, or `weighted` where `counted` is 0.
+    """Factor of a scalar loss in Keras, by its weights and mask: `weighted / counted`, or `weighted` where `counted` is 0.
 
     Both are float32 scalars, and those of micro-batches add up to those of the whole batch.
     """

@@ -347,6 +347,6 @@ def test_a_loss_of_a_distribution_gets_it_as_it_is():
     y = values(ROWS, 1)
     losses.build(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
     batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(tf.constant(y), Distribution(), None)
-    ((loss_sum, weight_sum, _),) = losses.terms(batch, None, {})
-    assert float(loss_sum) == pytest.approx(np.square(y).sum())
-    assert float(weight_sum) == ROWS
+    (term,) = losses.terms(batch, None, {})
+    assert float(term.loss_sum) == pytest.approx(np.square(y).sum())
+    assert float(term.weight_sum) == ROWS
