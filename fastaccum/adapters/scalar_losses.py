@@ -7,16 +7,18 @@ apart: they scale the batch's loss, by their mean under the reduction "sum_over_
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters import traces
-from fastaccum.adapters.attributes import Nest
 
 Pair = tuple[tf.Tensor, tf.Tensor]  # y_true and y_pred
+Specs = Sequence[keras.KerasTensor]  # of both
 
 
 class ScalarLoss(NamedTuple):
@@ -33,7 +35,7 @@ class ScalarLoss(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Factor of a scalar loss in Keras, by its weights and mask: `weighted / counted`, or `weighted` where `counted` is 0.
+    """Factor of a scalar loss in Keras: `weighted / counted`, or `weighted` where `counted` is 0.
 
     Both are float32 scalars, and those of micro-batches add up to those of the whole batch.
     """
@@ -48,7 +50,7 @@ class Factor(NamedTuple):
 _FEW_ROWS, _MORE_ROWS = 2, 4
 
 
-def find(call: Callable[[Pair], Any], specs: Nest, name: str) -> ScalarLoss | None:
+def find(call: Callable[[Pair], Any], specs: Specs, name: str) -> ScalarLoss | None:
     """Finds what a loss function `name` is over rows; None if it returns something else than a scalar or a pair.
 
     The trace decides if the value is made of sums over rows. Their factors are decided by numbers: a mean over all rows
@@ -72,7 +74,7 @@ def find(call: Callable[[Pair], Any], specs: Nest, name: str) -> ScalarLoss | No
     return ScalarLoss(kind or "mean", operation)
 
 
-def _trace(call: Callable[[Pair], Any], specs: Nest) -> tf.types.experimental.ConcreteFunction | None:
+def _trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
     """Traces a function with other functions inlined and as many rows as tell, or as much of that as it can be."""
     attempts = (
         (traces.TELLING_ROWS, _inlined_functions()),
@@ -111,7 +113,7 @@ def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
     return traces.first_comparison_of_rows(scalar.graph)
 
 
-def _compare_batches(call: Callable[[Pair], Any], specs: Nest) -> Literal["mean", "sum"] | None:
+def _compare_batches(call: Callable[[Pair], Any], specs: Specs) -> Literal["mean", "sum"] | None:
     """Tells by numbers if a function is a mean or a sum over rows, in value and gradient; None for neither."""
     kinds: set[Literal["mean", "sum"]] = set()
     for draw in (_draw_labels, _draw_numbers):
@@ -141,7 +143,7 @@ def _draw_numbers(random: np.random.Generator, shape: tuple[int, ...], is_target
 
 
 def _fitting_kinds(
-    call: Callable[[Pair], Any], specs: Nest, draw: Callable[..., np.ndarray]
+    call: Callable[[Pair], Any], specs: Specs, draw: Callable[..., np.ndarray]
 ) -> set[Literal["mean", "sum"]] | None:
     """Returns which of both a function is for one draw of two batches; None if it is not finite there, or 0."""
     random = np.random.default_rng(0)
@@ -191,15 +193,19 @@ def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
     return np.allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(other).max(initial=0.0))
 
 
-def _require_sums(call: Callable[[Pair], Any], specs: Nest, name: str) -> None:
+def _require_sums(call: Callable[[Pair], Any], specs: Specs, name: str) -> None:
     """Raises ValueError if one of the two numbers that a function returns is a mean, or a number for any batch."""
     for position, part in enumerate(("loss_sum", "weight_sum")):
-        if _compare_batches(lambda pair, i=position: call(pair)[i], specs) == "mean":
+        if _compare_batches(functools.partial(_call_part, call, position), specs) == "mean":
             raise ValueError(
                 f"loss {name!r} returns a pair (loss_sum, weight_sum), and its {part} does not grow with the rows: it "
                 "is a mean, or a constant. Return sums over the batch: the loss of an update is the sum of all "
                 "loss_sums divided by the sum of all weight_sums."
             )
+
+
+def _call_part(call: Callable[[Pair], Any], position: int, pair: Pair) -> tf.Tensor:
+    return call(pair)[position]
 
 
 # What weights and masks do to a scalar.

@@ -241,7 +241,7 @@ class ModelObjective(Objective):
 
     def _factors(self, terms: Sequence[Term]) -> list[tf.Tensor]:
         """Lists both sums of the factor of each scalar loss; zeros where it was not computed."""
-        sums = []
+        sums: list[tf.Tensor] = []
         for k in self._scalars:
             sums.extend(terms[k].factor or Factor(tf.constant(0.0), tf.constant(0.0)))
         return sums
