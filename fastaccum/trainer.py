@@ -65,7 +65,7 @@ class Trainer:
             its metrics, if none are given), its `compute_loss`, its `add_loss`, or the loss that a Hugging Face model
             returns. `y` may be left out where the loss doesn't need it.
         metrics: as in Keras's `compile`.
-        loss_weights: factors of the outputs' losses, as in `compile`.
+        loss_weights: factors of the outputs' losses, as in `compile`. A scalar variable is read in each step.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
         gradient_accumulation_steps: micro-batches per update.
         loss_scale: a loss scale, or a number for a static one. "auto" for `DynamicLossScale()` if the model computes in

@@ -13,9 +13,10 @@ import tensorflow as tf
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.kernels.origins import known_name
 from fastaccum.kernels.xla_ops import HALF, in_xla, unfused
 
-_GELUS = (("keras", "gelu"), ("keras_hub", "gelu_approximate"))  # package and name
+_GELUS = ("keras.gelu", "keras_hub.gelu_approximate")
 
 
 def layer_norm(
@@ -163,8 +164,7 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
 
 def activated(activation: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
     """Computes `activation(x)`; on a GPU the gradient of Keras's GELUs is computed from x alone."""
-    package, name = (str(getattr(activation, each, "")) for each in ("__module__", "__name__"))
-    if (package.partition(".")[0], name) not in _GELUS or not (has_gpu() and in_xla()):
+    if known_name(activation) not in _GELUS or not (has_gpu() and in_xla()):
         return activation(x)
 
     @custom_gradient

@@ -242,8 +242,6 @@ PLACES: dict[str, Place] = {
     ),
 }
 ADDONS_EXPECTS = "keras.src.engine"  # the package by which tensorflow-addons 0.23 imports `keras_tensor`
-# Where the attention layers of Keras and KerasHub are defined.
-ATTENTION_LAYERS = "keras.src.layers.attention."
 
 
 def has(name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import of_keras
+from fastaccum.adapters.attributes import kinds, of_keras
 
 # Whether Keras divides what an activity regulariser returns, which sums over rows, by their number.
 _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
@@ -23,7 +23,7 @@ def require_sum_over_rows(layer: keras.layers.Layer) -> None:
         one, two = (float(regularizer(tf.fill([rows, 4], 0.5))) for rows in (1, 2))
     except Exception:  # it takes other shapes, or a distribution
         one, two = 0.0, 1.0
-    if one == two != 0.0 or type(regularizer).__name__ == "KLDivergenceRegularizer":
+    if one == two != 0.0 or "tensorflow_probability.KLDivergenceRegularizer" in kinds(regularizer):
         name = getattr(regularizer, "__name__", type(regularizer).__name__)
         raise ValueError(
             f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows where Keras takes a sum: its "

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attention_masks import Mask, read_mask
+from fastaccum.adapters.attributes import known_name, of_keras, package
 from fastaccum.adapters.interceptors import Interceptor, Role
 from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.attention import attention, attention_implementation
@@ -105,7 +106,7 @@ class FusedAttention:
             if hasattr(layer, "path") and (method != "call" or _attends(layer)):
                 forms.append(Interceptor(layer, method, functools.partial(self._form, layer), Role.FORM))
             make = getattr(type(layer), private.compute_causal_mask.name, None)
-            if getattr(make, "__module__", "").startswith(private.ATTENTION_LAYERS):
+            if make is not None and of_keras(make):
                 forms.append(Interceptor(layer, private.compute_causal_mask.name, _make_causal_mask, Role.FORM))
         return forms
 
@@ -113,8 +114,7 @@ class FusedAttention:
         """Computes a layer's `_compute_attention`; of another layer `call`, for what computes its attention."""
         outer, self._layer, self._noted = self._layer, layer, False
         try:
-            place = f"{type(layer).__module__}.{type(layer).__qualname__}"
-            kind = _HUB_LAYERS.get(place.partition(".src.models.")[2]) if self._of_hub else None
+            kind = _hub_form(layer)
             of_keras = _keras_form(layer)
             if (kind := kind or of_keras) is not None:
                 try:
@@ -131,7 +131,7 @@ class FusedAttention:
 
     @property
     def _of_hub(self) -> bool:
-        return self._layer is not None and type(self._layer).__module__.startswith("keras_hub.src.")
+        return self._layer is not None and package(type(self._layer)) == "keras_hub"
 
     def _compute(
         self,
@@ -260,9 +260,21 @@ class FusedAttention:
 
 
 def _attends(layer: keras.layers.Layer) -> bool:
-    """Tells by its name if a layer of Keras's or KerasHub's has attention of another kind."""
-    name, packages = type(layer).__name__, ("keras.src.", "keras_hub.src.")
-    return "Attention" in name and "Mask" not in name and type(layer).__module__.startswith(packages)
+    """Tells by the name of its class if a layer of Keras's or KerasHub's has attention of another kind."""
+    owner, _, name = known_name(type(layer)).partition(".")
+    return owner in ("keras", "keras_hub") and "Attention" in name and "Mask" not in name
+
+
+def _hub_form(layer: Any) -> _HubLayer | None:
+    """Returns the form of a layer of KerasHub's, unless a subclass computes a part of it otherwise."""
+    for made in type(layer).__mro__:
+        if private.compute_attention.name in vars(made):
+            methods = (private.masked_softmax.name, private.compute_attention.name)
+            same = all(getattr(type(layer), name, None) is getattr(made, name, None) for name in methods)
+            if not same or package(made) != "keras_hub":
+                return None
+            return _HUB_LAYERS.get(f"{made.__module__}.{made.__qualname__}".partition(".src.models.")[2])
+    return None
 
 
 def _keras_form(layer: Any) -> _HubLayer | None:

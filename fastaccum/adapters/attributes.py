@@ -1,14 +1,16 @@
-"""Reads and replaces attributes of others' objects, and names the package of a class, which need not be imported."""
+"""Reads and replaces attributes of others' objects, and tells whose they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from fastaccum.kernels.origins import known_name as known_name
+from fastaccum.kernels.origins import package as package
 from fastaccum.kernels.recomputed_function import Nest as Nest
 
 Variable: TypeAlias = keras.Variable | tf.Variable
@@ -44,16 +46,24 @@ def replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]
         yield
 
 
-def package(thing: object) -> str:
-    """Names the package that defines a class or function; empty for anything else."""
-    return (getattr(thing, "__module__", None) or "").partition(".")[0]
-
-
 def of_keras(thing: object) -> bool:
-    """Tells if a class or function is Keras's or tf_keras's."""
+    """Tells if a class or function, or an object's class, is Keras's or tf_keras's."""
     return package(thing) in ("keras", "tf_keras")
 
 
 def kinds(value: object) -> dict[str, type]:
-    """Returns a value's class and its bases by package and name, such as "keras.Optimizer"."""
-    return {f"{package(c)}.{c.__name__}": c for c in reversed(type(value).__mro__)}
+    """Returns a value's class and its bases by package and name, such as "keras.Optimizer", where these are true."""
+    own = {known_name(each): each for each in reversed(type(value).__mro__)}
+    own.pop("", None)
+    return own
+
+
+def runs_keras(value: object, method: str) -> bool:
+    """Tells if an object's method is Keras's or tf_keras's, overridden neither by its class nor on the object."""
+    function = getattr(type(value), method, None)
+    return function is not None and of_keras(function) and method not in getattr(value, "__dict__", {})
+
+
+def function_of(loss: Any) -> Callable | None:
+    """Returns the function whose values a Keras loss returns, its `fn`; None for a loss with a `call` of its own."""
+    return getattr(loss, "fn", None) if runs_keras(loss, "call") else None

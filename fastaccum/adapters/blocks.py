@@ -15,6 +15,7 @@ from fastaccum.adapters.layers import find_lookups
 from fastaccum.kernels import private
 from fastaccum.kernels.layer_stack import LayerStack
 
+_INPUTS = {"keras.InputLayer", "tf_keras.InputLayer"}
 _SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
 # Of a layer's weights, what the blocks within it are to have for it to be left to them.
 _MOST = 0.75
@@ -75,7 +76,7 @@ def refusal(layer: keras.layers.Layer) -> str | None:
         return "holds a LayerStack, which recomputes by a policy of its own"
     if any(kinds(part).keys() & _SPECTRAL for part in parts):
         return "holds a SpectralNormalization, which reads in a branch the kernel that it assigns"
-    return "is an input" if type(layer).__name__ == "InputLayer" else None
+    return "is an input" if kinds(layer).keys() & _INPUTS else None
 
 
 def _search(layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer) -> list[Block]:

@@ -85,7 +85,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
     if not isinstance(value, type):
         return found | _parts(value, scope)
     methods, attributes = _methods(value), _class_attributes(value.__mro__)
-    users = [each for each in methods if each.__name__ != "__init__" and not _is_installed(each.__module__)]
+    users = [each for each in methods if each.__name__ != "__init__" and not _is_installed(_module(each))]
     own = [_read(each.__code__) for each in users]
     names = scope.names.union(*(each[1] for each in own)).difference(*(each[3] for each in own))
     read = {name: attributes[name] for name in sorted(names & attributes.keys())}
@@ -127,7 +127,7 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
     """Describes an object by its configuration, attributes and code."""
     names, methods, config, classes = scope.names, _methods(type(value)), _config(value), value.__class__.__mro__
     failed = not config and _get(value, "get_config") is not None  # as where an argument has none
-    own = [each for each in methods if each.__name__ != "__init__" and (failed or not _is_installed(each.__module__))]
+    own = [each for each in methods if each.__name__ != "__init__" and (failed or not _is_installed(_module(each)))]
     names = names.union(*(_read(each.__code__)[1] for each in own))
     names = names.difference(*(_read(each.__code__)[3] for each in own if each.__name__ in _RUN))
     if failed:
@@ -137,7 +137,7 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
         names = frozenset(name for name in names if name.strip("_") != "name")
         policy = getattr(_get(value, "dtype_policy"), "name", _get(value, "dtype"))
         config |= {"policy": policy} if isinstance(policy, str) else {}
-    users = any(not _is_installed(kind.__module__) for kind in classes)
+    users = any(not _is_installed(_module(kind)) for kind in classes)
     told = _class_attributes(classes) | getattr(value, "__dict__", {})
     read = sorted((names & told.keys()) - config.keys()) if users or failed or not config else []
     scope = scope._replace(names=names, concealed=False)
@@ -151,7 +151,7 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
 
 def _class_attributes(classes: Sequence[type]) -> dict[str, object]:
     """Returns what a user's classes hold besides functions; the first class of several wins."""
-    users = [kind for kind in reversed(classes) if not _is_installed(kind.__module__)]
+    users = [kind for kind in reversed(classes) if not _is_installed(_module(kind))]
     return {name: each for kind in users for name, each in vars(kind).items() if _function(each) is None}
 
 
@@ -209,7 +209,7 @@ def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[
         return {}
     digest = hashlib.sha256(repr([_read(each.__code__)[0] for each in functions]).encode()).hexdigest()[:12]
     found: dict[str, object] = {"code": f"{digest} of Python {platform.python_version().rpartition('.')[0]}"}
-    for function in (each for each in functions if each.__name__ != "__init__" and not _is_installed(each.__module__)):
+    for function in (each for each in functions if each.__name__ != "__init__" and not _is_installed(_module(each))):
         (_, names, loaded, stored), cells = _read(function.__code__), function.__closure__ or ()
         scope = _Scope(names - stored, met, concealed=True)
         read = {name: function.__globals__[name] for name in sorted(loaded & function.__globals__.keys())}
@@ -248,6 +248,11 @@ def _read(code: types.CodeType) -> tuple[str, frozenset[str], frozenset[str], fr
             holder = variable if variable not in (*code.co_varnames[:1], "self") else ""
         text.append((each.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else value))
     return repr(text), frozenset(names), frozenset(loaded - stored), frozenset(stored)
+
+
+def _module(thing: Any) -> str | None:
+    """Names the module that defines a class or function; None where it only says so, as `functools.wraps` copies it."""
+    return thing.__module__ if package(thing) else None
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import package, replaced
+from fastaccum.adapters.attributes import function_of, kinds, known_name, of_keras, package, replaced
 from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
@@ -189,8 +189,9 @@ class FusedHeadLoss:
 def replacement(loss: Any) -> str | None:
     """Writes the argument that makes `LinearCrossEntropy` of a sparse cross-entropy from logits; None for others."""
     arguments: dict[str, Any] = private.fn_kwargs(loss, {})
-    name = getattr(getattr(loss, "fn", None), "__name__", "")
-    if name != "sparse_categorical_crossentropy" or not arguments.get("from_logits"):
+    name = known_name(function_of(loss))
+    sparse = name in ("keras.sparse_categorical_crossentropy", "tf_keras.sparse_categorical_crossentropy")
+    if not sparse or not arguments.get("from_logits"):
         return None
     ignored = arguments.get("ignore_class")
     return f"loss=fastaccum.LinearCrossEntropy({'' if ignored is None else f'ignore_index={ignored}'})"
@@ -236,18 +237,20 @@ def _is_known(layer: keras.layers.Layer) -> bool:
 
 
 def _is_reversible(layer: keras.layers.Layer) -> bool:
-    kind = type(layer)
-    return kind in _REVERSIBLE or (package(kind) == "keras_hub" and kind.__bases__ == _REVERSIBLE[:1])
+    if type(layer) in _REVERSIBLE:
+        return True
+    return isinstance(layer, _REVERSIBLE[0]) and package(type(layer).call) in ("keras", "keras_hub")
 
 
 def _is_masked(layer: keras.layers.Layer) -> bool:
     """Tells if a layer is KerasHub's head of masked language models, with layers of its own before the linear one."""
-    return package(type(layer)) == "keras_hub" and type(layer).__name__ == "MaskedLMHead"
+    return "keras_hub.MaskedLMHead" in kinds(layer) and package(type(layer).call) == "keras_hub"
 
 
 def _is_dense(layer: keras.layers.Layer) -> bool:
-    plain = type(layer) in (keras.layers.Dense, fp32_layers.Fp32Dense)
-    return plain or (package(type(layer)) == "tf_keras" and type(layer).__name__ == "Dense")
+    if type(layer) is fp32_layers.Fp32Dense:
+        return True
+    return not {"keras.Dense", "tf_keras.Dense"}.isdisjoint(kinds(layer)) and of_keras(type(layer).call)
 
 
 def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
@@ -264,8 +267,13 @@ def _bias_of(layer: keras.layers.Layer) -> Any:
 
 
 def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
-    (kernel, transposed), bias = _kernel(layer), _bias_of(layer)
     what = f"The head {layer.name!r} ({type(layer).__name__})"
+    if (mode := getattr(layer, "quantization_mode", None)) is not None:
+        raise ValueError(
+            f"{what} is quantised to {mode}: its logits are not those of its kernel, which LinearCrossEntropy computes "
+            f"with. Use {KERAS_LOSS}, or quantise the model after training."
+        )
+    (kernel, transposed), bias = _kernel(layer), _bias_of(layer)
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
@@ -273,9 +281,11 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
             f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits, or, for a head "
             f"of several layers other than KerasHub's MaskedLMHead, use {KERAS_LOSS}."
         )
-    activation = getattr(getattr(layer, "activation", None), "__name__", "linear")
+    function = getattr(layer, "activation", None)
+    is_linear = function is None or known_name(function) in ("keras.linear", "tf_keras.linear")
+    activation = getattr(function, "__name__", function)
     capped = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None) and not _is_reversible(layer)
-    if activation != "linear" or capped or getattr(layer, "activity_regularizer", None) is not None:
+    if not is_linear or capped or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(
             f"{what} has activation={activation!r}, a soft cap of its own or an activity regulariser; "
             "LinearCrossEntropy needs the plain logits, or the soft cap of a ReversibleEmbedding. Leave them out."

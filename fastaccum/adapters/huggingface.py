@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest, package, replaced
+from fastaccum.adapters.attributes import Nest, kinds, package, replaced
 from fastaccum.lines import warn
 
 
@@ -33,6 +33,9 @@ class Seen(list[Observed]):
     returned: tf.Tensor | None = None
 
 
+_SPANS = ("start_positions", "end_positions")  # the labels of models that answer questions
+
+
 def count_means(model: keras.Model) -> int:
     """Returns the number of means in a model's own loss."""
     return 2 if _MEANS_OF_TOKENS.get(_loss_class(model)) is _pretraining else 1
@@ -40,8 +43,7 @@ def count_means(model: keras.Model) -> int:
 
 def list_label_names(model: keras.Model) -> list[str]:
     """Names the arguments of a model's call that take labels."""
-    extra = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
-    return [name for name in list_arguments(model) if "label" in name or name in extra]
+    return [name for name in list_arguments(model) if "label" in name or name in _SPANS]
 
 
 def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
@@ -127,7 +129,7 @@ def make_terms(
     if loss is seen.returned:
         return list(seen)
     if rows > 1 and loss.shape.num_elements() == 1:
-        if getattr(model.config, "ctc_loss_reduction", None) == "sum" and "CTC" in type(model).__name__:
+        if getattr(model.config, "ctc_loss_reduction", None) == "sum" and any("CTC" in kind for kind in kinds(model)):
             raise ValueError(
                 f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, where a mean "
                 "is needed: set it to 'mean'."
@@ -143,6 +145,7 @@ def make_terms(
 def _loss_class(model: keras.Model) -> str:
     """Names the class of Hugging Face's that defines the model's hf_compute_loss; empty for another package's class."""
     method: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
+    method = getattr(method, "__func__", method)
     return method.__qualname__.removesuffix(".hf_compute_loss") if package(method) == "transformers" else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -350,7 +351,7 @@ class Model:
 
     def work(self, x: Nest) -> jit_choice.Work:
         """Counts what a call computes on a row of `x`; a model is not traced for it if none of its layers convolve."""
-        if self._work is None and any("Conv" in type(layer).__name__ for layer in self.layers):
+        if self._work is None and any("Conv" in kind for layer in self.layers for kind in kinds(layer)):
             call = functools.partial(self.__call__, training=True)
             for rows in (traces.TELLING_ROWS, None):  # for a model of a fixed batch size; the step says errors better
                 with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
@@ -412,7 +413,7 @@ class Model:
             self.model.optimizer = optimizer
             return
         # Keras's own: a `compile` that the model overrides takes other arguments, and was called by the user.
-        weights = tf.nest.map_structure(lambda w: None if w is None else float(w), loss_weights)
+        weights = tf.nest.map_structure(lambda w: float(w) if isinstance(w, numbers.Real) else w, loss_weights)
         own = metrics.for_compile(self._FOREIGN_METRIC)
         eager = self.model.run_eagerly  # as compiled, for `predict`
         keras.Model.compile(

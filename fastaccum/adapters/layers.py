@@ -45,7 +45,9 @@ def make_fp32(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
 
 
 def _is_dilated(layer: keras.layers.Layer) -> bool:
-    conv2d = type(layer) is fp32_layers.Fp32Conv2D or (of_keras(type(layer)) and type(layer).__name__ == "Conv2D")
+    if {"keras.Conv2D", "tf_keras.Conv2D"}.isdisjoint(kinds(layer)):
+        return False
+    conv2d = of_keras(type(layer).convolution_op)
     return conv2d and layer.dilation_rate != (1, 1) and layer.data_format == "channels_last"
 
 

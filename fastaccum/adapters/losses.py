@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import scalar_losses, traces
-from fastaccum.adapters.attributes import Nest, of_keras
+from fastaccum.adapters.attributes import Nest, Variable, function_of, kinds, known_name, of_keras, runs_keras
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
@@ -38,7 +38,7 @@ class Output(NamedTuple):
     position: int
     name: str
     loss: keras.losses.Loss
-    weight: float
+    weight: float | Variable  # a variable is read in each step
     classes: int | None  # set if labels are class indices
     # Set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", which then counts as a mean.
     power: float | None = None
@@ -115,6 +115,12 @@ class Losses:
             if power:
                 self.outputs[k] = o._replace(power=power + (o.reduction == "sum"))
         self.log_names = make_distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
+
+    @property
+    def weight_variables(self) -> list[Variable]:
+        """The variables among the weights of losses."""
+        weights = [o.weight for o in self.outputs]
+        return list({id(w): w for w in weights if not isinstance(w, float)}.values())
 
     def require_targets(self, outputs: Outputs, y_true: Nest) -> None:
         """Raises ValueError unless targets are for outputs that exist, and for each that was built with a loss."""
@@ -231,7 +237,7 @@ def compute_term(
     if isinstance(loss, FusedHeadLoss):
         values = loss.labels(y_true, y_pred)  # in place of the losses, which only their sum may need
     elif hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
-        values = getattr(loss, "fn", loss.call)(y_true, y_pred)
+        values = (function_of(loss) or loss.call)(y_true, y_pred)
     else:
         values = _call(loss, y_true, y_pred)
     masks.append(get_mask(values))
@@ -313,9 +319,10 @@ def _find_scalar(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> scalar_l
 
 def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str | None, float | None]:
     """Traces a loss that is not Keras's: returns an operation that mixes or counts rows, or p of a factor `rows**p`."""
-    if _loss_name(loss) == "circle":
+    function = function_of(loss)
+    if known_name(function) == "keras.circle":
         return loss.name, None
-    if of_keras(getattr(loss, "fn", type(loss))):
+    if of_keras(function):
         return None, None
 
     def call(pair: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -325,11 +332,20 @@ def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str
         traced = traces.trace(call, specs)
     except Exception:  # of a distribution, or by AutoGraph: nothing is known
         return None, None
+    _require_result_for_each_row(loss, traced.structured_outputs)
     found = traces.first_cross_example_op(traced.graph)
     if found or not (found := traces.find_row_counter(traced, call, specs)):
         return found, None
     power = traces.find_power_of_rows(call, specs)
     return None if power else found, power
+
+
+def _require_result_for_each_row(loss: keras.losses.Loss, values: Any) -> None:
+    """Raises ValueError for a traced result whose first axis is as long for any number of rows, such as these now."""
+    if not tf.is_tensor(values) or not values.shape.rank or values.shape[0] is None:
+        return
+    if values.shape[0] % traces.TELLING_ROWS:
+        raise ValueError(_not_per_example(loss, f"shape {tuple(values.shape)} whatever the number of examples"))
 
 
 def _require_target(position: int, outputs: Outputs, targets: Sequence[keras.KerasTensor | None]) -> None:
@@ -338,22 +354,34 @@ def _require_target(position: int, outputs: Outputs, targets: Sequence[keras.Ker
         raise ValueError(f"Output {outputs.names[position]!r} has a loss but no target: y holds {given}.")
 
 
-def _with_weights(loss: keras.losses.Loss, weight: Any, name: str) -> list[tuple[keras.losses.Loss, float]]:
+def _with_weights(loss: keras.losses.Loss, weight: Any, name: str) -> list[tuple[keras.losses.Loss, float | Variable]]:
     losses = [each for each in loss if each is not None] if isinstance(loss, (list, tuple)) else [loss]
     weights = list(weight) if isinstance(weight, (list, tuple)) else [1.0 if weight is None else weight] * len(losses)
     if len(weights) != len(losses):
         raise ValueError(f"loss_weights={weights} for the {len(losses)} losses of output {name!r}: pass one for each.")
     for each in weights:
-        if not (isinstance(each, numbers.Real) and checks.in_float32(each)):  # type: ignore[arg-type]
+        if isinstance(each, (keras.Variable, tf.Variable)):
+            _require_scalar(each, name)
+        elif not (isinstance(each, numbers.Real) and checks.in_float32(each)):  # type: ignore[arg-type]
             raise ValueError(
                 f"loss_weights={each!r} of output {name!r} must be a finite number that float32 does not round to 0."
             )
-    return [(each, float(w)) for each, w in zip(losses, weights, strict=True)]
+    weights = [w if isinstance(w, (keras.Variable, tf.Variable)) else float(w) for w in weights]
+    return list(zip(losses, weights, strict=True))
+
+
+def _require_scalar(weight: Variable, name: str) -> None:
+    dtype = tf.as_dtype(weight.dtype)
+    if len(weight.shape) or not dtype.is_floating:
+        raise ValueError(
+            f"loss_weights of output {name!r} holds a variable of shape {tuple(weight.shape)} and dtype {dtype.name}: "
+            "make it a scalar of float32."
+        )
 
 
 def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTensor, is_scalar: bool) -> None:
-    called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
-    if not of_keras(called):
+    if not runs_keras(loss, "__call__"):
+        called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
         raise ValueError(
             f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ {called.__name__} overrides: "
             "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
@@ -367,7 +395,7 @@ def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTe
             "reduction='sum_over_batch_size' (the mean) or 'sum'; or override the model's compute_loss with a loss "
             "that compares rows."
         )
-    if _loss_name(loss) in ("dice", "tversky"):
+    if known_name(function_of(loss)) in ("keras.dice", "keras.tversky"):
         axis, rank = private.fn_kwargs(loss).get("axis"), len(spec.shape)
         if axis is None or {0, -rank} & set(np.atleast_1d(axis).tolist()):
             own = tuple(range(1, rank))
@@ -400,20 +428,27 @@ def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int |
         returned = f"shape {tuple(values.shape)} for {rows} examples"
     else:
         return
-    raise ValueError(
+    raise ValueError(_not_per_example(loss, returned))
+
+
+def _not_per_example(loss: keras.losses.Loss, returned: str) -> str:
+    return (
         f"loss {_loss_name(loss)!r} returned {returned}. It must return a floating-point tensor, one loss per example "
         "(or per token): drop a mean over the batch axis; or override the model's compute_loss, of one micro-batch."
     )
 
+
+_SPARSE_CLASSES = {"keras.SparseCategoricalCrossentropy", "tf_keras.SparseCategoricalCrossentropy"}
+_SPARSE_FUNCTIONS = {"keras.sparse_categorical_crossentropy", "tf_keras.sparse_categorical_crossentropy"}
 
 # Keras's other losses compare target and prediction element by element, and would broadcast one to the other.
 _TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy", "ctc", "circle")
 
 
 def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
-    fn = getattr(loss, "fn", None)
-    name = getattr(fn, "__name__", None)
-    if not of_keras(fn) or name is None or name in _TAKE_INDICES:
+    function = function_of(loss)
+    _, _, name = known_name(function).partition(".")
+    if not of_keras(function) or name in _TAKE_INDICES:
         return
     shapes = [tuple(y_true.shape), tuple(y_pred.shape)]
     short, long = sorted(shapes, key=len)
@@ -428,6 +463,7 @@ def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.T
 
 
 def _loss_name(loss: keras.losses.Loss) -> str:
+    """Names a loss in a message."""
     return getattr(getattr(loss, "fn", loss), "__name__", getattr(loss, "name", loss))
 
 
@@ -450,4 +486,6 @@ def takes_class_indices(loss: keras.losses.Loss) -> bool:
         return True
     if isinstance(loss, str) and loss.lower() not in _SHORTHANDS:
         loss = keras.losses.get(loss)
-    return getattr(getattr(loss, "fn", loss), "__name__", "") == "sparse_categorical_crossentropy"
+    if not _SPARSE_CLASSES.isdisjoint(kinds(loss)):
+        return True
+    return known_name(function_of(loss) if hasattr(loss, "call") else loss) in _SPARSE_FUNCTIONS

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import arguments, traces
-from fastaccum.adapters.attributes import kinds, of_keras, package, raw, replaced
+from fastaccum.adapters.attributes import kinds, known_name, of_keras, package, raw, replaced, runs_keras
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.kernels import private
 from fastaccum.kernels.cross_entropy import LabelScores
@@ -60,6 +60,7 @@ class Metrics:
         self.compiled: Any  # Keras's CompileMetrics, from `build` on
         self.own: list[keras.metrics.Metric] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the metric
+        self.calling_python: list[str] = []  # names of metrics that XLA cannot compile
         # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
         self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
 
@@ -93,6 +94,7 @@ class Metrics:
             for by_output in (private.flat_metrics(self.compiled), private.flat_weighted_metrics(self.compiled))
         )
         self._axes = {}
+        self.calling_python = []
         for i, metric in self._placed:
             if sum(metric is each for _, each in self._placed) > 1:
                 raise ValueError(f"The metric {metric.name!r} is given twice, and would count rows twice: pass two.")
@@ -102,6 +104,8 @@ class Metrics:
                 metric.build(*specs)
             if operation := _mixing(metric, *specs):
                 self.mixing[metric.name] = operation
+            if _calls_python(metric, *specs):
+                self.calling_python.append(metric.name)
             self._axes[id(metric)] = _weight_axes(metric, *specs)
         self._named = self._with_names(outputs, taken)
 
@@ -163,7 +167,7 @@ class Metrics:
         """Names of metrics whose state may be no sum over rows: those of the user's classes, but for Means and Sums."""
         sums = keras.metrics.Mean, keras.metrics.Sum
         metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
-        return [*(m.name for m in metrics if not (of_keras(type(m)) or isinstance(m, sums)))]
+        return [m.name for m in metrics if not (_adds_up_as_keras(m) or isinstance(m, sums))]
 
     def update(self, batch: Matched, valid: tf.Tensor | None, scored: Mapping[int, ScoredLabels]) -> None:
         """Updates every metric with one micro-batch's valid rows; `scored` has labels of outputs without logits."""
@@ -240,7 +244,7 @@ class _TFKerasMetric(keras.metrics.Metric):
         def update(y_true, y_pred, sample_weight):
             wrapped.update_state(y_true, y_pred, sample_weight=sample_weight)
 
-        by_itself = of_keras(type(wrapped)) and of_keras(private.fn(wrapped, type(wrapped)))
+        by_itself = _adds_up_as_keras(wrapped) and _is_keras_function(wrapped)
         self._update, self._result = wrapped.update_state if by_itself else update, tf.function(wrapped.result)
 
     @property
@@ -300,13 +304,13 @@ def update_from_scores(metric: keras.metrics.Metric, labels: ScoredLabels, weigh
 def find_values(metric: keras.metrics.Metric, ignore_index: int) -> Values | None:
     """Returns how a metric's values follow from scores; None where they take the logits."""
     function, arguments = private.fn(metric, None), private.fn_kwargs(metric, {})
-    if isinstance(metric, keras.metrics.MeanMetricWrapper) and of_keras(type(metric)) and of_keras(function):
-        name = getattr(function, "__name__", "")
-        if name == "sparse_categorical_accuracy":
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        name = known_name(function) if _adds_up_as_keras(metric) else ""
+        if name == "keras.sparse_categorical_accuracy":
             return Values(lambda labels: tf.cast(labels.scores.best, tf.int64) == labels.ids)
-        if name == "sparse_top_k_categorical_accuracy" and not arguments.get("from_sorted_ids"):
+        if name == "keras.sparse_top_k_categorical_accuracy" and not arguments.get("from_sorted_ids"):
             return Values(lambda labels: labels.scores.above < arguments.get("k", 5), of_ranks=True)
-        known = name == "sparse_categorical_crossentropy" and arguments.get("axis", -1) == -1
+        known = name == "keras.sparse_categorical_crossentropy" and arguments.get("axis", -1) == -1
         known = known and arguments.get("from_logits") and arguments.get("ignore_class") in (None, ignore_index)
     else:
         known = _is_perplexity(metric) and metric.from_logits
@@ -314,7 +318,20 @@ def find_values(metric: keras.metrics.Metric, ignore_index: int) -> Values | Non
 
 
 def _is_perplexity(metric: Any) -> bool:
-    return package(type(metric)) == "keras_hub" and "keras_hub.Perplexity" in kinds(metric)
+    return "keras_hub.Perplexity" in kinds(metric) and package(type(metric).update_state) == "keras_hub"
+
+
+def _adds_up_as_keras(metric: Any) -> bool:
+    """Tells if a metric's `update_state` and `result` are Keras's or tf_keras's own."""
+    if isinstance(metric, keras.metrics.Metric):
+        return runs_keras(metric, "update_state") and runs_keras(metric, "result")
+    # tf_keras sets wrappers of both on each metric.
+    return of_keras(type(metric).update_state) and of_keras(type(metric).result)
+
+
+def _is_keras_function(metric: Any) -> bool:
+    """Tells if a metric has no function in it, or one of Keras's or tf_keras's."""
+    return not private.fn.exists(metric) or of_keras(private.fn(metric))
 
 
 def _expanded(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
@@ -367,15 +384,26 @@ def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
     return None
 
 
+def _calls_python(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> bool:
+    """Tells if a metric of the user's calls Python, as by tf.numpy_function."""
+    wrapper = getattr(metric, "wrapped", metric)
+    if _adds_up_as_keras(wrapper) and _is_keras_function(wrapper):
+        return False
+    with contextlib.suppress(Exception):  # of a fixed number of rows: XLA says it when it compiles the step
+        return traces.calls_python(traces.trace(lambda pair: metric.update_state(*pair), specs).graph)
+    return False
+
+
 def _weight_axes(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> Any:
     """Finds which of `_AXES` a metric takes, by traces of a telling number of rows; else False, None if not Keras's."""
     with contextlib.suppress(Exception):  # the variables of a first update are there before a step, to be saved
         traces.trace(lambda pair: metric.update_state(*pair), specs)
     wrapper = getattr(metric, "wrapped", metric)
-    for axes in _AXES if of_keras(type(wrapper)) else ():
+    as_keras = _adds_up_as_keras(wrapper)
+    for axes in _AXES if as_keras else ():
         with contextlib.suppress(Exception):
             shape = [traces.TELLING_ROWS, *axes(*(spec.shape for spec in specs))]
             update = lambda y, s=shape: metric.update_state(*y, sample_weight=tf.ones(s, metric.dtype))  # noqa: E731
             if traces.first_comparison_of_rows(traces.trace(update, specs).graph) is None:
                 return axes
-    return False if of_keras(type(wrapper)) and of_keras(private.fn(wrapper, type(wrapper))) else None
+    return False if as_keras and _is_keras_function(wrapper) else None

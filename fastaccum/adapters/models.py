@@ -61,7 +61,7 @@ class TFKerasModel(Model):
         return [v for v in private.own_weights_state(layer) if isinstance(v, tf.Variable)]
 
     def _draws(self, layer: keras.layers.Layer) -> bool:
-        return any(base.__name__ == "BaseRandomLayer" for base in type(layer).__mro__) and not never_draws(layer)
+        return "tf_keras.BaseRandomLayer" in kinds(layer) and not never_draws(layer)
 
     def _added_losses(self) -> list[tf.Tensor]:
         return [loss for layer in self.layers for loss in private.eager_losses(layer)]
@@ -123,7 +123,7 @@ class PretrainedModel(TFKerasModel):
     @property
     def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
         # BERT's and others look up ids in a table without an Embedding.
-        own = [each for each in self.layers if type(each).__name__.endswith("Embeddings") and hasattr(each, "weight")]
+        own = [each for each in self.layers if len(getattr(getattr(each, "weight", None), "shape", ())) == 2]
         tables = [(each, each.weight.shape[0]) for each in own if "input_ids" in huggingface.list_arguments(each)]
         return [*super().lookups, *tables]
 

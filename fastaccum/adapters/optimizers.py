@@ -18,6 +18,7 @@ from fastaccum.adapters.attributes import Variable, kinds, package, raw, replace
 from fastaccum.kernels import private
 from fastaccum.lines import warn
 
+_KNOWN_PACKAGES = ("keras", "tf_keras", "tensorflow_addons", "transformers")
 # What Keras's or tf_keras's own train step calls, and this one does not.
 _UNCALLED = "scale_loss", "minimize", "compute_gradients", private.COMPUTE_GRADIENTS, private.TRANSFORM_GRADIENTS
 _OF_PARTS = "apply", "apply_gradients"  # of a MultiOptimizer: those of the optimizers inside are called
@@ -62,11 +63,11 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
 
 
 def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
-    """Tells if the object, or a class of the user's own, not of a known package, defines the method."""
+    """Tells if a method is the user's own, of the object or of a class, and not of a known package."""
     if method in vars(optimizer):
         return True
-    defined = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
-    return defined is not None and package(defined) not in ("keras", "tf_keras", "tensorflow_addons", "transformers")
+    function = getattr(type(optimizer), method, None)
+    return function is not None and package(function) not in _KNOWN_PACKAGES
 
 
 def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:

@@ -21,6 +21,7 @@ WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
 
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 UNSEEDED = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
+_CALLS_OF_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _CHECKS = {"All", "Any", "Assert"}
 _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
@@ -45,6 +46,13 @@ def first_cross_example_op(graph: tf.Graph) -> str | None:
         if _is_square(operation) or _loses_rows(operation) or _goes_along_rows(operation):
             return operation.name
     return None
+
+
+def calls_python(graph: tf.Graph) -> bool:
+    """Tells if a graph calls Python, as by tf.numpy_function or tf.py_function, which XLA cannot compile."""
+    definition = graph.as_graph_def()
+    bodies = [definition.node, *(function.node_def for function in definition.library.function)]
+    return any(node.op in _CALLS_OF_PYTHON for nodes in bodies for node in nodes)
 
 
 def first_comparison_of_rows(graph: tf.Graph) -> str | None:

@@ -77,7 +77,8 @@ def _find_forms(optimizer: keras.optimizers.Optimizer) -> tuple[Callable, Litera
     if private.momentum(optimizer, False) and family in ("SGD", "RMSprop"):
         family = "with momentum"
     theirs = all(package(f) in ("tf_keras", "tensorflow_addons", "transformers") for f in (own_dense, own_sparse))
-    if family == "OptimizerV2" or (theirs and family in _DENSE and not decays):
+    updates_all_rows = family == "OptimizerV2" and package(own_sparse) == "tf_keras"
+    if updates_all_rows or (theirs and family in _DENSE and not decays):
         return getattr(optimizer, private.resource_apply_dense.name), "as dense"
     if theirs and family == "SGD":  # whose sparse form goes past that of the weight decay
         return functools.partial(own_dense, optimizer), "nothing"
@@ -92,4 +93,5 @@ def _find_forms(optimizer: keras.optimizers.Optimizer) -> tuple[Callable, Litera
 
 
 def _decays(form: Callable) -> bool:
-    return form.__qualname__.startswith("DecoupledWeightDecayExtension")  # before that of any other class
+    # Before that of any other class.
+    return package(form) == "tensorflow_addons" and form.__qualname__.startswith("DecoupledWeightDecayExtension")

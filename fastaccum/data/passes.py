@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.adapters.attributes import kinds
 from fastaccum.adapters.data_adapters import EpochBatches
 from fastaccum.data.stacks import Batch, Dispatch, Place
 from fastaccum.kernels import private
@@ -241,7 +242,12 @@ def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def _parts(dataset: tf.data.Dataset, kind: str) -> list[tf.data.Dataset]:
-    return [each for each in _chain(dataset) if kind in type(each).__name__]
+    """Lists the parts of a pipeline that are of a kind of TensorFlow's, whose class has these words in its name."""
+    return [each for each in _chain(dataset) if any(kind in name for name in kinds(each) if _is_tensorflow(name))]
+
+
+def _is_tensorflow(known_name: str) -> bool:
+    return known_name.partition(".")[0] == "tensorflow"
 
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:

@@ -145,10 +145,15 @@ class Replicas(Workers):
 
     # Variables.
 
+    @staticmethod
+    def holds(variable: tf.Variable) -> bool:
+        """Tells if a variable has a component on every replica."""
+        return isinstance(variable, private.distributed_values.DistributedVariable)
+
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
         """Gives Keras variables that were made outside the scope a component on every replica, of equal value."""
         for variable in variables:
-            if not isinstance(own := variable.value, private.distributed_values.DistributedVariable):
+            if not self.holds(own := variable.value):
                 with self.strategy.scope():
                     known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name[:-2]}
                     private.variable_value.set(variable, tf.Variable(own.numpy(), **known))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
@@ -84,6 +85,7 @@ class ReplicatedStep(Step):
         for part in self._optimizers:  # that of the scope in which it was made, if any
             private.optimizer_strategy.set(part, replicas.strategy)
         replicas.mirror(model.trainable_variables)  # LoRA may be enabled outside the scope
+        self._mirror_weights(losses)
         self._build_optimizer(model, optimizer)
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         losses.replicas = replicas.count
@@ -106,6 +108,16 @@ class ReplicatedStep(Step):
         self._evaluator.admit = functools.partial(self._admit_graph, [self._sum, self._total], False)
         # The logical devices of a host share its memory.
         self.sharing = len(replicas.devices) if "CPU" in replicas.devices[0] else 1
+
+    def _mirror_weights(self, losses: Losses) -> None:
+        """Gives the variables among the weights of losses a component on every replica."""
+        variables = losses.weight_variables
+        plain = [v.name for v in variables if isinstance(v, tf.Variable) and not self._replicas.holds(v)]
+        if plain:
+            raise ValueError(
+                f"loss_weights holds {plain}, made outside the strategy's scope: make it inside, or a keras.Variable."
+            )
+        self._replicas.mirror([v for v in variables if isinstance(v, keras.Variable)])
 
     def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
         """Makes the slots, and gives all of the optimizer's variables a component on every replica."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from fastaccum.adapters import layers
 from fastaccum.adapters.attention import FusedAttention
-from fastaccum.adapters.attributes import Nest, restored
+from fastaccum.adapters.attributes import Nest, Variable, raw, restored
 from fastaccum.adapters.callbacks import log_value
 from fastaccum.adapters.interceptors import intercepting
 from fastaccum.adapters.losses import Losses, Term
@@ -181,7 +181,7 @@ class ModelObjective(Objective):
         self.update_metrics(batch, terms, y_pred, training=True)
         if prepared is None:
             (only,), (weight,) = terms, self.term_weights
-            return weight * only.loss_sum, only.weight_sum
+            return _read(weight) * only.loss_sum, only.weight_sum
         *denominators, all_rows = prepared
         rows = _rows(batch)
         parts = [tf.math.divide_no_nan(t.loss_sum, d) for t, d in zip(terms, denominators, strict=True)]
@@ -318,7 +318,7 @@ class ModelObjective(Objective):
         terms = zip(names, self.term_weights, loss_sums, denominators, strict=True)
         for name, weight, loss_sum, denominator in terms:
             value = loss_sum / float(denominator) if denominator else 0.0
-            loss += weight * value
+            loss += float(_read(weight)) * value
             if name is not None:
                 logs[name] = value
         loss += float(self.penalty() or 0.0)
@@ -350,9 +350,16 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
     return ["sum"] * len(model.added_reductions)
 
 
-def _weighted(weights: Sequence[float], terms: Sequence[Term], denominators: Sequence[tf.Tensor]) -> tf.Tensor:
+def _read(weight: float | Variable) -> float | tf.Tensor:
+    """Returns a loss's weight, as a variable has it now: read in each step, as in Keras."""
+    return weight if isinstance(weight, float) else tf.cast(raw(weight).read_value(), tf.float32)
+
+
+def _weighted(
+    weights: Sequence[float | Variable], terms: Sequence[Term], denominators: Sequence[tf.Tensor]
+) -> tf.Tensor:
     """Sums weighted terms over their denominators; there may be more weights and denominators than terms."""
-    parts = zip(weights, terms, denominators, strict=False)
+    parts = zip(map(_read, weights), terms, denominators, strict=False)
     return tf.add_n([weight * tf.math.divide_no_nan(t.loss_sum, denominator) for weight, t, denominator in parts])
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import arguments, jit_choice
+from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, take_backed_up_epoch
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.saver import Saver
@@ -185,10 +186,15 @@ class Fit:
             f"{micro_batches} for each update. Keras's counts batches.\n"
         )
 
+    def _weights_of_losses(self) -> list[Variable]:
+        """Returns the variables among `loss_weights`, but for those of the model's own."""
+        known = {id(raw(v)) for v in self._recipe.model.variables}
+        return [v for v in self._recipe.losses.weight_variables if id(raw(v)) not in known]
+
     def _training(self, options: Options, step: Step, stacks: Stacks, hooks: Callbacks) -> state.Training:
         recipe, model = self._recipe, self._recipe.model
         variables: dict[str, Sequence[tf.Variable | keras.Variable]] = {
-            "model": [*model.variables, *model.state],
+            "model": [*model.variables, *model.state, *self._weights_of_losses()],
             "optimizer": recipe.optimizer.variables,
             "loss_scale": step.cycle.loss_scale.variables,
             "step": step.running.variables,

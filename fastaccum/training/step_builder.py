@@ -21,6 +21,7 @@ from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.distribute.sharded_step import ShardedStep
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.lines import warn
 from fastaccum.memory.analysis import needs_shares
 from fastaccum.memory.guard import Guard
 from fastaccum.step import compilable
@@ -91,7 +92,8 @@ class StepBuilder:
         with contextlib.nullcontext() if recipe.replicas is None else recipe.replicas.strategy.scope():
             y_pred = model.symbolic_call(sample.x, training=True)
         y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
-        if options.jit_compile == "auto":
+        may_fall_back = options.jit_compile == "auto"
+        if may_fall_back:
             options = dataclasses.replace(options, jit_compile=self._is_faster_compiled(sample.x))
         if options.jit_compile:
             compilable.require(model)
@@ -102,6 +104,8 @@ class StepBuilder:
         losses.build(self._outputs, y_true, model.takes_targets_apart)
         names = losses.log_names
         metrics.build(self._outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
+        if options.jit_compile and metrics.calling_python:
+            options = self._without_xla(options, may_fall_back)
         if not losses.outputs:
             own_loss.require_any(model, called=True)
         if not model.trainable_variables:
@@ -116,6 +120,16 @@ class StepBuilder:
                 if options.shard_optimizer is True:
                     raise
         return ReplicatedStep(recipe.replicas, *parts)
+
+    def _without_xla(self, options: Options, may_fall_back: bool) -> Options:
+        """Returns options without XLA for metrics that call Python, with a warning; ValueError if XLA was asked for."""
+        names = self.recipe.metrics.calling_python
+        what = f"XLA cannot compile metrics={names}, which call Python (tf.numpy_function)"
+        remedy = "write them with keras.ops or TensorFlow"
+        if not may_fall_back:
+            raise ValueError(f"{what}: {remedy}, or pass jit_compile='auto' or False.")
+        warn(f"{what}: this model trains without XLA. To use it, {remedy}.", UserWarning)
+        return dataclasses.replace(options, jit_compile=False)
 
     def _places_of_slots(self) -> list[int]:
         variables = [] if self.recipe.replicas is None else self.recipe.optimizer.optimizer.variables

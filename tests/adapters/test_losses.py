@@ -172,8 +172,8 @@ def test_a_loss_that_averages_over_rows_alone_is_refused():
     losses = Losses(lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, axis=0))
     spec = keras.KerasTensor((ROWS, 2))
     outputs = Outputs(["out"], spec)
-    losses.build(outputs, spec)
     with pytest.raises(ValueError, match="one loss per example"):
+        losses.build(outputs, spec)
         losses.terms(outputs.matched(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None), None, {})
 
 
