@@ -473,6 +473,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/adapters/added_losses.py:require_sum_over_rows": "a message",
     "fastaccum/adapters/head.py:_require_linear": "a message",
     "fastaccum/adapters/losses.py:_loss_name": "a message",
+    "fastaccum/adapters/own_methods.py:_removing": "a message",
     "fastaccum/adapters/slots.py:_save_none": "a message",
     "fastaccum/checkpoint/saver.py:Saver._wait": "a message",
     "fastaccum/distribute/replicas.py:replicas_for": "a message",
