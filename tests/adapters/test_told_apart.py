@@ -126,9 +126,9 @@ def test_a_loss_with_a_name_of_keras_is_exact(name, make):
 
 def test_a_loss_of_keras_under_another_name_is_known():
     with pytest.raises(ValueError, match="compares the whole batch"):
-        difference(keras.losses.Dice(name="mine"))
+        difference(keras.losses.Dice(axis=(0,), name="mine"))
     with pytest.raises(ValueError, match="compares the whole batch"):
-        difference(type("Mine", (keras.losses.Dice,), {})())
+        difference(type("Mine", (keras.losses.Dice,), {})(axis=(0,)))
 
 
 @pytest.mark.parametrize("rows", [WIDTH, 2 * WIDTH])
@@ -275,7 +275,7 @@ PLACES = {
         ],
     ),
     "losses, __call__ of keras": (
-        lambda loss: losses._require_sum_of_rows(loss, "y", keras.KerasTensor((None, 2))) or True,
+        lambda loss: losses._require_sum_of_rows(loss, "y", keras.KerasTensor((None, 2)), False) or True,
         [impostor("Loss", Named, "keras.src.losses.loss", __call__=lambda self, *y: 1.0)()],
         [subclass(keras.losses.MeanSquaredError)(), Named()],
     ),
