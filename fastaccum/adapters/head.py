@@ -284,6 +284,8 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
     function = getattr(layer, "activation", None)
     is_linear = function is None or known_name(function) in ("keras.linear", "tf_keras.linear")
     activation = getattr(function, "__name__", function)
+    if not of_keras(function):
+        activation = f"{activation} of your own"
     capped = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None) and not _is_reversible(layer)
     if not is_linear or capped or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(

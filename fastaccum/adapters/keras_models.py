@@ -277,7 +277,7 @@ class Model:
     @property
     def statistics(self) -> list[tf.Variable]:
         """The part of `state` that Keras's own layers hold, and a train step moves."""
-        own = [layer for layer in self.layers if of_keras(type(layer)) and layer.name in self.moving_layers]
+        own = [layer for layer in self.layers if of_keras(type(layer)) and self._moves(layer)]
         return [v for layer in own for v in self._own_state(layer) if v.dtype.is_floating]
 
     @property
@@ -289,8 +289,10 @@ class Model:
     @property
     def moving_layers(self) -> list[str]:
         """The names of the layers whose statistics a train step moves."""
-        own = ((layer.name, self._own_state(layer)) for layer in self.layers if layer.trainable)
-        return [name for name, state in own if any(v.dtype.is_floating for v in state)]
+        return [layer.name for layer in self.layers if self._moves(layer)]
+
+    def _moves(self, layer: keras.layers.Layer) -> bool:
+        return layer.trainable and any(v.dtype.is_floating for v in self._own_state(layer))
 
     def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
         seeds = [generator.state for generator in private.seed_generators(layer)]
@@ -385,7 +387,7 @@ class Model:
     @property
     def split_sensitive_layers(self) -> list[str]:
         """Names the layers whose numbers depend on how rows are split: random masks, statistics, mixed rows."""
-        names = [layer.name for layer in self.layers if self._draws(layer) or layer.name in self.moving_layers]
+        names = [layer.name for layer in self.layers if self._draws(layer) or self._moves(layer)]
         return [*map(repr, names), *(["layers that mix rows"] if self.mixes_rows else [])]
 
     def _draws(self, layer: keras.layers.Layer) -> bool:

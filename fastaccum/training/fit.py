@@ -31,6 +31,7 @@ from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.forecasts import make_plan
+from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.throughput import Stopwatch
 
@@ -110,11 +111,7 @@ class Fit:
             hooks.require_none("SwapEMAWeights", "which swaps averages on all replicas: pass shard_optimizer=False")
         chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
         if hooks.say is not None and chose_without_xla and not any(each.seconds for each in step.programs.values()):
-            reason = "cannot compile a layer" if recipe.model.uncompilable_layers() else "would be slower here"
-            on_x86 = platform.machine() in ("x86_64", "AMD64")  # where fastaccum turns oneDNN on
-            if on_x86 and not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
-                reason += "; TensorFlow's operations may be faster with oneDNN: import fastaccum before TensorFlow"
-            hooks.say(f"This model trains without XLA, which {reason}.\n")
+            hooks.say(f"This model trains without XLA, which {_why_without_xla(recipe)}.\n")
         if hooks.say is not None and (said := self._counted_steps(stacks)):
             hooks.say(said)
         training = functools.partial(self._training, options, step, stacks, hooks)
@@ -220,6 +217,19 @@ class Fit:
             recipe.replicas,
             step.holders,
         )
+
+
+def _why_without_xla(recipe: Recipe) -> str:
+    """Tells why a model trains without XLA, which `jit_compile="auto"` chose: a clause about XLA."""
+    reason = "would be slower here"
+    if recipe.model.uncompilable_layers():
+        reason = "cannot compile a layer"
+    elif recipe.metrics.calling_python:
+        reason = "cannot compile a metric"
+    on_x86 = platform.machine() in ("x86_64", "AMD64")  # where fastaccum turns oneDNN on
+    if on_x86 and not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
+        reason += "; TensorFlow's operations may be faster with oneDNN: import fastaccum before TensorFlow"
+    return reason
 
 
 def _train_epoch(

@@ -138,6 +138,15 @@ def test_a_loss_over_the_axis_of_rows_is_refused_whatever_the_sizes(rows):
         trainer.fit(X[: 2 * rows], Y[: 2 * rows], batch_size=rows, verbose=0)
 
 
+def test_a_frozen_layer_with_the_name_of_another_moves_no_statistics():
+    one = keras.layers.BatchNormalization(name="norm")
+    frozen = keras.layers.BatchNormalization(name="norm", trainable=False)
+    inner = keras.Sequential([keras.Input((5,)), frozen])
+    adapted = models.get(keras.Sequential([keras.Input((5,)), one, inner]))
+    moving = [one.moving_mean.value, one.moving_variance.value]
+    assert [id(v) for v in adapted.statistics] == [id(v) for v in moving]
+
+
 # Heads and metrics of logits that are never held.
 
 

@@ -230,6 +230,40 @@ def check_losses_that_are_one_number_for_a_batch():
         )
 
 
+def check_variables_as_loss_weights():
+    """A weight that a callback anneals has its value on every replica, made inside the scope or outside of it."""
+
+    class Anneal(keras.callbacks.Callback):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.weight.assign(self.weight + 0.5)
+
+    def two_outputs():
+        keras.utils.set_random_seed(1)
+        x = keras.Input((6,))
+        return keras.Model(x, [keras.layers.Dense(3)(x), keras.layers.Dense(3)(x)])
+
+    def trained(model, weight, rows):
+        options = {"loss_weights": [1.0, weight], "gradient_accumulation_steps": 2, "jit_compile": False}
+        trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), ["mse", "mae"], **options)
+        data = X[:16], [Y[:16], Y[:16]]
+        trainer.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0, callbacks=[Anneal(weight)])
+        return model.get_weights()
+
+    expected = trained(two_outputs(), keras.Variable(0.0), 4)
+    weights = [keras.Variable(0.0), replicated(lambda: keras.Variable(0.0)), replicated(lambda: tf.Variable(0.0))]
+    for weight in weights:
+        assert_close(trained(replicated(two_outputs), weight, 4), expected)
+    try:
+        trained(replicated(two_outputs), tf.Variable(0.0), 4)
+        raise AssertionError("a variable of one device was not refused")
+    except ValueError as error:
+        assert "make it inside, or a keras.Variable" in str(error), error
+
+
 def check_layers_that_compute_with_the_number_of_rows_are_told_of():
     def make():
         keras.utils.set_random_seed(1)
