@@ -1126,7 +1126,11 @@ def test_edsr_refused():
 
 @row(EXAMPLES, "EDSR: without its train_step, sub-pixel upsampling, PSNR as metric")
 def test_edsr():
-    return _edsr_case(keras.Model)
+    class EDSRWithKerasStep(EDSRModel):
+        pass
+
+    EDSRWithKerasStep.train_step = keras.Model.train_step  # as the refusal says
+    return _edsr_case(EDSRWithKerasStep)
 
 
 class RealNVP(keras.Model):
