@@ -60,10 +60,11 @@ class Trainer:
         optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer; or the name of one, which is tf_keras's for a
             tf_keras model, else Keras 3's. Its schedules and `iterations` count updates. To use the one that a model
             was compiled with, pass `model.optimizer`.
-        loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per row or per token; or
-            a list or dict of these, by output. None for the model's own loss: the one that it was compiled with (with
-            its metrics, if none are given), its `compute_loss`, its `add_loss`, or the loss that a Hugging Face model
-            returns. `y` may be left out where the loss doesn't need it.
+        loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per row or per token, one
+            number for the batch, or a pair `(loss_sum, weight_sum)`; or a list or dict of these, by output. None for
+            the model's own loss: the one that it was compiled with (with its metrics, if none are given), its
+            `compute_loss`, its `add_loss`, or the loss that a Hugging Face model returns. `y` may be left out where
+            the loss doesn't need it.
         metrics: as in Keras's `compile`.
         loss_weights: factors of the outputs' losses, as in `compile`. A scalar variable is read in each step.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
