@@ -322,13 +322,15 @@ def test_contrastive():
 
 
 def _comparing_rows(make):
-    """Four rows in a micro-batch, and as many outputs: N-pairs losses take the similarities of rows."""
+    """Four rows in a micro-batch, and as many outputs: N-pairs losses take the similarities of rows.
+
+    NpairsLoss is NaN in tf_keras's own step, which gives labels an axis more.
+    """
     x, y = points()
     loss = make()
     if isinstance(loss, (tfa.losses.NpairsMultilabelLoss, tfa.losses.WeightedKappaLoss)):
         y = np.eye(4, dtype="float32")[y]
-    activation = "softmax" if isinstance(loss, tfa.losses.WeightedKappaLoss) else None
-    model = tf_keras.Sequential([tf_keras.Input((6,)), KERAS.Dense(4, activation)])
+    model = tf_keras.Sequential([tf_keras.Input((6,)), KERAS.Dense(4, "softmax")])
     return Case(model, x, y, loss=loss, by_micro_batch=True)
 
 
@@ -338,7 +340,6 @@ _rows(
         "TripletSemiHardLoss": lambda: tfa.losses.TripletSemiHardLoss(),
         "TripletHardLoss": lambda: tfa.losses.TripletHardLoss(),
         "LiftedStructLoss": lambda: tfa.losses.LiftedStructLoss(),
-        "NpairsLoss": lambda: tfa.losses.NpairsLoss(),
         "NpairsMultilabelLoss": lambda: tfa.losses.NpairsMultilabelLoss(),
         "WeightedKappaLoss": lambda: tfa.losses.WeightedKappaLoss(4),
     },
