@@ -434,7 +434,7 @@ def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int |
 def _not_per_example(loss: keras.losses.Loss, returned: str) -> str:
     return (
         f"loss {_loss_name(loss)!r} returned {returned}. It must return a floating-point tensor, one loss per example "
-        "(or per token): drop a mean over the batch axis; or override the model's compute_loss, of one micro-batch."
+        "(or per token), or one number for the batch: a mean over the batch axis alone is neither."
     )
 
 
