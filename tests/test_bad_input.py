@@ -388,19 +388,6 @@ def test_stacks_that_do_not_fit(trainer, stack, error, match, built):
 # Losses
 
 
-def mean_error(y_true, y_pred):
-    return tf.reduce_mean(tf.square(y_true - y_pred))
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("jit_compile", [True, False])
-def test_a_loss_that_returns_a_mean_is_refused(batch_size, jit_compile):
-    trainer = make_trainer(loss=mean_error, jit_compile=jit_compile)
-    trainer._optimizer.build(trainer.model.trainable_variables)
-    with refused(trainer, ValueError, r"(?s)loss 'mean_error' returned shape \(\).*one loss per example.*drop"):
-        trainer.fit(X, Y, batch_size=batch_size, verbose=0)
-
-
 def test_a_loss_without_reduction_is_refused():
     trainer = make_trainer(loss=keras.losses.MeanSquaredError(reduction=None))
     with pytest.raises(ValueError, match=r"reduction=None.*Pass reduction='sum_over_batch_size'"):
@@ -947,9 +934,9 @@ def test_targets_of_another_shape_in_evaluate(trainer, make):
         (lambda y, p: tf.as_string(p[:, 0]), r"returned dtype string"),
         (lambda y, p: [p[:, 0], p[:, 0]], r"returned .*one tensor|returned \[<tf.Tensor"),
         (lambda y, p: None, r"None"),
-        (lambda y, p: 3.0, r"returned (3.0|shape \(\))"),
-        (lambda y, p: p[:1, 0], r"returned shape \(1,\) for 2 examples"),
-        (lambda y, p: tf.transpose(p), r"returned shape \(1, 2\) for 2 examples"),
+        (lambda y, p: 3.0, r"The loss reaches none of the 4 variables"),
+        (lambda y, p: p[:1, 0], r"returned shape \(1,\) whatever the number of examples"),
+        (lambda y, p: tf.transpose(p), r"returned shape \(1, \d+\) whatever the number of examples"),
     ],
 )
 def test_losses_that_return_no_losses(returns, match):
