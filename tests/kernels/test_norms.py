@@ -1,6 +1,5 @@
 """Norms and GELU with their gradients against float64 autodiff, and in a model against Keras's own layers."""
 
-import functools
 from unittest import mock
 
 import h200
@@ -170,28 +169,33 @@ def test_gelu_as_a_gpu_computes_it(dtype, tolerance):
         np.testing.assert_allclose(tf.cast(mine, tf.float64), truth, atol=tolerance * np.abs(truth).max())
 
 
-def gelu_of_keras(approximate):
-    @functools.wraps(keras.activations.gelu)
-    def gelu(x):
-        return keras.activations.gelu(x, approximate=approximate)
+@pytest.fixture
+def gelu_of_keras(approximate, monkeypatch):
+    if not approximate:
+        return keras.activations.gelu
 
-    return gelu
+    def gelu_approximate(x):  # as KerasHub's, which need not be installed
+        return keras.activations.gelu(x, approximate=True)
+
+    monkeypatch.setattr(norms, "known_name", lambda thing: "keras_hub.gelu_approximate")
+    return gelu_approximate
 
 
 @pytest.mark.parametrize("approximate", [False, True])
-def test_a_gelu_that_is_computed_again_is_kerass_own(approximate):
+def test_a_gelu_that_is_computed_again_is_kerass_own(gelu_of_keras):
     """Bit for bit; and its second derivative to rounding."""
-    gelu, x = gelu_of_keras(approximate), tf.cast(tf.linspace(-9.0, 9.0, 401), "bfloat16")
+    gelu = gelu_of_keras
+    x = tf.cast(tf.linspace(-9.0, 9.0, 401), "bfloat16")
     with mock.patch.object(norms, "has_gpu", lambda: True), mock.patch.object(norms, "in_xla", lambda: True):
-        assert norms.activated(keras.activations.relu, -x).dtype == x.dtype
         got = values_and_gradients(lambda x: norms.activated(gelu, x), x)
     for mine, kerass, tolerance in zip(got, values_and_gradients(gelu, x), (0, 0, 0.02), strict=True):
         np.testing.assert_allclose(tf.cast(mine, tf.float32), tf.cast(kerass, tf.float32), atol=tolerance)
 
 
 @pytest.mark.parametrize("approximate", [False, True])
-def test_of_a_gelu_a_gpu_keeps_its_input_and_output_alone(approximate):
-    gelu, rows, width, layers = gelu_of_keras(approximate), 2**14, 2048, 3
+def test_of_a_gelu_a_gpu_keeps_its_input_and_output_alone(gelu_of_keras):
+    gelu = gelu_of_keras
+    rows, width, layers = 2**14, 2048, 3
     shapes = [[rows, width], *layers * [[width, 4 * width], [4 * width], [4 * width, width]]]
 
     def temp_bytes(activate):
