@@ -201,6 +201,38 @@ def check_losses_that_compute_with_the_number_of_rows():
         compare(dense, fit, options, X)
 
 
+def check_logs_that_a_model_makes():
+    """By `get_metrics_result` and `reset_metrics` of its own; and what callbacks read of it in mid-epoch."""
+
+    class Own(keras.Sequential):
+        epochs = 0
+
+        def get_metrics_result(self):
+            results = super().get_metrics_result()
+            return {**results, "perplexity": keras.ops.exp(results["loss"])}
+
+        def reset_metrics(self):
+            super().reset_metrics()
+            self.epochs += 1
+
+    def fit(trainer):
+        read = []
+
+        class Read(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                results = self.model.get_metrics_result()
+                read.append([float(results[name]) for name in ("loss", "mae", "perplexity")])
+                assert_close(read[-1], [float(logs[name]) for name in ("loss", "mae", "perplexity")], 1e-5)
+
+        history = trainer.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0, callbacks=[Read()]).history
+        assert trainer.model.epochs == 2
+        return history, [*read, trainer.evaluate(X, Y, batch_size=5, verbose=0)]
+
+    options = {"optimizer": "sgd", "loss": "mse", "metrics": ["mae"], "gradient_accumulation_steps": 2}
+    trainer = compare(lambda: Own(dense().layers), fit, lambda: options, X)
+    assert {"loss", "mae", "perplexity"} <= trainer.evaluate(X, Y, return_dict=True, verbose=0).keys()
+
+
 def check_losses_that_are_one_number_for_a_batch():
     """A mean and a sum with sample weights, which scale the batch, and a pair of sums, with a short last update."""
 

@@ -360,6 +360,125 @@ def test_each_outputs_loss_is_among_the_metrics():
     assert [metric.name for metric in model.metrics].count("a_loss") == 1
 
 
+# Evaluation and prediction
+
+
+class EvaluationLogs(keras.callbacks.Callback):
+    """Notes the logs of an evaluation's batches and of its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.read.append({name: float(value) for name, value in logs.items()})
+
+    def on_test_end(self, logs=None):
+        self.read.append({name: float(value) for name, value in logs.items()})
+
+
+class Stop(EvaluationLogs):
+    """Stops an evaluation or a prediction after its first batch."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        super().on_test_batch_end(batch, logs)
+        self.model.stop_evaluating = True
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.read.append(np.asarray(logs["outputs"]))
+        self.model.stop_predicting = True
+
+
+def test_a_callback_stops_an_evaluation(both):
+    found = []
+    for side, _, _ in both:
+        stop = Stop()
+        found.append(
+            (side.evaluate(X, Y, batch_size=8, steps=4, return_dict=True, verbose=0, callbacks=[stop]), stop.read)
+        )
+    (theirs, read), (ours, our_read) = found
+    assert ours == pytest.approx(theirs, abs=1e-6)
+    assert len(our_read) == len(read) == 2
+    for one, other in zip(our_read, read, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+    whole = both[1][0].evaluate(X, Y, batch_size=8, return_dict=True, verbose=0)  # the next one is not stopped
+    assert whole == pytest.approx(both[0][0].evaluate(X, Y, batch_size=8, return_dict=True, verbose=0), abs=1e-6)
+    assert whole != pytest.approx(ours, abs=1e-6)
+
+
+def test_a_callback_stops_a_prediction(both):
+    for side, _, _ in both:
+        stop = Stop()
+        outputs = side.predict(X, batch_size=8, verbose=0, callbacks=[stop])
+        assert outputs.shape == (8, 3)
+        (read,) = stop.read
+        np.testing.assert_array_equal(read, outputs)
+        assert side.predict(X, batch_size=8, verbose=0).shape == (32, 3)
+
+
+def test_logs_of_a_test_batch_are_those_of_all_batches_before_it(both):
+    found = []
+    for side, _, _ in both:
+        note = EvaluationLogs()
+        side.evaluate(X, Y, batch_size=8, steps=4, verbose=0, callbacks=[note])
+        found.append(note.read)
+    assert len(found[1]) == len(found[0]) == 5
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+
+
+# Generators
+
+
+@pytest.mark.parametrize(("options", "epochs"), [({"steps_per_epoch": 2}, 3), ({}, 1)])
+def test_a_generator_yields_the_rows_that_it_yields_to_keras(both, options, epochs):
+    def generate(rows, pulled):
+        for start in range(0, epochs * 32, rows):
+            of_batch = np.arange(start, start + rows) % 32
+            pulled.extend(of_batch)
+            yield X[of_batch], Y[of_batch]
+
+    pulls = []
+    for side, _, rows in both:
+        pulled = []
+        side.fit(generate(rows, pulled), epochs=epochs, verbose=0, **options)
+        pulls.append(pulled)
+    assert pulls[0] == pulls[1] == [*range(32)] * epochs
+    assert difference(both) < 1e-6
+
+
+# Schedules
+
+
+def test_callbacks_read_the_rate_of_a_schedule(both):
+    found = []
+    for side in ("keras", "fastaccum"):
+        model = make_model()
+        optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5))
+        rates = []
+
+        class Rates(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None, rates=rates):
+                rates.append(float(self.model.optimizer.learning_rate))
+
+            def on_train_batch_end(self, batch, logs=None, rates=rates):
+                rates.append(float(self.model.optimizer.learning_rate))
+
+            on_epoch_begin = on_epoch_end = on_train_batch_begin
+
+        if side == "keras":
+            model.compile(optimizer, "mse")
+            model.fit(X, Y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0, callbacks=[Rates()])
+        else:
+            trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=2, jit_compile=False)
+            trainer.fit(X, Y, batch_size=ROWS // 2, epochs=2, shuffle=False, verbose=0, callbacks=[Rates()])
+        found.append(rates)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[0] == pytest.approx(
+        [0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125]
+    )
+
+
 # Methods of the model and the optimizer
 
 METHODS = (*REASONS, "predict", "predict_step", "make_predict_function")
