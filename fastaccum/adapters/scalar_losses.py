@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -75,27 +75,11 @@ def find(call: Callable[[Pair], Any], specs: Specs, name: str) -> ScalarLoss | N
 
 
 def _trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
-    """Traces a function with other functions inlined and as many rows as tell, or as much of that as it can be."""
-    attempts = (
-        (traces.TELLING_ROWS, _inlined_functions()),
-        (traces.TELLING_ROWS, contextlib.nullcontext()),  # a function that needs AutoGraph
-        (None, contextlib.nullcontext()),  # one of a fixed number of rows
-    )
-    for rows, scope in attempts:
-        with contextlib.suppress(Exception), scope:  # whatever a user's function raises
+    """Traces a function with as many rows as tell, or with those of the specs if it is of a fixed number of rows."""
+    for rows in (traces.TELLING_ROWS, None):
+        with contextlib.suppress(Exception):  # whatever a user's function raises
             return traces.trace(call, specs, rows)
     return None
-
-
-@contextlib.contextmanager
-def _inlined_functions() -> Iterator[None]:
-    """Traces each tf.function that is called inside the block as a part of its caller."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def _is_scalar(value: object) -> bool:

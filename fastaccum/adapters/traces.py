@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,25 @@ _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
 
 
 def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> tf.types.experimental.ConcreteFunction:
-    """Traces a function of one batch with so many rows; `nest` has the specs, and with None also the number of rows."""
+    """Traces a function of one batch with so many rows; `nest` has the specs, and with None also the number of rows.
+
+    The operations of a tf.function that it calls are in its own graph, except where one needs AutoGraph.
+    """
     specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest)
+    with contextlib.suppress(Exception), _inlined_functions():  # whatever a user's function raises without AutoGraph
+        return tf.function(function, autograph=False).get_concrete_function(specs)
     return tf.function(function, autograph=False).get_concrete_function(specs)
+
+
+@contextlib.contextmanager
+def _inlined_functions() -> Iterator[None]:
+    """Traces each tf.function that is called inside the block as a part of its caller."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def first_cross_example_op(graph: tf.Graph) -> str | None:

@@ -24,8 +24,15 @@ class Mixed(keras.layers.Layer):
         return 0.7 * x + 0.3 * tf.reverse(x, [0])
 
 
+class CentredInFunction(keras.layers.Layer):
+    @tf.function
+    def call(self, x):
+        return x - tf.reduce_mean(x, 0, keepdims=True)
+
+
 MIXING = {
     "a layer": lambda h: Centred()(h),
+    "a layer whose call is a tf.function": lambda h: CentredInFunction()(h),
     "mixup": lambda h: Mixed()(h),
     "softmax over rows": lambda h: keras.layers.Softmax(axis=0)(h),
     "an activation": lambda h: keras.layers.Dense(4, activation=lambda h: h - tf.reduce_mean(h, 0))(h),
@@ -84,6 +91,11 @@ def masked_mean(y, y_pred):
     return tf.reduce_sum(mask * (y - y_pred) ** 2) / tf.reduce_sum(mask)
 
 
+@tf.function
+def root_in_function(y, y_pred):
+    return tf.sqrt(tf.reduce_mean((y - y_pred) ** 2))
+
+
 IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
 SUMS = {
     "half of the compiled": lambda m, y, p: 0.5 * compiled(m, y, p) + tf.reduce_mean(p**2) / 3.0,
@@ -94,6 +106,7 @@ BEYOND = {
     "a root": lambda m, y, p: tf.sqrt(compiled(m, y, p)),
     "a reciprocal": lambda m, y, p: 1.0 / compiled(m, y, p),
     "a maximum": lambda m, y, p: tf.maximum(compiled(m, y, p), 1.85),
+    "a root in a tf.function": lambda m, y, p: root_in_function(y, p),
     "a masked mean": lambda m, y, p: masked_mean(y, p),
     "a Keras loss that masks": lambda m, y, p: IGNORING(tf.argmax(y, -1), p),
     "a squared mean": lambda m, y, p: compiled(m, y, p) + tf.reduce_mean(tf.reduce_mean(p, 0) ** 2),
@@ -145,8 +158,13 @@ def test_compiled_losses_that_look_at_the_batch_are_told_of():
         squares = tf.where(known, (tf.where(known, y, 0.0) - y_pred) ** 2, 0.0)
         return tf.reduce_sum(squares, -1) / tf.reduce_mean(tf.cast(known, tf.float32))
 
+    def absolute(y, y_pred):
+        return tf.reduce_mean(tf.abs(y - y_pred), -1)
+
     assert told(where_finite)
-    assert not told(lambda y, y_pred: tf.reduce_mean(tf.abs(y - y_pred), -1))
+    assert told(tf.function(where_finite))
+    assert not told(absolute)
+    assert not told(tf.function(absolute))
 
 
 def test_what_no_layer_holds_may_not_be_assigned_in_a_loss():

@@ -215,6 +215,10 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwa
     def compared(y_true, y_pred):
         return tf.abs(y_pred - tf.reduce_mean(y_pred, axis=0))[:, 0]
 
+    @tf.function
+    def in_function(y_true, y_pred):
+        return tf.abs(y_pred - tf.reduce_mean(y_pred, axis=0))[:, 0]
+
     def by_row(y_true, y_pred):
         return tf.abs(tf.cast(y_true, tf.float32) - y_pred)[:, 0]
 
@@ -224,7 +228,7 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwa
         value(),
         keras.optimizers.SGD(0.0),
         "mse",
-        [dice, compared, by_row, cosine, "mae"],
+        [dice, compared, in_function, by_row, cosine, "mae"],
         gradient_accumulation_steps=1 if fitted else micro_batches,
         jit_compile=False,
     )
@@ -233,8 +237,8 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwa
         trainer.gradient_accumulation_steps = micro_batches
     logged = trainer.fit(x, y, 4, shuffle=False, verbose=0).history["dice"][0]
     warned = [str(each.message) for each in recwarn if "is no sum or mean over the rows" in str(each.message)]
-    assert len(warned) == (3 if micro_batches > 1 else 0)
-    for name in ("'dice'", "'compared'", "'cosine'") if warned else ():
+    assert len(warned) == (4 if micro_batches > 1 else 0)
+    for name in ("'dice'", "'compared'", "'in_function'", "'cosine'") if warned else ():
         assert sum(name in message for message in warned) == 1
     p = trainer.model.predict(x, verbose=0)
     batches = [slice(i, i + 4) for i in range(0, ROWS, 4)]
