@@ -257,10 +257,10 @@ class _Seeds(keras.random.SeedGenerator):
 
     def __init__(self, generators: Sequence[keras.random.SeedGenerator]):
         super().__init__(seed=0)
-        seeds = {generator._initial_seed for generator in generators}
+        seeds = {private.initial_seed(generator) for generator in generators}
         # A seed that the layers share would drop the same elements in all of them.
         shared = None not in seeds and len(seeds) < len(generators)
-        self._initial_seed = seeds.pop() if shared else None
+        private.initial_seed.set(self, seeds.pop() if shared else None)
         states = [generator.state for generator in generators]
 
         def initial(shape, dtype):

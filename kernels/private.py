@@ -288,6 +288,7 @@ iterator_resource = Attribute("_iterator_resource", of="iterators of tf.data", s
 dataset_inputs = Method("_inputs", of="tf.data.Dataset", serves="finding the shuffles in a pipeline")
 dataset_functions = Method("_functions", of="tf.data.Dataset", serves="finding the functions in a pipeline")
 repeat_count = Attribute("_count", of="repeated datasets", serves="telling an endless pipeline")
+batch_size = Attribute("_batch_size", of="batched datasets", serves="how many rows a batch has")
 shuffle_seed = Attribute("_seed", of="shuffled datasets", serves="telling a shuffle without a seed")
 shuffle_seed2 = Attribute("_seed2", of="shuffled datasets", serves="telling a shuffle without a seed")
 cache_filename = Attribute("_filename", of="cached datasets", serves="telling a cache on disk")
@@ -337,6 +338,7 @@ variable_value = Attribute("_value", of="keras.Variable", serves="one replica's 
 variable_dtype = Attribute("_dtype", of="keras.Variable", serves="a variable's dtype outside of autocast")
 flatten_layers = Method("_flatten_layers", of="keras.Layer", serves="every nested layer")
 seed_generators = Attribute("_seed_generators", of="keras.Layer", serves="the seeds of a layer, without inner layers'")
+initial_seed = Attribute("_initial_seed", of="keras.random.SeedGenerator", serves="a seed that stacked layers share")
 own_state = Attribute(
     "_non_trainable_variables", of="keras.Layer", serves="a layer's own variables, without inner layers'"
 )
@@ -361,7 +363,7 @@ nodes_by_depth = Attribute("_nodes_by_depth", of="functional models", serves="fa
 remat_mode = Attribute("_remat_mode", of="keras.Layer", serves="refusing a keras.RematScope by the layer's name")
 is_default_build = Attribute("_is_default", of="a layer's `build`", serves="telling a layer built at its first call")
 track_trackable = Method("_track_trackable", of="keras.Layer", serves="stacked weights in tf.train.Checkpoint")
-kernel = Attribute("_kernel", of="keras.Layer", serves="a layer's float32 weight")
+kernel = Attribute("_kernel", of="keras.Layer and KerasHub's MaskedLMHead", serves="a layer's float32 weight")
 bias = Attribute("_bias", of="KerasHub's MaskedLMHead", serves="its linear layer's weights")
 embeddings = Attribute("_embeddings", of="keras.layers.Embedding", serves="a layer's float32 weight")
 compute_causal_padding = Method("_compute_causal_padding", of="keras.layers.Conv1D", serves="a convolution's padding")
@@ -403,8 +405,8 @@ var_key = Method("_var_key", of="optimizers", serves="which slot belongs to whic
 variables_indices = Attribute("_trainable_variables_indices", of="optimizers", serves="the weights it was built with")
 optimizer_of_variable = Attribute("_var_to_optimizer_idx", of="MultiOptimizer", serves="a weight's optimizer")
 use_weight_decay = Method("_use_weight_decay", of="optimizers", serves="what exclude_from_weight_decay was told of")
-adafactor_r = "_r"  # Adafactor's placeholder variables, int32 and never read
-adafactor_c = "_c"
+ADAFACTOR_R = "_r"  # Adafactor's placeholder variables, int32 and never read
+ADAFACTOR_C = "_c"
 # Methods that a user's optimizer may override, and that the fused step then would not call as Keras does.
 COMPUTE_GRADIENTS = "_compute_gradients"
 TRANSFORM_GRADIENTS = "_transform_unaggregated_gradients"
@@ -417,6 +419,7 @@ OVERRIDABLE_UPDATES = (
 
 # Attributes of Keras's callbacks: the counters that a resumed training needs, by the callback's class.
 
+CALLBACK_MODEL = "_model"
 global_train_batch = Attribute("_global_train_batch", of="TensorBoard", serves="the number of a step")
 GLOBAL_TEST_BATCH = "_global_test_batch"
 MODEL_CHECKPOINT_COUNTERS = ("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch")

@@ -46,7 +46,6 @@ MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/program.py")
 
 # What a tuple's class offers under such names is public.
 OF_NAMED_TUPLES = ("_asdict", "_fields", "_replace")
-PAGE = "docs/architecture.md"
 
 Sources = dict[str, str]  # a path in the repository, and what the file holds
 
@@ -131,22 +130,53 @@ def defined_names(tree: ast.Module) -> set[str]:
     }
 
 
+def class_names(tree: ast.Module) -> set[str]:
+    """What the classes of a module define: methods, class variables, and attributes of self."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, ast.FunctionDef):
+                    found.add(statement.name)
+                elif isinstance(statement, ast.Assign | ast.AnnAssign):
+                    found |= {name.id for name in ast.walk(statement) if is_stored_name(name)}
+    return found
+
+
+def imported_from_the_package(tree: ast.Module) -> set[str]:
+    """The names by which a module imports what fastaccum defines."""
+    statements = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    of_package = [node for node in statements if (node.module or "").partition(".")[0] == "fastaccum"]
+    return {alias.asname or alias.name for node in of_package for alias in node.names}
+
+
+def is_stored_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 def private_attributes(tree: ast.Module, package: set[str]) -> set[str]:
-    """Private attributes of objects that others define: `x._y` where this module defines no `_y`.
+    """Private attributes of objects that others define: `x._y` where no class of this module defines `_y`.
 
-    On self they are others' where nothing in the package defines them, and so are strings that look like one.
+    On self, and on what is imported from the package, they are others' where nothing in the package defines them. A
+    string that looks like one is, where nothing in the module defines it.
     """
-    own, found = defined_names(tree), set()
+    found = set()
+    of_classes = class_names(tree)
+    of_module = defined_names(tree)
+    imported = imported_from_the_package(tree)
     literals = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            name, known = node.attr, package if is_self(node.value) else own
+            is_own = is_self(node.value) or ast.unparse(node.value) in imported
+            name, known = node.attr, package if is_own else of_classes
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in literals:
-            name, known = node.value, package
+            name, known = node.value, of_module
         else:
             continue
         if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in known and name not in OF_NAMED_TUPLES:
@@ -293,7 +323,7 @@ def repository() -> Sources:
     # fastaccum/kernels is a link to kernels, which rglob does not follow.
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     own = [path for path in paths if ROOT / "fastaccum" / "kernels" not in path.parents]
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in [*own, ROOT / PAGE]}
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in own}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -332,6 +362,8 @@ BREAKS = [
     (private_names_in_one_module, {LOW: "def f(layer):\n    return getattr(layer, '_losses')"}),
     (private_names_in_one_module, {LOW: "class L(Layer):\n    def f(self):\n        return self._losses"}),
     (private_names_in_one_module, {LOW: "class C:\n    def f(self): self._x = 1", HIGH: "def f(c): return c._x"}),
+    (private_names_in_one_module, {LOW: "def _kernel(layer):\n    return layer._kernel"}),
+    (private_names_in_one_module, {LOW: "def f(x): getattr(x, '_b')", HIGH: "class C:\n    def f(self): self._b = 1"}),
     (private_names_are_used, {KNOWS_PRIVATE: "losses = Attribute('_losses')", HIGH: ""}),
     (private_names_are_used, {KNOWS_PRIVATE: "PLACES: dict = {'record': Place(())}", HIGH: ""}),
     (public_functions_are_annotated, {HIGH: "def f(x) -> int: ..."}),

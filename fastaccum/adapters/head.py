@@ -258,7 +258,7 @@ def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
     if _is_reversible(layer):
         return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
     if _is_masked(layer):
-        return (layer._kernel, False) if layer.token_embedding is None else _kernel(layer.token_embedding)
+        return (private.kernel(layer), False) if layer.token_embedding is None else _kernel(layer.token_embedding)
     return getattr(layer, "kernel", None), False
 
 

@@ -149,7 +149,7 @@ class Optimizer:
         # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on the host.
         stand_ins = [
             v
-            for v in _find_variables([(s.get(private.adafactor_r), s.get(private.adafactor_c)) for s in states])
+            for v in _find_variables([(s.get(private.ADAFACTOR_R), s.get(private.ADAFACTOR_C)) for s in states])
             if v.dtype == tf.int32
         ]
         left_out = {id(v) for v in (*self._model_variables, *stand_ins)} | self.elsewhere

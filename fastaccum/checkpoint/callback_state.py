@@ -100,7 +100,8 @@ def prepare(callbacks: Callbacks) -> None:
         if kind == "CSVLogger":
             callback.append = True  # or it would begin its file anew
         elif kind == "Callback" and not hasattr(callback, "get_state"):
-            held = sorted(n for n in vars(callback) if n not in ("validation_data", "_model", "params", "model"))
+            set_by_keras = ("validation_data", private.CALLBACK_MODEL, "params", "model")
+            held = sorted(name for name in vars(callback) if name not in set_by_keras)
             if held:
                 warn(
                     f"the callback {type(callback).__name__} starts afresh where training is resumed: give it "

@@ -252,7 +252,7 @@ def _is_tensorflow(known_name: str) -> bool:
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the rows of a batch, as the last `batch` of a pipeline has them; None where no `batch` is seen."""
-    sizes = (getattr(each, "_batch_size", None) for each in _parts(dataset, "BatchDataset"))
+    sizes = (private.batch_size(each, None) for each in _parts(dataset, "BatchDataset"))
     return next((int(size) for size in sizes if size is not None), None)
 
 

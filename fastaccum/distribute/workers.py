@@ -29,6 +29,7 @@ LOOK_EVERY_S = 1.0
 # In every process alike, whichever model they are about: the workers' calls are the same, in the same order.
 _rounds = itertools.count()
 _entrance = threading.Lock()  # to a Trainer
+_CALLS = "fastaccum_calls"  # an attribute of a Trainer: its calls that go on, with their threads
 _steps: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # by the part of a step
 
 
@@ -72,7 +73,7 @@ def _in_one_thread(trainer: Any, name: str) -> Iterator[None]:
     """Raises RuntimeError while another thread is in a method of the Trainer; any number may predict."""
     mine = threading.current_thread(), name
     with _entrance:
-        calls: list[tuple[threading.Thread, str]] = vars(trainer).setdefault("_calls", [])
+        calls: list[tuple[threading.Thread, str]] = vars(trainer).setdefault(_CALLS, [])
         for thread, running in tuple(calls):
             if thread is not mine[0] and not running == name == "predict":
                 raise RuntimeError(
