@@ -192,9 +192,8 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
             if not rate:
                 gradients = _backward(form, inputs_BTHK, lses[0], doutput_BTHK, masks, output_BTHK)
                 return first_order(gradients, "cuDNN's attention")
-            barred_BTHK, zero = private.xla.optimization_barrier(
-                doutput_BTHK, tf.constant(0)
-            )  # or XLA would keep the mask
+            # Without a barrier XLA would keep the mask.
+            barred_BTHK, zero = private.xla.optimization_barrier(doutput_BTHK, tf.constant(0))
             of_kept = _masks(form, query.dtype, kept(zero))
             scaled_BTHK = _scaled(barred_BTHK, rate, *lses)
             one = _backward(form, inputs_BTHK, lses[1], scaled_BTHK, of_kept, tf.zeros_like(output_BTHK))

@@ -114,12 +114,12 @@ class FusedAttention:
         """Computes a layer's `_compute_attention`; of another layer `call`, for what computes its attention."""
         outer, self._layer, self._noted = self._layer, layer, False
         try:
-            kind = _hub_form(layer)
-            of_keras = _keras_form(layer)
-            if (kind := kind or of_keras) is not None:
+            keras_form = _keras_form(layer)
+            form = _hub_form(layer) or keras_form
+            if form is not None:
                 try:
-                    output = self._compute(layer, kind, *args, **kwargs)
-                    return output if of_keras is None else (output, None)
+                    output = self._compute(layer, form, *args, **kwargs)
+                    return output if keras_form is None else (output, None)
                 except _NotFused as left:
                     self._leave(str(left))
             result = call(*args, **kwargs)
@@ -259,6 +259,10 @@ class FusedAttention:
         return output, sees
 
 
+# The methods of a layer that make up its formula.
+_FORMULA = (private.compute_attention.name, private.masked_softmax.name)
+
+
 def _attends(layer: keras.layers.Layer) -> bool:
     """Tells by the name of its class if a layer of Keras's or KerasHub's has attention of another kind."""
     owner, _, name = known_name(type(layer)).partition(".")
@@ -269,8 +273,7 @@ def _hub_form(layer: Any) -> _HubLayer | None:
     """Returns the form of a layer of KerasHub's, unless a subclass computes a part of it otherwise."""
     for made in type(layer).__mro__:
         if private.compute_attention.name in vars(made):
-            methods = (private.masked_softmax.name, private.compute_attention.name)
-            same = all(getattr(type(layer), name, None) is getattr(made, name, None) for name in methods)
+            same = all(getattr(type(layer), name, None) is getattr(made, name, None) for name in _FORMULA)
             if not same or package(made) != "keras_hub":
                 return None
             return _HUB_LAYERS.get(f"{made.__module__}.{made.__qualname__}".partition(".src.models.")[2])
@@ -280,10 +283,7 @@ def _hub_form(layer: Any) -> _HubLayer | None:
 def _keras_form(layer: Any) -> _HubLayer | None:
     """Returns the form of a layer of Keras's with dropout, unless a subclass computes a part of it otherwise."""
     for made, form in _KERAS_LAYERS.items():
-        same = all(
-            getattr(type(layer), n, 0) is getattr(made, n)
-            for n in (private.compute_attention.name, private.masked_softmax.name)
-        )
+        same = all(getattr(type(layer), name, None) is getattr(made, name) for name in _FORMULA)
         if same and layer.dropout:
             kinds = type(private.softmax(layer)), type(private.dropout_layer(layer))
             return form if kinds == (keras.layers.Softmax, keras.layers.Dropout) else None

@@ -26,9 +26,8 @@ _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape"
 # gradients), in all, and on a weight, by whether oneDNN's products of matrices are about as fast as XLA's.
 _ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
 _ROWS = 16  # of a micro-batch, where the data do not say
-ONEDNN: bool = (
-    private.has("pywrap_util_port") and private.pywrap_util_port.IsMklEnabled()
-)  # TensorFlow's operations use oneDNN
+# TensorFlow's operations use oneDNN.
+ONEDNN: bool = private.has("pywrap_util_port") and private.pywrap_util_port.IsMklEnabled()
 _CPU = pathlib.Path("/proc/cpuinfo")
 AVX512 = _CPU.exists() and " avx512f " in _CPU.read_text()  # the CPU computes 16 float32 numbers at a time
 

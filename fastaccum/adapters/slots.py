@@ -18,11 +18,7 @@ from fastaccum.lines import warn
 
 MOST_PER_WEIGHT = 8.0  # more numbers than the slots of any optimizer of Keras's hold for each of a weight
 # What a class of the user's own may override to compute one weight's update from another's.
-_OF_ALL_WEIGHTS = (
-    "apply",
-    "apply_gradients",
-    *private.OVERRIDABLE_UPDATES,
-)
+_OF_ALL_WEIGHTS = ("apply", "apply_gradients", *private.OVERRIDABLE_UPDATES)
 _ANEW = "To train on without shares, start all workers anew with shard_optimizer=False and the same checkpoint_dir."
 
 

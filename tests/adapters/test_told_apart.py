@@ -457,11 +457,14 @@ def test_originals_of_keras_hub_are_known():
     assert attention._hub_form(type("Mine", (llama.LlamaAttention,), {})(2, 2)) is not None
 
 
-# Reads of `__name__`, `__module__` and `__qualname__` outside of messages, by function, and why each may.
+# Reads of `__name__`, `__module__` and `__qualname__`, but in the text of an error or a warning, by function, and why
+# each may.
 PLACES_WITH_NAMES = {
+    "kernels/origins.py:known_name": "of what is its package's by `package`",
     "kernels/origins.py:package": "finds the module, which must hold the object",
     "kernels/origins.py:_holds": "looks the object up in the module",
     "kernels/origins.py:_is_defined_in": "tells a class that a function made, whose methods' globals decide",
+    "fastaccum/adapters/attention.py:_hub_form": "a key, of a class that is KerasHub's by `package`",
     "fastaccum/adapters/huggingface.py:_loss_class": "a key, of a function that is transformers's by `package`",
     "fastaccum/adapters/untouched_rows.py:_decays": "of a function that is tensorflow-addons's by `package`",
     "fastaccum/adapters/untouched_rows.py:_find_forms": "of functions that are a package's by `package`; and a message",
@@ -482,18 +485,38 @@ PLACES_WITH_NAMES = {
     "fastaccum/adapters/added_losses.py:require_sum_over_rows": "a message",
     "fastaccum/adapters/head.py:_require_linear": "a message",
     "fastaccum/adapters/losses.py:_loss_name": "a message",
+    "fastaccum/adapters/own_loss.py:OwnLoss.__init__": "a message",
+    "fastaccum/adapters/own_methods.py:_overriding": "a message",
     "fastaccum/adapters/own_methods.py:_removing": "a message",
+    "fastaccum/adapters/slots.py:_refusal": "a message",
     "fastaccum/adapters/slots.py:_save_none": "a message",
+    "fastaccum/app/run.py:resume": "a message",
     "fastaccum/checkpoint/saver.py:Saver._wait": "a message",
+    "fastaccum/data/datasets.py:DatasetSource.__init__": "a message",
     "fastaccum/distribute/replicas.py:replicas_for": "a message",
     "fastaccum/distribute/workers.py:abort_peers_on_error.call": "a message, and the name of a thread",
+    "fastaccum/distribute/workers.py:Workers.report": "a message",
     "fastaccum/memory/guard.py:Guard.error": "a message",
+    "fastaccum/step/compilable.py:_called": "a message",
+    "fastaccum/step/diagnosis.py:_of_micro_batch": "a message",
+    "fastaccum/step/diagnosis.py:error": "a message",
+    "fastaccum/step/loss_scale.py:LossScale.__repr__": "a message",
     "fastaccum/step/probe.py:_require_sums": "a message",
+    "fastaccum/trainer.py:Trainer.__repr__": "a message",
+    "kernels/checks.py:shown": "a message",
+    "kernels/cudnn_attention.py:_tried": "a message",
+    "kernels/stackable.py:describe": "a message",
 }
 
 
+def _is_text_of_an_error(node):
+    if isinstance(node, ast.Raise):
+        return True
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("warn", "checks.naming")
+
+
 def _reads_of_names(path):
-    """Yields the functions of a file that read such a name other than in a text."""
+    """Yields the functions of a file that read such a name other than in the text of an error or a warning."""
     tree = ast.parse(path.read_text())
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
@@ -504,7 +527,8 @@ def _reads_of_names(path):
         around = [node]
         while around[-1] in parents:
             around.append(parents[around[-1]])
-        if any(isinstance(each, ast.JoinedStr) for each in around):
+        in_text = any(isinstance(each, ast.JoinedStr) for each in around)
+        if in_text and any(map(_is_text_of_an_error, around)):
             continue
         functions = [each.name for each in around if isinstance(each, (ast.FunctionDef, ast.ClassDef))]
         yield f"{path.relative_to(ROOT)}:{'.'.join(reversed(functions))}"
