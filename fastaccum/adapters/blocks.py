@@ -17,8 +17,8 @@ from fastaccum.kernels.layer_stack import LayerStack
 
 _INPUTS = {"keras.InputLayer", "tf_keras.InputLayer"}
 _SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
-# Of a layer's weights, what the blocks within it are to have for it to be left to them.
-_MOST = 0.75
+# Recompute the blocks inside a layer, not the layer, if they hold at least this share of its weights.
+_MIN_SHARE_IN_BLOCKS = 0.75
 # What stands for a length that is not known, of an axis other than the rows'.
 _LENGTH = 128
 # What cutting a graph is to leave of its memory at most, for it to be worth the arithmetic.
@@ -112,7 +112,7 @@ def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
     within = {id(w) for block in blocks for part in block.layers for w in part.weights}
     others = {id(w) for embedding, _ in find_lookups(private.flatten_layers(layer)) for w in embedding.weights}
     own = {id(w) for w in layer.weights} - others
-    return bool(within) and len(within & own) >= _MOST * len(own)
+    return bool(within) and len(within & own) >= _MIN_SHARE_IN_BLOCKS * len(own)
 
 
 def graph_of(layer: keras.layers.Layer) -> keras.Function | None:

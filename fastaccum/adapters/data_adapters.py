@@ -13,6 +13,8 @@ from fastaccum.kernels import private
 
 
 class _Sequence(keras.utils.PyDataset):
+    """A `tf_keras.utils.Sequence` as a PyDataset: tf_keras calls no hook but `on_epoch_end`."""
+
     def __init__(self, sequence: keras.utils.PyDataset):
         super().__init__()
         self._sequence = sequence
@@ -37,7 +39,7 @@ class EpochBatches(keras.utils.PyDataset):
     def __init__(self, batches: keras.utils.PyDataset, shuffle: bool = False):
         super().__init__(batches.workers, batches.use_multiprocessing, batches.max_queue_size)
         self.batches = batches
-        self.begins_anew = isinstance(batches, _Sequence)
+        self.begins_anew = isinstance(batches, _Sequence)  # each epoch is a pass
         self.batches_per_epoch: int | None = None
         self.shuffled = shuffle and batches.num_batches is not None
         self._order: list[int] | None = None  # of the pass, where it is shuffled

@@ -437,8 +437,9 @@ class Model:
             return
 
         def build(y_true: Nest, y_pred: Nest) -> None:
-            type(compiled).build(compiled, y_true, y_pred)  # which makes means of its own
-            compiled.metrics[:] = [losses.get(mean.name, mean) for mean in compiled.metrics[len(losses) :]]
+            type(compiled).build(compiled, y_true, y_pred)
+            made_by_build = compiled.metrics[len(losses) :]  # which appends means of its own
+            compiled.metrics[:] = [losses.get(mean.name, mean) for mean in made_by_build]
 
         compiled.build = build
         compiled.metrics[:] = losses.values()

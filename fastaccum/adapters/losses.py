@@ -177,8 +177,8 @@ class Losses:
         return terms
 
     @property
-    def with_scalars(self) -> list[int]:
-        """Lists the terms of losses that are scalars, and have a factor."""
+    def scalar_positions(self) -> list[int]:
+        """Lists the positions of scalar losses, whose terms have a factor, among the terms."""
         return [k for k, o in enumerate(self.outputs) if o.scalar is not None and o.scalar.kind != "pair"]
 
     @property
@@ -291,7 +291,11 @@ def _compute_scalar_term(
     y_pred: tf.Tensor,
     sample_weight: tf.Tensor | None,
 ) -> Term:
-    """Computes the sums behind the value of a loss that is a scalar, or a pair of scalars."""
+    """Computes the sums behind the value of a loss that is a scalar, or a pair of scalars.
+
+    A mean counts by its rows: `value * rows` over `rows`. A sum is added up, and divided by nothing. Weights and masks
+    scale the value of the whole batch, by a factor that the divisor gets once all micro-batches are counted.
+    """
     returned = _call(loss, y_true, y_pred)
     rows = y_pred.shape[0]
     if kind == "pair":
@@ -326,7 +330,7 @@ def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str
         return None, None
 
     def call(pair: Sequence[tf.Tensor]) -> tf.Tensor:
-        return loss.call(*(tf.cast(each, getattr(loss, "dtype", None) or "float32") for each in pair))
+        return loss.call(*_as_called(loss, *pair))
 
     try:
         traced = traces.trace(call, specs)

@@ -229,6 +229,9 @@ def _of_one_rank(one: tf.Tensor, other: tf.Tensor) -> Pair:
 
 
 def divide_out(denominator: tf.Tensor, factor: Factor) -> tf.Tensor:
-    """Divides the divisor of a scalar loss by the loss's factor, which may be 0."""
+    """Returns a scalar loss's divisor for its factor: `loss_sum / divisor` is `factor * loss_sum / denominator`.
+
+    A factor of 0 makes the divisor infinite, and the loss 0.
+    """
     quotient = tf.math.divide_no_nan(factor.weighted, factor.counted)
     return denominator / tf.where(tf.equal(factor.counted, 0.0), factor.weighted, quotient)

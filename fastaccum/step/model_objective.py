@@ -71,7 +71,7 @@ class ModelObjective(Objective):
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
         self.reductions = [o.reduction for o in losses.outputs] + list(others)
         several = len(self.term_weights) > 1 or self.own is not None or bool(losses.log_names)
-        self._scalars = losses.with_scalars  # terms with a factor that is counted before
+        self._scalars = losses.scalar_positions
         counted = bool(self._scalars) or any(o.power for o in losses.outputs)
         self.has_several_terms = several or counted
         self.running = RunningState(
