@@ -1,9 +1,5 @@
 """Methods that a model overrides: each is called as Keras calls it, or refused by name with what to do."""
 
-import os
-
-os.environ["TF_USE_LEGACY_KERAS"] = "1"
-
 import re
 
 import keras
