@@ -306,12 +306,16 @@ def _compute_scalar_term(
                 "reduction='mean_with_sample_weight' divides by the sum of the weights."
             )
         loss_sum, weight_sum = returned
-        return Term(tf.cast(loss_sum, tf.float32), tf.cast(weight_sum, tf.float32))
-    value = tf.cast(returned, tf.float32)
+        return Term(_as_scalar(loss_sum), _as_scalar(weight_sum))
+    value = _as_scalar(returned)
     if kind == "mean":
         value *= rows
     factor = scalar_losses.make_factor(_reduction(loss), rows, sample_weight, get_mask(y_pred), _loss_name(loss))
     return Term(value, tf.constant(float(rows)), factor=factor)
+
+
+def _as_scalar(number: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.cast(number, tf.float32), [])
 
 
 def _find_scalar(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> scalar_losses.ScalarLoss | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +47,12 @@ class Factor(NamedTuple):
 
 # Which reductions a function seems to have.
 
-# Rows of two batches that are compared with both together: even, since functions take rows in pairs.
-_FEW_ROWS, _MORE_ROWS = 2, 4
+# Rows of two batches that are compared with both together: even, since functions take rows in pairs. Few rows show a
+# small mean beside a sum, many a small sum beside a mean; the larger batch has at most so many elements.
+_FEW_ROWS, _MORE_ROWS, _MOST_ROWS = 2, 4, 256
+_ELEMENTS = 2**15
+_UNKNOWN_AXIS = 12  # the length that is drawn for one, as for the windows of SSIM
+_TOLERANCE = 2e-5  # of float32
 
 
 def find(call: Callable[[Pair], Any], specs: Specs, name: str) -> ScalarLoss | None:
@@ -56,22 +61,31 @@ def find(call: Callable[[Pair], Any], specs: Specs, name: str) -> ScalarLoss | N
     The trace decides if the value is made of sums over rows. Their factors are decided by numbers: a mean over all rows
     is the mean of two batches' means by their rows, and a sum is the sum of their sums.
 
-    Raises ValueError for a pair whose parts do not add up.
+    Raises ValueError for a pair whose parts do not add up, and for a function that assigns variables.
     """
     traced = _trace(call, specs)
     if traced is None:  # the trace of the step fails with an error that names the loss
         return None
+    _require_no_counter(traced, name)  # before the function runs
     returned = traced.structured_outputs
-    if isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_scalar, returned)):
-        _require_sums(call, specs, name)
+    if _is_pair(returned):
+        _require_sums(call, specs, returned, name)
         return ScalarLoss("pair")
-    if not _is_scalar(returned):
+    if not _is_scalar(returned) and not _is_scalar_with_axes(returned, traced):
         return None
-    kind = _compare_batches(call, specs)
+    fitting = _compare_batches(call, specs)
     operation = _first_op_beyond_sums(returned)
-    if operation is None and kind is None:
+    if operation is None and not fitting:
         operation = returned.op.name
-    return ScalarLoss(kind or "mean", operation)
+    return ScalarLoss(fitting or "mean", operation)
+
+
+def _is_pair(returned: Any) -> bool:
+    """Tells if a loss function returned `(loss_sum, weight_sum)`, of which the second may be a count."""
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        return False
+    loss_sum, weight_sum = returned
+    return _is_scalar(loss_sum) and tf.is_tensor(weight_sum) and weight_sum.shape.rank == 0
 
 
 def _trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
@@ -86,6 +100,25 @@ def _is_scalar(value: object) -> bool:
     return tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating  # type: ignore[attr-defined]
 
 
+def _is_scalar_with_axes(value: Any, traced: tf.types.experimental.ConcreteFunction) -> bool:
+    """Tells if a result has one element for many rows, as a mean that keeps its axes."""
+    has_many_rows = traced.inputs[0].shape[0] == traces.TELLING_ROWS
+    if not has_many_rows or not tf.is_tensor(value) or not value.shape.is_fully_defined():
+        return False
+    return value.dtype.is_floating and value.shape.num_elements() == 1
+
+
+def _require_no_counter(traced: tf.types.experimental.ConcreteFunction, name: str) -> None:
+    """Raises ValueError for a loss that assigns numbers, such as a count of its calls; seeds may be assigned."""
+    assigned = [v for v in traces.list_assigned(traced.graph, []) if v.dtype.is_floating or not v.shape.rank]
+    if assigned:
+        names = [v.name for v in assigned]
+        raise ValueError(
+            f"loss {name!r} assigns {names}. A train step computes it for each micro-batch, and not once for the "
+            "batch. Let the loss only read the variable, and assign it in a callback (on_train_batch_end)."
+        )
+
+
 def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
     """Names an operation of a trace by which a scalar may be no sum or mean over rows."""
     beyond = traces.first_op_beyond_sums(scalar, model_is_by_row=True, functions_are_sums=False)
@@ -94,18 +127,21 @@ def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
     called = [op.name for op in scalar.graph.get_operations() if op.type in traces.CALLS]
     if called:  # what is inside was not looked into
         return called[0]
-    return traces.first_comparison_of_rows(scalar.graph)
+    return traces.first_comparison_of_rows(scalar.graph) or traces.first_op_along_rows(scalar.graph)
 
 
-def _compare_batches(call: Callable[[Pair], Any], specs: Specs) -> Literal["mean", "sum"] | None:
-    """Tells by numbers if a function is a mean or a sum over rows, in value and gradient; None for neither."""
+def _compare_batches(call: Callable[[Pair], Any], specs: Specs) -> Literal["mean", "sum", ""] | None:
+    """Tells by numbers if a function is a mean or a sum over rows, in value and gradient.
+
+    Returns "" for neither, and None where the numbers say nothing.
+    """
     kinds: set[Literal["mean", "sum"]] = set()
     for draw in (_draw_labels, _draw_numbers):
         fits = _fitting_kinds(call, specs, draw)
         if fits is None:  # the function is not defined for such numbers, or they say nothing
             continue
         if not fits:
-            return None
+            return ""
         kinds |= fits
     if len(kinds) != 1:
         return None
@@ -131,21 +167,28 @@ def _fitting_kinds(
 ) -> set[Literal["mean", "sum"]] | None:
     """Returns which of both a function is for one draw of two batches; None if it is not finite there, or 0."""
     random = np.random.default_rng(0)
+    shapes = [[_UNKNOWN_AXIS if axis is None else axis for axis in spec.shape[1:]] for spec in specs]
+    elements = max(1, *map(math.prod, shapes))
+    more_rows = min(max(_ELEMENTS // elements // 2 * 2, _MORE_ROWS), _MOST_ROWS)
+    all_rows = _FEW_ROWS + more_rows
     whole = []
-    for spec, is_target in zip(specs, (True, False), strict=True):
-        drawn = draw(random, (_FEW_ROWS + _MORE_ROWS, *spec.shape[1:]), is_target)
-        whole.append(tf.cast(drawn, spec.dtype))
+    for spec, shape, is_target in zip(specs, shapes, (True, False), strict=True):
+        drawn = draw(random, (all_rows, *shape), is_target)
+        dtype = tf.as_dtype(spec.dtype)
+        # Half precision would round gradients by more than is tolerated.
+        whole.append(tf.cast(drawn, tf.float32 if dtype.is_floating else dtype))
+    drawn_specs = tuple(keras.KerasTensor(tensor.shape, tensor.dtype.name) for tensor in whole)
 
     def value_and_gradient(pair: Pair) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch(pair[1])
-            value = tf.cast(call(pair), tf.float32)
+            value = tf.reshape(tf.cast(call(pair), tf.float32), [])
         gradient = tape.gradient(value, pair[1], unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return value, tf.cast(tf.convert_to_tensor(gradient), tf.float32)
 
     def evaluate(rows: slice) -> tuple[np.ndarray, np.ndarray]:
         batch = tuple(tensor[rows] for tensor in whole)
-        value, gradient = traces.trace(value_and_gradient, specs, len(batch[0]))(batch)
+        value, gradient = traces.trace(value_and_gradient, drawn_specs, len(batch[0]))(batch)
         return value.numpy(), gradient.numpy()
 
     try:
@@ -159,9 +202,8 @@ def _fitting_kinds(
         return None
     if not np.any(both) and not np.any(both_gradient):
         return None
-    all_rows = _FEW_ROWS + _MORE_ROWS
     shares: dict[Literal["mean", "sum"], tuple[float, float]] = {
-        "mean": (_FEW_ROWS / all_rows, _MORE_ROWS / all_rows),
+        "mean": (_FEW_ROWS / all_rows, more_rows / all_rows),
         "sum": (1.0, 1.0),
     }
     fitting: set[Literal["mean", "sum"]] = set()
@@ -174,18 +216,36 @@ def _fitting_kinds(
 
 
 def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(other).max(initial=0.0))
+    return np.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(other).max(initial=0.0))
 
 
-def _require_sums(call: Callable[[Pair], Any], specs: Specs, name: str) -> None:
-    """Raises ValueError if one of the two numbers that a function returns is a mean, or a number for any batch."""
+def _require_sums(call: Callable[[Pair], Any], specs: Specs, returned: Sequence[tf.Tensor], name: str) -> None:
+    """Raises ValueError if one of the two numbers that a function returns is no sum over the rows of a batch."""
     for position, part in enumerate(("loss_sum", "weight_sum")):
-        if _compare_batches(functools.partial(_call_part, call, position), specs) == "mean":
-            raise ValueError(
-                f"loss {name!r} returns a pair (loss_sum, weight_sum), and its {part} does not grow with the rows: it "
-                "is a mean, or a constant. Return sums over the batch: the loss of an update is the sum of all "
-                "loss_sums divided by the sum of all weight_sums."
-            )
+        kind = _compare_batches(functools.partial(_call_part, call, position), specs)
+        changed_by = _first_op_on_sums(returned[position])
+        if kind == "mean":
+            reason = "does not grow with the rows: it is a mean, or a constant"
+        elif changed_by is not None:
+            reason = f"is no sum over the rows (see {changed_by})"
+        elif kind == "":
+            reason = "is no sum over the rows: those of two batches do not add up to that of both"
+        else:
+            continue
+        raise ValueError(
+            f"loss {name!r} returns a pair (loss_sum, weight_sum), and its {part} {reason}. Return sums over the batch "
+            "as they are, without a maximum(..., 1) or an epsilon: the loss of an update is the sum of all loss_sums "
+            "divided by the sum of all weight_sums, and 0 where these are 0."
+        )
+
+
+def _first_op_on_sums(scalar: tf.Tensor) -> str | None:
+    """Names an operation on sums over rows, such as a maximum, by which a scalar is none; None if there is none."""
+    name = traces.first_op_beyond_sums(scalar, model_is_by_row=True)
+    if name is None:
+        return None
+    of_sums = scalar.graph.get_operation_by_name(name).outputs[0].shape.rank == 0
+    return name if of_sums else None  # a boolean_mask forgets how many rows there are
 
 
 def _call_part(call: Callable[[Pair], Any], position: int, pair: Pair) -> tf.Tensor:

@@ -27,7 +27,7 @@ _CHECKS = {"All", "Any", "Assert"}
 _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
 _LINEAR = {"Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"}
-_LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2"}
+_LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2", "StopGradient"}
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _FUNCTIONS = CALLS | {"While", "StatelessWhile"}  # not looked into
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
@@ -75,6 +75,11 @@ def calls_python(graph: tf.Graph) -> bool:
 def first_comparison_of_rows(graph: tf.Graph) -> str | None:
     """Names the first operation that compares all rows of a batch with each other; None if there is none."""
     return next((operation.name for operation in graph.get_operations() if _is_square(operation)), None)
+
+
+def first_op_along_rows(graph: tf.Graph) -> str | None:
+    """Names the first operation that reverses, adds up or shuffles rows; None if there is none."""
+    return next((operation.name for operation in graph.get_operations() if _goes_along_rows(operation)), None)
 
 
 def first_sum_in_weights(graph: tf.Graph) -> str | None:

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers, ops
 from scalar_losses import (
     CASES,
     DATA,
@@ -215,17 +216,163 @@ def test_a_pair_of_sums_is_the_quotient_over_the_whole_batch(name, ratio, pair, 
     assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
+def test_one_number_for_batches_of_unknown_length():
+    """As padded_batch makes them."""
+    inputs = np.random.default_rng(0).normal(size=(16, 6, 4)).astype("float32")
+
+    def fit(k, loss):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((None, 4)), layers.Dense(4)])
+        rows = tf.data.Dataset.from_tensor_slices((inputs, inputs)).batch(16 // k)
+        length = tf.Variable(5)  # which TensorFlow cannot tell beforehand
+        dataset = rows.map(lambda x, y: (x[:, :length], y[:, :length]))
+        if k == 1:
+            model.compile(keras.optimizers.SGD(0.1), loss)
+            model.fit(dataset, verbose=0)
+        else:
+            options = {"gradient_accumulation_steps": k, "jit_compile": False}
+            fa.Trainer(model, keras.optimizers.SGD(0.1), loss, **options).fit(dataset, verbose=0)
+        return model.get_weights()
+
+    expected = fit(1, mse)
+    require_equal(fit(4, mse), expected)
+    sums = lambda y, p: (squares(y, p), tf.size(y))  # noqa: E731
+    require_equal(fit(4, sums), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_outputs_of_half_precision_make_no_doubt(dtype):
+    losses = Losses(mse)
+    spec = keras.KerasTensor((4, 3), dtype)
+    losses.build(Outputs(["a"], spec), spec)
+    assert not losses.unproven
+
+
+def squares(y, p):
+    return tf.reduce_sum(tf.square(y - p))
+
+
+def counted(y):
+    return tf.reduce_sum(tf.cast(y > -100, tf.float32))
+
+
 @pytest.mark.parametrize(
-    ("pair", "part"),
+    ("pair", "reason"),
     [
-        (lambda y, p: (mse(y, p), tf.cast(tf.shape(p)[0], tf.float32)), "loss_sum"),
-        (lambda y, p: (tf.reduce_sum(tf.square(y - p)), tf.constant(1.0)), "weight_sum"),
+        (lambda y, p: (mse(y, p), tf.cast(tf.shape(p)[0], tf.float32)), "loss_sum does not grow with the rows"),
+        (lambda y, p: (squares(y, p), tf.constant(1.0)), "weight_sum does not grow with the rows"),
+        (
+            lambda y, p: (squares(y, p), tf.maximum(counted(y), 1.0)),
+            r"weight_sum is no sum .* \(see Maximum",
+        ),
+        (lambda y, p: (squares(y, p), counted(y) + 1.0), "weight_sum is no sum over the rows: those of two"),
+        (lambda y, p: (tf.sqrt(squares(y, p)), counted(y)), r"loss_sum is no sum over the rows \(see Sqrt"),
     ],
 )
-def test_a_pair_that_does_not_add_up_is_refused(pair, part):
+def test_a_pair_that_does_not_add_up_is_refused(pair, reason):
     spec = keras.KerasTensor((4, 3))
-    with pytest.raises(ValueError, match=rf"its {part} does not grow with the rows"):
+    with pytest.raises(ValueError, match=f"its {reason}"):
         Losses(pair).build(Outputs(["a"], spec), spec)
+
+
+def chosen_as_pair(y, p):
+    chosen = y > 0
+    return [tf.reduce_sum(tf.square(tf.boolean_mask(y - p, chosen))), tf.math.count_nonzero(chosen)]
+
+
+def test_a_pair_may_be_a_list_with_a_count():
+    data = DATA["numbers"]
+    ours, _, _ = train(data, chosen_as_pair)
+    expected, _ = weights_of_keras(data, masked_mse)
+    require_equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, p: tf.reduce_mean(tf.square(y - p), keepdims=True),
+        lambda y, p: ops.reshape(mse(y, p), (1,)),
+    ],
+    ids=["axes of 1", "one axis of 1"],
+)
+def test_one_number_may_have_axes(loss):
+    data = DATA["numbers"]
+    ours, value, told = train(data, loss)
+    expected, expected_value = weights_of_keras(data, loss)
+    assert not told
+    require_equal(ours, expected)
+    assert value == pytest.approx(expected_value, rel=1e-6)
+
+
+def roll_where_large(y, p):
+    return mse(y, p) + ops.mean(ops.where(y > 2, ops.roll(p, 1, axis=0), 0.0))
+
+
+def add_up_where_large(y, p):
+    return mse(y, p) + ops.mean(ops.where(y > 2, ops.cumsum(p, axis=0), 0.0))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, p: mse(y, p) + 1e-5 * squares(0.0, p),
+        lambda y, p: squares(y, p) + 1e-3 * mse(0.0, p),
+        roll_where_large,
+        add_up_where_large,
+    ],
+    ids=["a small sum beside a mean", "a small mean beside a sum", "rolled rows", "sums along rows"],
+)
+def test_what_few_or_small_numbers_would_not_show_is_told_of(loss):
+    spec = keras.KerasTensor((4, 3))
+    losses = Losses(loss)
+    losses.build(Outputs(["a"], spec), spec)
+    assert list(losses.unproven) == ["a"]
+
+
+class Annealed(keras.losses.Loss):
+    """A loss that grows with a number; `counts` if it counts its calls itself."""
+
+    def __init__(self, reduce, counts):
+        super().__init__()
+        self.reduce, self.counts = reduce, counts
+        self.step = tf.Variable(1.0, trainable=False, name="step")
+
+    def call(self, y_true, y_pred):
+        if self.counts:
+            self.step.assign_add(1.0)
+        return self.step * self.reduce(ops.square(y_true - y_pred))
+
+
+def count_steps(loss):
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: loss.step.assign_add(1.0))
+
+
+@pytest.mark.parametrize("reduce", [ops.mean, lambda t: ops.mean(t, axis=-1)], ids=["one number", "one for each row"])
+def test_a_loss_that_counts_its_calls_is_refused(reduce):
+    """The remedy is exact."""
+    data = DATA["numbers"]
+    counting = Annealed(reduce, counts=True)
+    with pytest.raises(ValueError, match=r"loss 'annealed.*' assigns \['step:0'\].*assign it in a callback"):
+        train(data, counting)
+    assert float(counting.step) == 1.0
+    loss, other = Annealed(reduce, counts=False), Annealed(reduce, counts=False)
+    ours, _, _ = train(data, loss, callbacks=[count_steps(loss)])
+    expected, _ = weights_of_keras(data, other, callbacks=[count_steps(other)])
+    require_equal(ours, expected)
+    assert float(loss.step) == float(other.step) == 3.0
+
+
+class Noisy(keras.losses.Loss):
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, y_true, y_pred):
+        return ops.mean(ops.square(y_true - y_pred + keras.random.normal(ops.shape(y_pred), seed=self.seeds)), axis=-1)
+
+
+def test_a_loss_may_draw_numbers():
+    train(DATA["numbers"], Noisy())
 
 
 def test_a_pair_takes_no_weights():
