@@ -24,6 +24,7 @@ from fastaccum.adapters import (
     callbacks,
     fingerprint,
     head,
+    huggingface,
     keras_models,
     layers,
     losses,
@@ -224,11 +225,14 @@ def own_call(self, inputs):
     return inputs
 
 
-def _own_sparse(self, *args, **kwargs):
-    raise AssertionError("never called")
+def says_that_it_is(module, name):
+    """Makes a user's function that says it is one of a package's."""
 
+    def function(*args, **kwargs):
+        raise AssertionError("never called")
 
-_own_sparse.__qualname__, _own_sparse.__module__ = "OptimizerV2._resource_apply_sparse", "__main__"
+    function.__module__, function.__qualname__ = module, name
+    return function
 
 
 def treats_apart(kind):
@@ -372,13 +376,28 @@ PLACES = {
     "untouched_rows._find_forms": (
         lambda kind: _answer(treats_apart, kind) is not None,
         [
-            legacy(_resource_apply_sparse=_own_sparse),
+            legacy(_resource_apply_sparse=says_that_it_is("__main__", "OptimizerV2._resource_apply_sparse")),
             legacy(_resource_apply_sparse=wrapped(tf_keras.optimizers.legacy.SGD._resource_apply_sparse)),
         ],
         [
             legacy(),
             legacy(_resource_apply_sparse=tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse),
         ],
+    ),
+    # Those of tensorflow-addons train in test_untouched_rows.py, Hugging Face's models in tests/zoo.
+    "untouched_rows._decays": (
+        untouched_rows._decays,
+        [says_that_it_is("tensorflow_addons", "DecoupledWeightDecayExtension._resource_apply_sparse")],
+        [],
+    ),
+    "huggingface._loss_class": (
+        huggingface._loss_class,
+        [
+            types.SimpleNamespace(
+                hf_compute_loss=says_that_it_is("transformers", "TFCausalLanguageModelingLoss.hf_compute_loss")
+            )
+        ],
+        [],
     ),
     # tensorflow-probability's own is refused as a mean over rows is: tests/zoo/test_probability.py.
     "added_losses, a mean over rows": (
