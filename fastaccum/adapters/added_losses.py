@@ -25,10 +25,13 @@ def require_sum_over_rows(layer: keras.layers.Layer) -> None:
         one, two = 0.0, 1.0
     if one == two != 0.0 or "tensorflow_probability.KLDivergenceRegularizer" in kinds(regularizer):
         name = getattr(regularizer, "__name__", type(regularizer).__name__)
+        strength = ""
+        if _DIVIDES_BY_ROWS:
+            strength = "; divided by the rows of an update it is as strong as in Keras"
         raise ValueError(
             f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows where Keras takes a sum: its "
             "strength would depend on the micro-batch's size. Let it return a sum over rows, or add the mean in a "
-            "layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does."
+            f"layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does{strength}."
         )
 
 

@@ -150,6 +150,38 @@ def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(family):
         fa.Trainer(model, "sgd", "mse").fit(X, Y, verbose=0)
 
 
+@pytest.mark.skipif(not added_losses._DIVIDES_BY_ROWS, reason="Keras before 3.14 does not divide by rows")
+def test_an_activity_regulariser_becomes_an_added_loss_as_the_error_says():
+    rows = 8
+    x, y = X[:rows], Y[:rows]
+
+    def sparse(activations):
+        return tf.reduce_mean(tf.abs(activations))
+
+    class Sparse(keras.layers.Layer):
+        def call(self, activations):
+            self.add_loss(sparse(activations) / rows)
+            return activations
+
+    def network(middle, **options):
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
+            [keras.Input(x.shape[1:]), keras.layers.Dense(4, "tanh", **options), middle, keras.layers.Dense(1)]
+        )
+
+    theirs = network(keras.layers.Identity(), activity_regularizer=sparse)
+    theirs.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    theirs.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    ours = network(Sparse())
+    trainer = fa.Trainer(ours, keras.optimizers.SGD(0.5), "mse", gradient_accumulation_steps=4, jit_compile=False)
+    with pytest.raises(ValueError, match="divided by the rows of an update it is as strong as in Keras"):
+        refused = network(keras.layers.Identity(), activity_regularizer=sparse)
+        fa.Trainer(refused, "sgd", "mse", jit_compile=False).fit(x, y, verbose=0)
+    trainer.fit(x, y, batch_size=rows // 4, shuffle=False, verbose=0)
+    for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 @pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
 def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh")) for _ in range(2))
