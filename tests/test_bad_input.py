@@ -906,8 +906,8 @@ def classifier(loss, outputs=3, **options):
         ("categorical_crossentropy", 3, LABELS, r"for class indices, use 'sparse_categorical_crossentropy'"),
         ("categorical_crossentropy", 3, LABELS[:, None], r"for class indices, use 'sparse_categorical_crossentropy'"),
         ("categorical_crossentropy", 3, np.eye(4)[LABELS], r"y has shape \(3, 4\) and the predictions have \(3, 3\)"),
-        (SPARSE, 3, ONE_HOT, r"target.shape=\(3, 3\), output.shape=\(3, 3\)"),
-        (SPARSE, 3, ONE_HOT.astype(int), r"target.shape=\(3, 3\), output.shape=\(3, 3\)"),
+        (SPARSE, 3, ONE_HOT, r"for one-hot targets, use 'categorical_crossentropy'"),
+        (SPARSE, 3, ONE_HOT.astype(int), r"for one-hot targets, use 'categorical_crossentropy'"),
         (SPARSE, 3, np.c_[LABELS, LABELS], r"target.shape=\(3, 2\), output.shape=\(3, 3\)"),
     ],
 )

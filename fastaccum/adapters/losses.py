@@ -456,9 +456,17 @@ _TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cro
 def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
     function = function_of(loss)
     _, _, name = known_name(function).partition(".")
-    if not of_keras(function) or name in _TAKE_INDICES:
+    if not of_keras(function):
         return
     shapes = [tuple(y_true.shape), tuple(y_pred.shape)]
+    if name in _TAKE_INDICES:
+        has_classes = len(shapes[1]) > 1 and shapes[1][-1] != 1
+        if name == "sparse_categorical_crossentropy" and has_classes and shapes[0] == shapes[1]:
+            raise ValueError(
+                f"y and the predictions both have shape {shapes[1]} (rows first), but loss {_loss_name(loss)!r} takes "
+                "class indices, without the axis of classes: for one-hot targets, use 'categorical_crossentropy'."
+            )
+        return
     short, long = sorted(shapes, key=len)
     if short == long or (*short, 1) == long:
         return

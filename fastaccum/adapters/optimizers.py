@@ -58,7 +58,7 @@ def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Opt
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
     raise ValueError(
         f"optimizer={name!r} is not a name of {package(optimizers.Optimizer)}.optimizers."
-        f"{f' Did you mean {near}?' if near else ''} Pass others as objects, or as tfa:NAME to the command."
+        f"{f' Did you mean {near}?' if near else ''} Pass others as objects, or as tfa:NAME to `fastaccum train`."
     )
 
 

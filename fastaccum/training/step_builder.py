@@ -207,7 +207,7 @@ class StepBuilder:
             raise ValueError(
                 f"The model's trainable variables have changed since this Trainer was built: {sorted(changed)}. If the "
                 "`trainable` of a layer was switched, switch it back; to train it as it is now, make a new Trainer, "
-                "with a new optimizer."
+                "and a new optimizer if a layer was unfrozen."
             )
         if moved := sorted({*self._moving} ^ {*self._model.moving_layers}):
             raise ValueError(
