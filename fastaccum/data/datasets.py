@@ -231,7 +231,7 @@ class DatasetStacks:
                 yield step
             if limit is None or taken < limit:
                 self._rest = iter(()) if self._read_once and limit else self._pass()
-            if taken or limit is None:  # a pass that ended with the last epoch leaves nothing for this one
+            if taken or not wanted:  # a pass that ended with the last epoch leaves nothing for this one
                 break
         if wanted is None or taken == wanted:
             return

@@ -237,6 +237,41 @@ def test_a_resumed_training_has_the_order_of_one_that_never_stopped(both, tmp_pa
         np.testing.assert_array_equal(one, other)
 
 
+class StopAtTheEnd(keras.callbacks.Callback):
+    """Stops at the last step of an epoch and takes it back, as `fastaccum train` does after its last step."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_last = epoch == self.epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = self.is_last
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = False
+
+
+def test_a_training_stopped_at_the_end_of_an_epoch_goes_on(both, tmp_path):
+    """What was left of the epoch is nothing: the next one begins where it ended."""
+    trainer = both[1][0]
+    start = trainer.model.get_weights()
+
+    def fit(epochs, folder, *callbacks):
+        options = {"steps_per_epoch": 1, "shuffle": False, "verbose": 0}
+        trainer.fit(Data(8, []), epochs=epochs, checkpoint_dir=tmp_path / folder, callbacks=[*callbacks], **options)
+        return trainer.model.get_weights()
+
+    whole = fit(4, "whole")
+    trainer.model.set_weights(start)
+    fit(3, "stopped", StopAtTheEnd(epoch=2))
+    resumed = fit(4, "stopped", StopAtTheEnd(epoch=3))
+    for one, other in zip(whole, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 # What callbacks read
 
 
