@@ -393,7 +393,8 @@ def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTe
         raise ValueError(
             f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ {called.__name__} overrides: "
             "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
-            "loss for each row; or the model's compute_loss, with a loss that compares rows."
+            "loss for each row or one number for the batch; or the model's compute_loss, with a loss that compares "
+            "rows."
         )
     if is_scalar:  # whatever its reduction
         return
@@ -432,6 +433,11 @@ def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int |
         returned = repr(values)
     elif not values.dtype.is_floating:
         returned = f"dtype {values.dtype.name}"
+    elif values.shape.rank == 0 and rows == 1:
+        raise ValueError(
+            f"loss {_loss_name(loss)!r} returned a single number for a micro-batch of one row, as tf.squeeze makes it, "
+            "and one for each row of others. Squeeze the last axis alone (axis=-1), or pass batch_size=2 or more."
+        )
     elif values.shape.rank == 0 or values.shape[0] != rows:
         returned = f"shape {tuple(values.shape)} for {rows} examples"
     else:

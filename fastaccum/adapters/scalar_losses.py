@@ -115,7 +115,9 @@ def _require_no_counter(traced: tf.types.experimental.ConcreteFunction, name: st
         names = [v.name for v in assigned]
         raise ValueError(
             f"loss {name!r} assigns {names}. A train step computes it for each micro-batch, and not once for the "
-            "batch. Let the loss only read the variable, and assign it in a callback (on_train_batch_end)."
+            "batch. Let the loss only read the variable, and assign it in a callback (on_train_batch_end). Or, where "
+            "its value comes from the batch, assign a weight of the model in its compute_loss: checkpoints hold it. It "
+            "is assigned for each micro-batch."
         )
 
 

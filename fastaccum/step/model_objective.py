@@ -383,10 +383,11 @@ def _targets(batch: Batch) -> Nest:
 def _warn_of_mixing(what: str, operation: str) -> None:
     """Warns of a loss or a metric in which an operation mixes rows."""
     warn(
-        f"{what} is no sum or mean over the rows of a batch, each on its own: operation {operation!r} mixes them. "
-        "The value is computed for each micro-batch and averaged, which is not the value for the whole batch. For a "
-        "mean over some rows or tokens, pass a Keras loss or metric with reduction='mean_with_sample_weight', and "
-        "sample_weight=0 for the others. A comparison of rows compares the batch_size rows of one micro-batch.",
+        f"{what} may be no sum or mean over the rows of a batch, each on its own: operation {operation!r} may mix "
+        "them. The value is computed for each micro-batch and averaged; where rows are mixed, that is not the value "
+        "for the whole batch. For a mean over some rows or tokens, pass a Keras loss or metric with "
+        "reduction='mean_with_sample_weight', and sample_weight=0 for the others. A comparison of rows compares "
+        "the batch_size rows of one micro-batch.",
         UserWarning,
     )
 
@@ -397,11 +398,12 @@ def _warn_of_scalar(output: str, scalar: ScalarLoss) -> None:
     if scalar.kind == "sum":
         combined = "added up"
     warn(
-        f"The loss of output {output!r} is one number for a whole batch, and no mean or sum over its rows, each on its "
-        f"own, as operation {scalar.unproven!r} shows. The values of micro-batches are {combined}, which is not "
-        "the value for the whole batch. If it is a quotient of two sums, as a masked mean is, `return loss_sum, "
-        "weight_sum`, the pair of them, and it is exact. Or return one loss per row or token, as Keras's Dice and "
-        "Tversky do with axis=(1, 2, ...). A comparison of rows compares the batch_size rows of one micro-batch.",
+        f"The loss of output {output!r} is one number for a whole batch, and may be no mean or sum over its rows, "
+        f"each on its own: see operation {scalar.unproven!r}. The values of micro-batches are {combined}, which is "
+        "then not the value for the whole batch. If it is a quotient of two sums, as a masked mean is, `return "
+        "loss_sum, weight_sum`, the pair of them, and it is exact. Or return one loss per row or token, as Keras's "
+        "Dice and Tversky do with axis=(1, 2, ...). A comparison of rows compares the batch_size rows of one "
+        "micro-batch.",
         UserWarning,
     )
 

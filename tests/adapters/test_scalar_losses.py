@@ -362,6 +362,53 @@ def test_a_loss_that_counts_its_calls_is_refused(reduce):
     assert float(loss.step) == float(other.step) == 3.0
 
 
+NORMAL = np.random.default_rng(0).normal(size=(16, 5)).astype("float32")
+
+
+def test_a_count_of_the_model_is_assigned_by_its_compute_loss():
+    """As the refusal of a loss that assigns says."""
+
+    class Counting(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.step = keras.layers.Dense(2), self.add_weight(initializer="ones", trainable=False)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
+            self.step.assign_add(1.0)
+            return self.step * ops.mean(ops.square(y - y_pred))
+
+    def make():
+        keras.utils.set_random_seed(0)
+        model = Counting()
+        model(np.zeros((1, 3), "float32"))
+        return model
+
+    x, y = NORMAL[:16, :3], NORMAL[:16, 3:]
+    theirs, ours = make(), make()
+    theirs.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+    theirs.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    trainer = fa.Trainer(ours, keras.optimizers.SGD(0.1), jit_compile=False)
+    trainer.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for own, each in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(own, each, atol=1e-6)
+
+
+def test_a_loss_that_squeezes_its_rows_takes_micro_batches_of_two():
+    x, y = NORMAL[:8, :3], NORMAL[:8, 3:4]
+
+    def loss(y_true, y_pred):
+        return tf.squeeze(tf.square(y_true - y_pred))
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", loss, gradient_accumulation_steps=2, jit_compile=False)
+    with pytest.raises(ValueError, match=r"a single number for a micro-batch of one row.*pass batch_size=2"):
+        trainer.fit(x, y, batch_size=1, verbose=0)
+    trainer.fit(x, y, batch_size=2, verbose=0)
+
+
 class Noisy(keras.losses.Loss):
     def __init__(self):
         super().__init__()
