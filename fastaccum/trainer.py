@@ -58,8 +58,8 @@ class Trainer:
         model: a Keras 3 model, or a tf_keras model. The `jit_compile` and `steps_per_execution` that it was compiled
             with don't count: pass them here.
         optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer; or the name of one, which is tf_keras's for a
-            tf_keras model, else Keras 3's. Its schedules and `iterations` count updates. Left out, it is a new
-            AdamW, also for a compiled model: to use the one that a model was compiled with, pass `model.optimizer`.
+            tf_keras model, else Keras 3's. Its schedules and `iterations` count updates. None for the one
+            that the model was compiled with, if `loss` is None too, and else for a new AdamW.
         loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per row or per token, one
             number for the batch, or a pair `(loss_sum, weight_sum)`; or a list or dict of these, by output. None for
             the model's own loss: the one that it was compiled with (with its metrics, if none are given), its
@@ -128,7 +128,7 @@ class Trainer:
     def __init__(
         self,
         model: arguments.KerasModel,
-        optimizer: arguments.KerasOptimizer | str = "adamw",
+        optimizer: arguments.KerasOptimizer | str | None = None,
         loss: arguments.LossArgument = None,
         metrics: arguments.MetricsArgument = (),
         *,
@@ -149,7 +149,12 @@ class Trainer:
         if compile_cache is not None:
             compile_caches.use(compile_cache)
         self._recipe = recipe = Recipe.build(
-            model, optimizer, loss=loss, metrics=metrics, loss_weights=loss_weights, weighted_metrics=weighted_metrics
+            model,
+            optimizer=optimizer,
+            loss=loss,
+            metrics=metrics,
+            loss_weights=loss_weights,
+            weighted_metrics=weighted_metrics,
         )
         self.model, self._model, self._optimizer = model, recipe.model, recipe.optimizer
         self._replicas = recipe.replicas

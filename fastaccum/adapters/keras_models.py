@@ -179,10 +179,13 @@ class Model:
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        """The losses and metrics that the model was compiled with, as arguments of `compile`."""
+        """The optimizer, losses and metrics that the model was compiled with, as arguments of `compile`."""
         of_losses, user_loss, of_metrics = self._COMPILED
         losses, metrics = (getattr(self.model, name, None) for name in (of_losses, of_metrics))
+        optimizer = getattr(self.model, "optimizer", None)
         return {
+            # `compile` puts it into a LossScaleOptimizer under mixed_float16.
+            "optimizer": getattr(optimizer, "inner_optimizer", optimizer),
             "loss": getattr(losses, user_loss, None),
             "loss_weights": private.user_loss_weights(losses, None),
             "metrics": private.user_metrics(metrics, None),

@@ -22,12 +22,16 @@ def with_compiled_defaults(model: Model, given: Mapping[str, Any]) -> dict[str, 
     if found["loss"] is None:
         compiled = model.compiled_with
         found["loss"] = compiled["loss"]
+        if found["optimizer"] is None:
+            found["optimizer"] = compiled["optimizer"]
         if found["loss"] is not None and found["loss_weights"] is None:
             found["loss_weights"] = compiled["loss_weights"]
         if not found["metrics"] and not found["weighted_metrics"]:
             found |= {name: compiled[name] for name in ("metrics", "weighted_metrics")}
-    for name, nest in found.items():
-        checks.require_nest(name, nest)
+    if found["optimizer"] is None:
+        found["optimizer"] = "adamw"
+    for name in found.keys() - {"optimizer"}:
+        checks.require_nest(name, found[name])
     if all(each is None for each in tf.nest.flatten(found["loss"])):
         found["loss"] = None
         require_any(model)

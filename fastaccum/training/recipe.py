@@ -32,13 +32,13 @@ class Recipe:
     replicas: Replicas | None  # of the model's strategy
 
     @classmethod
-    def build(cls, model: arguments.KerasModel, optimizer: arguments.KerasOptimizer | str, **compiled: Any) -> Recipe:
+    def build(cls, model: arguments.KerasModel, **compiled: Any) -> Recipe:
         """Checks arguments of `Trainer` and completes those of `compile` by what the model was compiled with."""
         adapted = models.get(model)
         own_methods.require_called(adapted)
         metrics = own_loss.with_compiled_defaults(adapted, compiled)
+        trains = optimizers.get(metrics.pop("optimizer"), adapted.keras_module.optimizers)
         losses = {name: metrics.pop(name) for name in ("loss", "loss_weights")}
-        trains = optimizers.get(optimizer, adapted.keras_module.optimizers)
         found = cls(adapted, trains, Losses(**losses), Metrics(**metrics), losses, replicas.replicas_for(adapted))
         if found.replicas is not None:
             found.replicas.require_optimizer(found.optimizer)

@@ -313,7 +313,7 @@ def test_a_loss_that_compares_rows_warns():
         return tf.reduce_mean(tf.matmul(flat, flat, transpose_b=True))
 
     model = tagger(keras, compute_loss=returning(contrast))
-    with pytest.warns(UserWarning, match="Tagger computes itself is no sum or mean"):
+    with pytest.warns(UserWarning, match="Tagger computes itself may be no sum or mean"):
         trainer = fa.Trainer(model, "sgd", gradient_accumulation_steps=3, jit_compile=False)
         trainer.fit(X, Y, batch_size=4, verbose=0)
 
@@ -332,7 +332,7 @@ def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
         with pytest.raises(ValueError, match=r"Tagger.compute_loss weights its compiled loss by .*reduction is 'sum'"):
             trainer.fit(X, Y, batch_size=4, verbose=0)
     np.testing.assert_array_equal(before[0], weights(model)[0])
-    with pytest.warns(UserWarning, match="Tagger computes itself is no sum or mean"):
+    with pytest.warns(UserWarning, match="Tagger computes itself may be no sum or mean"):
         trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=3, jit_compile=False)
         trainer.fit(X, Y, batch_size=4, verbose=0)
 
