@@ -63,6 +63,7 @@ class Metrics:
         self.calling_python: list[str] = []  # names of metrics that XLA cannot compile
         # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
         self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
+        self.of_last_micro_batch: list[str] = []  # names of such values in training
 
     def build(
         self,
@@ -212,6 +213,8 @@ class Metrics:
                 shape = tuple(returned[name].shape)
                 raise ValueError(f"compute_metrics returned {name!r} of shape {shape}: return scalars.")
         self._returned[training] = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
+        if training and self._own_results is None:  # which may make them anew of the whole epoch's
+            self.of_last_micro_batch = names
 
     def keep(self, returned: Mapping[str, tf.Tensor], training: bool) -> None:
         """Keeps the values that `compute_metrics` returned last, for the logs."""

@@ -218,6 +218,14 @@ class ModelObjective(Objective):
                 "own, such as batch_size * gradient_accumulation_steps.",
                 UserWarning,
             )
+        if parts > 1 and (names := self.metrics.of_last_micro_batch):
+            self.metrics.of_last_micro_batch = []
+            warn(
+                f"compute_metrics of {self.model.model.name!r} returned {names} as plain numbers, whose logs are "
+                "those of the last micro-batch. For the whole epoch's, update a keras.metrics.Mean that the model holds, "
+                "in place of each.",
+                UserWarning,
+            )
         self.observe_labels(stacks)
         if not self.has_several_terms:
             return None

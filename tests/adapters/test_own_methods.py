@@ -222,6 +222,28 @@ def test_compute_metrics_beside_get_metrics_result():
     np.testing.assert_allclose(logs["percent"], expected["percent"], rtol=1e-5)
 
 
+def test_a_plain_number_among_the_metrics_is_told_of():
+    """Its remedy gives Keras's mean over the epoch."""
+
+    def plain(self, x, y, y_pred, sample_weight=None):
+        return {**keras.Model.compute_metrics(self, x, y, y_pred, sample_weight), "mean": tf.reduce_mean(y_pred)}
+
+    def kept(self, x, y, y_pred, sample_weight=None):
+        self.mean.update_state(y_pred)
+        return keras.Model.compute_metrics(self, x, y, y_pred, sample_weight)
+
+    def prepare(self):
+        self.mean = keras.metrics.Mean(name="mean")
+
+    with pytest.warns(
+        UserWarning, match=r"compute_metrics of .* returned \['mean'\] as plain numbers.*keras.metrics.Mean"
+    ):
+        our_fit(make(compute_metrics=plain), epochs=1)
+    expected = keras_fit(make(prepare=prepare, compute_metrics=kept), epochs=1)
+    logs = our_fit(make(prepare=prepare, compute_metrics=kept), epochs=1)
+    np.testing.assert_allclose(logs["mean"], expected["mean"], rtol=1e-5)
+
+
 def test_reset_metrics_resets_what_it_will():
     """A count that goes on over the epochs, as in Keras; what it resets beside metrics is reset."""
 
