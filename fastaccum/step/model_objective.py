@@ -222,8 +222,8 @@ class ModelObjective(Objective):
             self.metrics.of_last_micro_batch = []
             warn(
                 f"compute_metrics of {self.model.model.name!r} returned {names} as plain numbers, whose logs are "
-                "those of the last micro-batch. For the whole epoch's, update a keras.metrics.Mean that the model holds, "
-                "in place of each.",
+                "those of the last micro-batch. For the whole epoch's, update a keras.metrics.Mean that the model "
+                "holds, in place of each.",
                 UserWarning,
             )
         self.observe_labels(stacks)
