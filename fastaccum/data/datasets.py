@@ -42,9 +42,13 @@ class DatasetSource:
             x = EpochBatches(x, shuffle)
             origin = origin._replace(epochs=x)
         self.origin = origin
+        self._once: _ReadOnceBatches | None = None
         if origin.python:
+            if self.read_once:
+                self._once = _ReadOnceBatches(x, self.what)
+                x = iter(self._once)
             with checks.naming(self.what):
-                x = as_dataset(_without_masks(x, self.what) if self.read_once else x)
+                x = as_dataset(x)
 
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
@@ -81,6 +85,11 @@ class DatasetSource:
         """Rebatches the dataset: the same rows in the same order."""
         self.dataset, self.batch_size = self.dataset.rebatch(batch_size), batch_size
         self.batches = int(self.dataset.cardinality())
+
+    def read_at_most(self, batches: int) -> None:
+        """Reads no more batches than these of data that is read once: its owner can go on with the others."""
+        if self._once is not None:
+            self._once.at_most = batches
 
     def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
         """Makes stacks of the batches; raises ValueError if the data does not last for `epochs`, or never ends."""
@@ -337,12 +346,21 @@ class DatasetStacks:
         return reshape(batch._replace(valid=order < rows), shape)
 
 
-def _without_masks(batches: Iterator, what: str) -> Iterator:
-    """Yields the batches; raises TypeError at a masked array, whose mask TensorFlow would drop."""
-    for batch in batches:
-        for leaf in tf.nest.flatten(batch):
-            require_unmasked(what, leaf)
-        yield batch
+class _ReadOnceBatches:
+    """Batches that can be read once, and of which no more than `at_most` are read, if that is set."""
+
+    def __init__(self, batches: Iterator, what: str):
+        self._batches, self._what = batches, what
+        self.at_most: int | None = None
+
+    def __iter__(self) -> Iterator:
+        """Yields the batches; raises TypeError at a masked array, whose mask TensorFlow would drop."""
+        for read, batch in enumerate(self._batches, start=1):
+            for leaf in tf.nest.flatten(batch):
+                require_unmasked(self._what, leaf)
+            yield batch
+            if self.at_most is not None and read >= self.at_most:
+                return
 
 
 def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -13,22 +13,29 @@ from fastaccum import checks
 from fastaccum.adapters.callbacks import Callbacks, require
 from fastaccum.adapters.models import Model
 from fastaccum.data import source
-from fastaccum.data.stacks import Batch, Position
+from fastaccum.data.stacks import Batch, Dispatch, Position
 from fastaccum.step.options import Options, capped
 from fastaccum.training.step_builder import StepBuilder
 
 
 class Evaluation:
-    """Computes loss and metrics over `steps` batches, or all, of data that is read in as many `passes`."""
+    """Computes loss and metrics over `steps` batches, or all, of data that is read in as many `passes`.
+
+    A pass over data that is read once, such as a generator, begins where the last one ended.
+    """
 
     def __init__(self, builder: StepBuilder, data: source.Source, options: Options, steps: int | None, passes: int = 1):
         steps = capped("steps", steps)
+        if steps is not None and isinstance(data, source.DatasetSource):
+            data.read_at_most(steps * passes)
         self._builder = builder
         self._step = builder.get_or_build(data.sample, options)
         # One micro-batch per dispatch where the caller counts them.
         micro_batches = options.gradient_accumulation_steps * options.steps_per_execution if steps is None else 1
         self._stacks = data.stacks(builder.evaluation_layout(micro_batches), steps, passes)
         self._sample, self._model = data.sample, self._step.objective.model.model
+        self._read_once = data.read_once
+        self._passes: Iterator[Iterator[Dispatch]] = iter(())
         dispatches, self._size = self._stacks.steps_per_epoch, self._stacks.layout.accumulation
         self.batches = None if dispatches is None else dispatches * self._size
 
@@ -45,7 +52,7 @@ class Evaluation:
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
         totals = None
-        dispatches = step.lockstep(stacks, next(stacks.epochs(Position(0, 0))), training=False)
+        dispatches = step.lockstep(stacks, self._next_pass(), training=False)
         for batch, dispatch in zip(itertools.count(step=self._size), dispatches, strict=False):
             begin(batch)
             sums, check = step.evaluate(dispatch)
@@ -57,6 +64,15 @@ class Evaluation:
         logs = read()
         hooks.list.on_test_end(logs)
         return logs
+
+    def _next_pass(self) -> Iterator[Dispatch]:
+        """Returns the dispatches of the next pass; raises ValueError if data that is read once is used up."""
+        if self._read_once:
+            dispatches = next(self._passes, None)
+            if dispatches is not None:
+                return dispatches
+        self._passes = self._stacks.epochs(Position(0, 0))
+        return next(self._passes)
 
     def _logs(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
         check()

@@ -163,7 +163,10 @@ class Fit:
         names = {"what": "validation_data", "steps": "validation_steps"}
         batch_size = schedule.validation_batch_size or self._batch_size
         source = self._recipe.make_source(x, y, sample_weight, options, batch_size=batch_size, **names)
-        passes = sum(map(schedule.validates, range(schedule.initial_epoch, schedule.epochs)))
+        first = schedule.initial_epoch
+        if schedule.validation_steps is not None:
+            first = 0  # a checkpoint may be of an earlier epoch than the initial one
+        passes = sum(map(schedule.validates, range(first, schedule.epochs)))
         evaluation = Evaluation(self._builder, source, options, schedule.validation_steps, passes)
         evaluation.require_traceable(like=self._source.sample)
         return lambda hooks: evaluation(

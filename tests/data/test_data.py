@@ -394,6 +394,24 @@ def test_a_validation_that_cannot_be_read_again_speaks_of_validation_steps(train
     assert int(trainer.optimizer.iterations) == before
 
 
+def test_a_validation_whose_generator_is_used_up_is_refused(trainer):
+    validated = Validated()
+    with (
+        pytest.warns(UserWarning, match="validation_data .* is used up, which ends the training"),
+        pytest.raises(ValueError, match="validation_data .* is used up .*: pass validation_steps that it lasts for"),
+    ):
+        trained(trainer, X, Y, 4, epochs=3, validation_data=slices(), validation_steps=3, callbacks=[validated])
+    assert validated.epochs == 2  # 6 batches
+
+
+class Validated(keras.callbacks.Callback):
+    epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        assert "val_loss" in logs
+        self.epochs += 1
+
+
 class TestClassWeights:
     CLASS_WEIGHT = {0: 0.5, 2: 3.0}  # noqa: RUF012
     LABELS = np.array([0, 1, 2, 2, 1])

@@ -482,6 +482,68 @@ def test_a_generator_yields_the_rows_that_it_yields_to_keras(both, options, epoc
     assert difference(both) < 1e-6
 
 
+def cycle(pulled):
+    """Yields batches of 8 rows of X and Y without end, and notes their rows."""
+    while True:
+        for start in range(0, 32, 8):
+            of_batch = slice(start, start + 8)
+            pulled.append(start)
+            yield X[of_batch], Y[of_batch]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"validation_steps": 1}, {"validation_steps": 3}, {"validation_steps": 3, "validation_freq": 2}],
+)
+def test_each_validation_goes_on_in_a_generator_where_the_last_one_ended(both, options):
+    """Keras goes on if a Dataset reads the generator; by itself it begins again with the first two batches."""
+    pulls, losses = [], []
+    for side, _, rows in both:
+        pulled = []
+        validation = generator = cycle(pulled)
+        if rows == ROWS:
+            signature = (_spec(X, 8), _spec(Y, 8))
+            validation = _dataset(lambda generator=generator: generator, signature)
+        fitted = {"batch_size": rows, "epochs": 4, "shuffle": False, "verbose": 0}
+        history = side.fit(X, Y, validation_data=validation, **fitted, **options)
+        pulls.append(pulled)
+        losses.append(history.history["val_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert pulls[1] == pulls[0]
+    validations = 4 // options.get("validation_freq", 1)
+    assert len(losses[0]) == validations
+    assert len(pulls[0]) == validations * options["validation_steps"]
+
+
+def test_a_validation_by_a_generator_of_all_rows_is_that_of_arrays(both):
+    losses = []
+    for side, _, rows in both:
+        validation = {"validation_data": (X, Y)}
+        if rows != ROWS:
+            validation = {"validation_data": cycle([]), "validation_steps": 4}
+        history = side.fit(X, Y, batch_size=rows, epochs=3, shuffle=False, verbose=0, **validation)
+        losses.append(history.history["val_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_evaluations_leave_a_generator_where_keras_does(both, monkeypatch, steps):
+    """Keras also drops what its dataset prefetched by then, a batch or two; here it prefetches none."""
+    pulls, losses = [], []
+    for side, _, rows in both:
+        pulled = []
+        generator = cycle(pulled)
+        with monkeypatch.context() as patch:
+            if rows == ROWS:
+                patch.setattr(tf.data.Dataset, "prefetch", lambda dataset, buffer_size: dataset)
+            found = [side.evaluate(generator, steps=steps, verbose=0)[0] for _ in range(4)]
+        pulls.append(pulled)
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert pulls[1] == pulls[0]
+    assert len(pulls[0]) == 4 * max(steps, 2)  # both look at two batches for their shapes
+
+
 # Schedules
 
 
