@@ -397,8 +397,8 @@ def test_a_validation_that_cannot_be_read_again_speaks_of_validation_steps(train
 def test_a_validation_whose_generator_is_used_up_is_refused(trainer):
     validated = Validated()
     with (
-        pytest.warns(UserWarning, match="validation_data .* is used up, which ends the training"),
-        pytest.raises(ValueError, match="validation_data .* is used up .*: pass validation_steps that it lasts for"),
+        pytest.warns(UserWarning, match=r"validation_data .* is used up, which ends the training"),
+        pytest.raises(ValueError, match=r"validation_data .* is used up .*: pass validation_steps that it lasts for"),
     ):
         trained(trainer, X, Y, 4, epochs=3, validation_data=slices(), validation_steps=3, callbacks=[validated])
     assert validated.epochs == 2  # 6 batches
