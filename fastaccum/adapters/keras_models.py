@@ -360,7 +360,7 @@ class Model:
             call = functools.partial(self.__call__, training=True)
             for rows in (traces.TELLING_ROWS, None):  # for a model of a fixed batch size; the step says errors better
                 with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
-                    self._work = self._work or jit_choice.count(traces.trace(call, x, rows))
+                    self._work = self._work or jit_choice.count(traces.trace_with_calls(call, x, rows))
         return self._work or jit_choice.Work()
 
     def added_loss(self, reduction: str) -> tf.Tensor:

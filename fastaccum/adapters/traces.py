@@ -38,9 +38,14 @@ def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> tf
 
     The operations of a tf.function that it calls are in its own graph, except where one needs AutoGraph.
     """
-    specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest)
     with contextlib.suppress(Exception), _inlined_functions():  # whatever a user's function raises without AutoGraph
-        return tf.function(function, autograph=False).get_concrete_function(specs)
+        return trace_with_calls(function, nest, rows)
+    return trace_with_calls(function, nest, rows)
+
+
+def trace_with_calls(function: Callable, nest: Nest, rows: int | None) -> tf.types.experimental.ConcreteFunction:
+    """Traces as `trace` does, with a tf.function that the function calls left a call, and compiled as it says."""
+    specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest)
     return tf.function(function, autograph=False).get_concrete_function(specs)
 
 

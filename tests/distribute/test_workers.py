@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import pathlib
 import shutil
 import signal
 import socket
@@ -23,7 +22,6 @@ from fastaccum.checkpoint.errors import CorruptCheckpointError
 
 pytestmark = [pytest.mark.long, pytest.mark.faults]
 
-ROOT = pathlib.Path(__file__).parents[2]
 BOUND = 60  # seconds in which the others end; 1 measured for a killed process
 
 
@@ -34,7 +32,7 @@ def workers(mode, folder, count=2, **settings):
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         ports = ",".join(str(each.getsockname()[1]) for each in sockets)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", **settings}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **settings}
     processes = []
     try:
         for index in range(count):

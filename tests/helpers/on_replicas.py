@@ -8,7 +8,6 @@ import functools
 import gc
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -834,8 +833,7 @@ def cases(checks, first, on_four, alone=()):
 @functools.cache
 def outcomes(count, names, path=__file__):
     """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
-    root = pathlib.Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "-1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, path, str(count), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
