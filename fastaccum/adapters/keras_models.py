@@ -54,6 +54,7 @@ class Model:
         self.mixes_rows = False
         self.row_counter: str | None = None  # an operation by which the number of rows reaches what it returns
         self._work: jit_choice.Work | None = None
+        self.python_calls: list[str] = []  # operations that call Python, as by tf.py_function
         self.unsaved_draws: list[str] = []  # operations in training that draw what no seed of the model's says
 
     @property
@@ -350,6 +351,7 @@ class Model:
                 self.unsaved_draws = [o.name for o in traced.graph.get_operations() if o.type in traces.UNSEEDED]
             written = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
             self._assigned = list({id(v): v for v in written}.values())
+            self.python_calls = sorted({*self.python_calls, *traces.list_python_calls(traced.graph)})
             added = map(added_losses.get_reduction, self._added_losses())
             self.added_reductions = sorted({*self.added_reductions, *added})
         return traced.structured_outputs

@@ -62,12 +62,14 @@ class Losses:
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the output
         # Scalar losses that may be no sum or mean over rows, by the name of the output.
         self.unproven: dict[str, scalar_losses.ScalarLoss] = {}
+        self.calling_python: list[str] = []  # names of losses that XLA cannot compile
         self.replicas = 1  # that share the rows of a batch
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
     def build(self, outputs: Outputs, y_true: Nest, targets_are_own: bool = False) -> None:
         """Matches losses with outputs, for specs of targets; `targets_are_own` if a `compute_loss` may match them."""
         self.outputs = []
+        self.calling_python = []
         try:
             targets = outputs.targets(y_true)
         except ValueError:
@@ -90,7 +92,7 @@ class Losses:
             for loss, weight in _with_weights(of_output, weights[i], name):
                 if not (hasattr(loss, "call") and hasattr(loss, "reduction")):
                     loss = private.get_loss(loss, target, outputs.specs[i])
-                scalar = _find_scalar(loss, target, outputs.specs[i])
+                scalar = self._find_scalar(loss, target, outputs.specs[i])
                 _require_sum_of_rows(loss, name, outputs.specs[i], scalar is not None)
                 classes = None
                 if takes_class_indices(loss):
@@ -115,6 +117,22 @@ class Losses:
             if power:
                 self.outputs[k] = o._replace(power=power + (o.reduction == "sum"))
         self.log_names = make_distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
+
+    def _find_scalar(self, loss: keras.losses.Loss, *specs: keras.KerasTensor) -> scalar_losses.ScalarLoss | None:
+        """Finds what a loss that returns one number for a batch, or a pair, is over rows; else None.
+
+        Notes the loss in `calling_python` if it calls Python.
+        """
+        if isinstance(loss, LinearCrossEntropy):
+            return None
+
+        def call(pair: scalar_losses.Pair) -> Any:
+            return loss.call(*_as_called(loss, *pair))
+
+        traced = scalar_losses.trace(call, specs)
+        if traced is not None and traces.list_python_calls(traced.graph):
+            self.calling_python.append(_loss_name(loss))
+        return scalar_losses.find(call, specs, _loss_name(loss), traced)
 
     @property
     def weight_variables(self) -> list[Variable]:
@@ -316,13 +334,6 @@ def _compute_scalar_term(
 
 def _as_scalar(number: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.cast(number, tf.float32), [])
-
-
-def _find_scalar(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> scalar_losses.ScalarLoss | None:
-    """Finds what a loss is over rows if it returns one number for a batch, or a pair; else None."""
-    if isinstance(loss, LinearCrossEntropy):
-        return None
-    return scalar_losses.find(lambda pair: loss.call(*_as_called(loss, *pair)), specs, _loss_name(loss))
 
 
 def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str | None, float | None]:

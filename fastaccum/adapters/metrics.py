@@ -393,7 +393,8 @@ def _calls_python(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> bool:
     if _adds_up_as_keras(wrapper) and _is_keras_function(wrapper):
         return False
     with contextlib.suppress(Exception):  # of a fixed number of rows: XLA says it when it compiles the step
-        return traces.calls_python(traces.trace(lambda pair: metric.update_state(*pair), specs).graph)
+        traced = traces.trace(lambda pair: metric.update_state(*pair), specs)
+        return bool(traces.list_python_calls(traced.graph))
     return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from fastaccum import checks
 from fastaccum.adapters.added_losses import get_reduction
 from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.traces import WEIGHTS
+from fastaccum.adapters.traces import TELLING_ROWS, WEIGHTS, list_python_calls, trace
 
 Reduction = Literal["mean", "sum"]
 
@@ -48,6 +49,32 @@ def require_any(model: Model, called: bool = False) -> None:
             f"loss=None, and {type(model.model).__name__} has no loss of its own, compiled, added or in compute_loss. "
             "Pass a Keras loss, its name, or a function fn(y_true, y_pred) that returns one loss per example."
         )
+
+
+def calls_python(model: Model, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> bool:
+    """Tells if a `compute_loss` that a model overrides calls Python, for specs of a batch and of its outputs.
+
+    An empty nest stands for no targets or no weights.
+    """
+    if not model.overrides("compute_loss"):
+        return False
+
+    def nothing(*tensors: Nest, **losses: Nest) -> tf.Tensor:
+        """Stands for the compiled loss, and for each of the model's losses."""
+        return tf.constant(0.0)
+
+    def compute(batch: Sequence[Nest]) -> tf.Tensor:
+        x, y, y_pred, sample_weight = batch
+        y = y if tf.nest.flatten(y) else None
+        sample_weight = sample_weight if tf.nest.flatten(sample_weight) else None
+        with model.own_losses(nothing, nothing):
+            return model.compute_loss(x, y, y_pred, sample_weight, training=True)
+
+    for rows in (TELLING_ROWS, None):  # None for a model of a fixed batch size
+        with contextlib.suppress(Exception):  # the step's own trace says errors better
+            traced = trace(compute, (x, y, y_pred, sample_weight), rows)
+            return bool(list_python_calls(traced.graph))
+    return False
 
 
 class OwnLoss:

@@ -55,15 +55,18 @@ _UNKNOWN_AXIS = 12  # the length that is drawn for one, as for the windows of SS
 _TOLERANCE = 2e-5  # of float32
 
 
-def find(call: Callable[[Pair], Any], specs: Specs, name: str) -> ScalarLoss | None:
+def find(
+    call: Callable[[Pair], Any], specs: Specs, name: str, traced: tf.types.experimental.ConcreteFunction | None
+) -> ScalarLoss | None:
     """Finds what a loss function `name` is over rows; None if it returns something else than a scalar or a pair.
+
+    `traced` is what `trace` returned for it.
 
     The trace decides if the value is made of sums over rows. Their factors are decided by numbers: a mean over all rows
     is the mean of two batches' means by their rows, and a sum is the sum of their sums.
 
     Raises ValueError for a pair whose parts do not add up, and for a function that assigns variables.
     """
-    traced = _trace(call, specs)
     if traced is None:  # the trace of the step fails with an error that names the loss
         return None
     _require_no_counter(traced, name)  # before the function runs
@@ -88,7 +91,7 @@ def _is_pair(returned: Any) -> bool:
     return _is_scalar(loss_sum) and tf.is_tensor(weight_sum) and weight_sum.shape.rank == 0
 
 
-def _trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
+def trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
     """Traces a function with as many rows as tell, or with those of the specs if it is of a fixed number of rows."""
     for rows in (traces.TELLING_ROWS, None):
         with contextlib.suppress(Exception):  # whatever a user's function raises

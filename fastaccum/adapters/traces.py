@@ -70,11 +70,13 @@ def first_cross_example_op(graph: tf.Graph) -> str | None:
     return None
 
 
-def calls_python(graph: tf.Graph) -> bool:
-    """Tells if a graph calls Python, as by tf.numpy_function or tf.py_function, which XLA cannot compile."""
+def list_python_calls(graph: tf.Graph) -> list[str]:
+    """Names the operations that call Python (tf.numpy_function, tf.py_function), which XLA cannot compile."""
     definition = graph.as_graph_def()
-    bodies = [definition.node, *(function.node_def for function in definition.library.function)]
-    return any(node.op in _CALLS_OF_PYTHON for nodes in bodies for node in nodes)
+    nodes = list(definition.node)
+    for function in definition.library.function:
+        nodes.extend(function.node_def)
+    return [node.name for node in nodes if node.op in _CALLS_OF_PYTHON]
 
 
 def first_comparison_of_rows(graph: tf.Graph) -> str | None:

@@ -1,4 +1,4 @@
-"""Errors of what XLA cannot compile, which name the layer."""
+"""Errors of what XLA cannot compile, which name the layer or the loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import keras
 import tensorflow as tf
 
+from fastaccum.adapters.losses import Losses
+from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 
 
@@ -30,6 +32,21 @@ def require_recomputable(model: Model) -> None:
         )
 
 
+def list_python_callers(model: Model, losses: Losses, metrics: Metrics) -> list[str]:
+    """Lists the layers, losses and metrics that call Python, as by tf.py_function; known once they are built."""
+    layers: set[str] = set()
+    for operation in model.python_calls:
+        layers.update(_layers_on(operation, model.layers) or [_called(model.model)])
+    names = {"layers": sorted(layers), "loss": losses.calling_python, "metrics": metrics.calling_python}
+    return [f"{kind}={each}" for kind, each in names.items() if each]
+
+
+def require_no_python(callers: Sequence[str], instead: str) -> None:
+    """Raises ValueError if there are `callers` of Python, with what to do `instead`."""
+    if callers:
+        raise ValueError(f"XLA cannot compile {', '.join(callers)}, which call Python: {instead}.")
+
+
 _SIGNS = {
     "unsupported operations": "it has no such operation",
     "tf2xla conversion failed": "it cannot compile an operation",
@@ -47,18 +64,19 @@ def translate_errors(model: Model | None, what: str = "this model") -> Iterator[
             raise
         # After its first sentence XLA's message is a stack trace.
         reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
-        layers = _layers_in(str(error), model.layers if model else [])
-        where = f" in {', '.join(layers)}" if layers else ""
-        raise ValueError(
-            f"XLA cannot compile {what}: {why}{where}. Move that into the input pipeline "
-            f"(dataset.map), or pass jit_compile=False. XLA says: {reason}"
-        ) from error
+        path = re.search(r"(?:{{node |node `)([^}`]*)", str(error))
+        layers = _layers_on(path.group(1), model.layers) if model and path else []
+        where = ""
+        remedy = "Pass jit_compile=False."
+        if layers:
+            where = f" in {', '.join(layers)}"
+            remedy = "Move that into the input pipeline (dataset.map), or pass jit_compile=False."
+        raise ValueError(f"XLA cannot compile {what}: {why}{where}. {remedy} XLA says: {reason}") from error
 
 
-def _layers_in(message: str, layers: Sequence[keras.layers.Layer]) -> list[str]:
-    """Lists the innermost layers on the path of the graph node that an error names, as "name (Type)"."""
-    path = re.search(r"(?:{{node |node `)([^}`]*)", message)
-    parts = path.group(1).split("/") if path else []
+def _layers_on(path: str, layers: Sequence[keras.layers.Layer]) -> list[str]:
+    """Lists the innermost layers on the path of a graph's node, as "name (Type)"."""
+    parts = path.split("/")
 
     def depth(layer: keras.layers.Layer) -> int:
         # Keras numbers the scopes of a layer that is called again.

@@ -111,7 +111,8 @@ class Fit:
             hooks.require_none("SwapEMAWeights", "which swaps averages on all replicas: pass shard_optimizer=False")
         chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
         if hooks.say is not None and chose_without_xla and not any(each.seconds for each in step.programs.values()):
-            hooks.say(f"This model trains without XLA, which {_why_without_xla(recipe)}.\n")
+            reason = _why_without_xla(recipe, builder.calling_python)
+            hooks.say(f"This model trains without XLA, which {reason}.\n")
         if hooks.say is not None and (said := self._counted_steps(stacks)):
             hooks.say(said)
         training = functools.partial(self._training, options, step, stacks, hooks)
@@ -222,13 +223,13 @@ class Fit:
         )
 
 
-def _why_without_xla(recipe: Recipe) -> str:
+def _why_without_xla(recipe: Recipe, calling_python: list[str]) -> str:
     """Tells why a model trains without XLA, which `jit_compile="auto"` chose: a clause about XLA."""
     reason = "would be slower here"
     if recipe.model.uncompilable_layers():
         reason = "cannot compile a layer"
-    elif recipe.metrics.calling_python:
-        reason = "cannot compile a metric"
+    elif calling_python:
+        reason = f"cannot compile {', '.join(calling_python)}"
     on_x86 = platform.machine() in ("x86_64", "AMD64")  # where fastaccum turns oneDNN on
     if on_x86 and not (jit_choice.ONEDNN or "TF_ENABLE_ONEDNN_OPTS" in os.environ):
         reason += "; TensorFlow's operations may be faster with oneDNN: import fastaccum before TensorFlow"

@@ -39,10 +39,12 @@ def make_plan(
             "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
             "Trainer with jit_compile='auto', or pass a batch_size."
         )
-    compilable.require(builder.recipe.model, "pass a batch_size: what fits is read off an XLA program")
+    instead = "pass a batch_size: what fits is read off an XLA program"
+    compilable.require(builder.recipe.model, instead)
     size, replicas = checks.whole_number("global_batch_size", global_batch_size), builder.recipe.replicas
     rows = planner.candidates(size, 1 if replicas is None else replicas.count, at_most)
     step = builder.get_or_build(specs(sample, rows[-1]), options)
+    compilable.require_no_python(builder.calling_python, instead)
     dispatched = options.steps_per_execution
     search = planner.Planner(step, sample, size, replicas=replicas, dispatched=dispatched, verbose=verbose)
     # A model that computes again already does so as its user chose.
@@ -76,7 +78,9 @@ def summarize(
         sample = specs(sample, checks.whole_number("batch_size", batch_size))
     if options.jit_compile is False:
         raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'.")
-    compilable.require(builder.recipe.model, "do without a summary, whose figures are those of an XLA program")
+    instead = "do without a summary, whose figures are those of an XLA program"
+    compilable.require(builder.recipe.model, instead)
     step = builder.get_or_build(sample, options)
+    compilable.require_no_python(builder.calling_python, instead)
     with step.translate_errors():
         return summary(step, sample, builder.training_layout(options))

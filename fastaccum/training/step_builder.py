@@ -49,6 +49,7 @@ class StepBuilder:
         self.sample: Batch | None = None  # specs of the micro-batch that the step was built for
         # What the model's own loss computes otherwise if an update is split otherwise, by name.
         self.split_sensitive: list[str] = []
+        self.calling_python: list[str] = []  # what calls Python, which XLA cannot compile, by name
         self._moving: list[str] = []
         self._slots: list[int] = []  # the identities of the variables that hold them
         self._recomputed: list[Interceptor] = []
@@ -104,8 +105,13 @@ class StepBuilder:
         losses.build(self._outputs, y_true, model.takes_targets_apart)
         names = losses.log_names
         metrics.build(self._outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
-        if options.jit_compile and metrics.calling_python:
-            options = self._without_xla(options, may_fall_back)
+        self.calling_python = compilable.list_python_callers(model, losses, metrics)
+        if options.jit_compile:
+            batch = sample.x, sample.y, y_pred, sample.sample_weight
+            if own_loss.calls_python(model, *batch):
+                self.calling_python.append(f"{type(model.model).__name__}.compute_loss")
+        if options.jit_compile and self.calling_python:
+            options = self._without_xla(options, self.calling_python, may_fall_back)
         if not losses.outputs:
             own_loss.require_any(model, called=True)
         if not model.trainable_variables:
@@ -121,11 +127,12 @@ class StepBuilder:
                     raise
         return ReplicatedStep(recipe.replicas, *parts)
 
-    def _without_xla(self, options: Options, may_fall_back: bool) -> Options:
-        """Returns options without XLA for metrics that call Python, with a warning; ValueError if XLA was asked for."""
-        names = self.recipe.metrics.calling_python
-        what = f"XLA cannot compile metrics={names}, which call Python (tf.numpy_function)"
+    def _without_xla(self, options: Options, callers: list[str], may_fall_back: bool) -> Options:
+        """Returns options without XLA for what calls Python, with a warning; ValueError if XLA was asked for."""
+        what = f"XLA cannot compile {', '.join(callers)}, which call Python (tf.py_function, tf.numpy_function)"
         remedy = "write them with keras.ops or TensorFlow"
+        if self._model.python_calls:  # in layers
+            remedy += ", or move what only prepares inputs into the input pipeline (dataset.map)"
         if not may_fall_back:
             raise ValueError(f"{what}: {remedy}, or pass jit_compile='auto' or False.")
         warn(f"{what}: this model trains without XLA. To use it, {remedy}.", UserWarning)

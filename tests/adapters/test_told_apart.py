@@ -526,6 +526,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/step/loss_scale.py:LossScale.__repr__": "a message",
     "fastaccum/step/probe.py:_require_sums": "a message",
     "fastaccum/trainer.py:Trainer.__repr__": "a message",
+    "fastaccum/training/step_builder.py:StepBuilder._build": "a message",
     "kernels/checks.py:shown": "a message",
     "kernels/cudnn_attention.py:_tried": "a message",
     "kernels/stackable.py:describe": "a message",
