@@ -21,6 +21,7 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.adapters.outputs import Outputs
+from fastaccum.adapters.traces import list_python_calls
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
@@ -229,8 +230,13 @@ class ReplicatedStep(Step):
         accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
         ends = self._trace_ends(*accumulate.outputs)
         replicas.synchronize()
-        given = zip(replicas.ids, counts, shards, strict=True)
-        sums = [accumulate(i, replica, count, *shard) for i, (replica, count, shard) in enumerate(given)]
+        # The gradient of a tf.py_function is that of its last call, which is to be the same replica's: one by one.
+        calls_python = not self.objective.options.uses_xla and list_python_calls(accumulate.concrete.graph)
+        sums: list[tuple[Shared, Own]] = []
+        for i, (replica, count, shard) in enumerate(zip(replicas.ids, counts, shards, strict=True)):
+            before = tf.nest.flatten(sums) if calls_python else []
+            with tf.control_dependencies([t for t in before if t is not None]):
+                sums.append(accumulate(i, replica, count, *shard))
         executed, *_ = self._run_ends(ends, sums)
         return executed
 

@@ -388,6 +388,27 @@ def check_a_loss_and_a_metric_of_its_own():
         assert "overrides compute_metrics" in str(error)
 
 
+def check_a_loss_and_a_layer_that_call_python():
+    """Whose gradients are those of the last call in the process: each replica's must be its own."""
+
+    def through_python(function, *tensors, like):
+        return tf.ensure_shape(tf.py_function(function, tensors, tf.float32), like.shape)
+
+    def make():
+        model = dense()
+        model.add(keras.layers.Lambda(lambda x: through_python(lambda t: tf.tanh(t) * 2.0, x, like=x)))
+        return model
+
+    def loss(y_true, y_pred):
+        return through_python(lambda a, b: tf.reduce_mean((a - b) ** 2, -1), y_true, y_pred, like=y_pred[:, 0])
+
+    def fit(trainer):
+        history = trainer.fit(X, Y, batch_size=5, epochs=3, shuffle=False, verbose=0).history
+        return history, [trainer.evaluate(X, Y, batch_size=5, verbose=0)]
+
+    compare(make, fit, lambda: {"optimizer": "adam", "loss": loss, "gradient_accumulation_steps": 2}, X)
+
+
 def check_several_strategies():
     """By turns, on the same devices and on fewer, though TensorFlow numbers their collectives alike."""
     trainers, expected = [], None
