@@ -800,7 +800,6 @@ def test_an_array_that_cannot_be_made_says_why(trainer):
         ({"loss_scale": fa.DynamicLossScale}, TypeError, r"loss_scale=<class .*DynamicLossScale.* must be"),
         ({"jit_compile": 1}, TypeError, r"jit_compile=1 must be True or False"),
         ({"fp32_weight_gradients": None}, TypeError, r"fp32_weight_gradients=None must be True or False"),
-        ({"optimizer": None}, TypeError, r"optimizer=None is of type NoneType"),
         ({"optimizer": keras.optimizers.SGD(nan)}, ValueError, r"optimizer=SGD has learning_rate=nan"),
         ({"optimizer": keras.optimizers.Adam(inf)}, ValueError, r"optimizer=Adam has learning_rate=inf"),
         (
@@ -928,7 +927,7 @@ def test_targets_of_another_shape_in_evaluate(trainer, make):
         (lambda y, p: [p[:, 0], p[:, 0]], r"returned .*one tensor|returned \[<tf.Tensor"),
         (lambda y, p: None, r"None"),
         (lambda y, p: 3.0, r"The loss reaches none of the 4 variables"),
-        (lambda y, p: p[:1, 0], r"returned shape \(1,\) whatever the number of examples"),
+        (lambda y, p: p[:2, 0], r"returned shape \(2,\) whatever the number of examples"),
         (lambda y, p: tf.transpose(p), r"returned shape \(1, \d+\) whatever the number of examples"),
     ],
 )

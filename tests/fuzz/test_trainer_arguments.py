@@ -119,7 +119,7 @@ TABLE = {
     "model": Values(
         ["model('regression')", "model('subclassed')", "Subclassed()"], [*ANYTHING, *BAD_MODELS, *BAD_MODELS]
     ),
-    "optimizer": Values(OPTIMIZERS, [*ANYTHING, *BAD_OPTIMIZERS, *BAD_OPTIMIZERS]),
+    "optimizer": Values(OPTIMIZERS, [*without("None"), *BAD_OPTIMIZERS, *BAD_OPTIMIZERS]),
     "loss": Values(LOSSES, [*without(*CALLABLE), *BAD_LOSSES, *BAD_LOSSES], CALLABLE),
     "metrics": Values(METRICS, [*without(*NOTHING), *BAD_METRICS, *BAD_METRICS], [*NOTHING]),
     "loss_weights": Values(
