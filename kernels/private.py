@@ -284,6 +284,7 @@ inference_function = Attribute(
     "_inference_function", of="ConcreteFunction", serves="calling a program without TensorFlow's layers of Python"
 )
 is_jit_compiled = Attribute("_jit_compile", of="tf.function", serves="telling an XLA program")
+get_function = Method("_get_function", of="tf.Graph", serves="reading the loops and branches of a trace")
 iterator_resource = Attribute("_iterator_resource", of="iterators of tf.data", serves="saving an iterator's state")
 dataset_inputs = Method("_inputs", of="tf.data.Dataset", serves="finding the shuffles in a pipeline")
 dataset_functions = Method("_functions", of="tf.data.Dataset", serves="finding the functions in a pipeline")

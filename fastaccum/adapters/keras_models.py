@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import added_losses, jit_choice, layers, traces
+from fastaccum.adapters import added_losses, jit_choice, layers, row_counts, row_mixing, traces
 from fastaccum.adapters.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
 from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.metrics import Metrics
@@ -342,8 +342,8 @@ class Model:
             try:
                 traced = traces.trace(call, x)
                 if training and any(map(_may_count_rows, self.called_layers)):
-                    self.row_counter = traces.find_row_counter(traced, call, x)
-                self.mixes_rows |= bool(self.row_counter or traces.first_cross_example_op(traced.graph))
+                    self.row_counter = row_counts.find_row_counter(traced, call, x)
+                self.mixes_rows |= bool(self.row_counter or row_mixing.find_mixing_op(traced, call, x))
             except (ValueError, TypeError, tf.errors.InvalidArgumentError):  # a model of a fixed batch size
                 traced, self.mixes_rows = traces.trace(call, x, rows=None), True
             if training:
@@ -486,7 +486,8 @@ def _has_own_activation(layer: keras.layers.Layer) -> bool:
 
 def _may_do_more(layer: keras.layers.Layer) -> bool:
     """Tells if a layer's call may add losses, assign other layers' variables or mix rows, as few of Keras's do."""
-    few = keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack  # of others' layers
+    mixers = (getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name))
+    few = keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *mixers  # LayerStack: of others' layers
     own = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, few)
     across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
     of_ops = any(not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ()))

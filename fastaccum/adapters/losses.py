@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import scalar_losses, traces
+from fastaccum.adapters import row_counts, row_mixing, scalar_losses, traces
 from fastaccum.adapters.attributes import Nest, Variable, function_of, kinds, known_name, of_keras, runs_keras
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
@@ -352,10 +352,10 @@ def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str
     except Exception:  # of a distribution, or by AutoGraph: nothing is known
         return None, None
     _require_result_for_each_row(loss, traced.structured_outputs)
-    found = traces.first_cross_example_op(traced.graph)
-    if found or not (found := traces.find_row_counter(traced, call, specs)):
+    found = row_mixing.find_mixing_op(traced, call, specs)
+    if found or not (found := row_counts.find_row_counter(traced, call, specs)):
         return found, None
-    power = traces.find_power_of_rows(call, specs)
+    power = row_counts.find_power_of_rows(call, specs)
     return None if power else found, power
 
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import arguments, traces
+from fastaccum.adapters import arguments, row_counts, row_mixing, traces
 from fastaccum.adapters.attributes import kinds, known_name, of_keras, package, raw, replaced, runs_keras
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.kernels import private
@@ -382,8 +382,8 @@ def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
     with contextlib.suppress(Exception):  # of one without a function, or whose function is of a fixed number of rows
         traced = traces.trace(values, specs)
         has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
-        found = traces.first_cross_example_op(traced.graph) or (None if has_rows else metric.name)
-        return found if found or of_keras(private.fn(wrapper)) else traces.find_row_counter(traced, values, specs)
+        found = row_mixing.find_mixing_op(traced, values, specs) or (None if has_rows else metric.name)
+        return found if found or of_keras(private.fn(wrapper)) else row_counts.find_row_counter(traced, values, specs)
     return None
 
 
@@ -408,6 +408,6 @@ def _weight_axes(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> Any:
         with contextlib.suppress(Exception):
             shape = [traces.TELLING_ROWS, *axes(*(spec.shape for spec in specs))]
             update = lambda y, s=shape: metric.update_state(*y, sample_weight=tf.ones(s, metric.dtype))  # noqa: E731
-            if traces.first_comparison_of_rows(traces.trace(update, specs).graph) is None:
+            if row_mixing.first_comparison_of_rows(traces.trace(update, specs).graph) is None:
                 return axes
     return False if as_keras and _is_keras_function(wrapper) else None

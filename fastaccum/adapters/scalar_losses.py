@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters import traces
+from fastaccum.adapters import row_mixing, traces
 
 Pair = tuple[tf.Tensor, tf.Tensor]  # y_true and y_pred
 Specs = Sequence[keras.KerasTensor]  # of both
@@ -126,13 +126,13 @@ def _require_no_counter(traced: tf.types.experimental.ConcreteFunction, name: st
 
 def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
     """Names an operation of a trace by which a scalar may be no sum or mean over rows."""
-    beyond = traces.first_op_beyond_sums(scalar, model_is_by_row=True, functions_are_sums=False)
+    beyond = row_mixing.first_op_beyond_sums(scalar, model_is_by_row=True, functions_are_sums=False)
     if beyond is not None:
         return beyond
     called = [op.name for op in scalar.graph.get_operations() if op.type in traces.CALLS]
     if called:  # what is inside was not looked into
         return called[0]
-    return traces.first_comparison_of_rows(scalar.graph) or traces.first_op_along_rows(scalar.graph)
+    return row_mixing.first_comparison_of_rows(scalar.graph) or row_mixing.first_op_along_rows(scalar.graph)
 
 
 def _compare_batches(call: Callable[[Pair], Any], specs: Specs) -> Literal["mean", "sum", ""] | None:
@@ -246,7 +246,7 @@ def _require_sums(call: Callable[[Pair], Any], specs: Specs, returned: Sequence[
 
 def _first_op_on_sums(scalar: tf.Tensor) -> str | None:
     """Names an operation on sums over rows, such as a maximum, by which a scalar is none; None if there is none."""
-    name = traces.first_op_beyond_sums(scalar, model_is_by_row=True)
+    name = row_mixing.first_op_beyond_sums(scalar, model_is_by_row=True)
     if name is None:
         return None
     of_sums = scalar.graph.get_operation_by_name(name).outputs[0].shape.rank == 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters import traces
+from fastaccum.adapters import row_mixing, traces
 from fastaccum.data.stacks import Batch
 from fastaccum.step.model_objective import ModelObjective
 
@@ -52,7 +52,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
 
 def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[str]:
     name = type(objective.model.model).__name__
-    normalized = traces.first_sum_in_weights(traced.graph)
+    normalized = row_mixing.first_sum_in_weights(traced.graph)
     of_outputs = len(objective.losses.outputs)
     if normalized is not None and "sum" in objective.reductions[:of_outputs]:
         raise ValueError(
@@ -62,8 +62,8 @@ def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[s
             "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
         )
     by_row = not objective.model.mixes_rows and not objective.model.moving_layers
-    beyond = [traces.first_op_beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
-    found = [each for each in (traces.first_comparison_of_rows(traced.graph), normalized, *beyond) if each]
+    beyond = [row_mixing.first_op_beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
+    found = [each for each in (row_mixing.first_comparison_of_rows(traced.graph), normalized, *beyond) if each]
     if found:
         objective.mixing[f"A loss that {name} computes itself"] = found[0]
     return [f"a loss of {name}'s own"] if found else []

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import keras_models, traces
+from fastaccum.adapters import keras_models, row_counts, traces
 from fastaccum.data.stacks import Batch
 
 RNG = np.random.default_rng(0)
@@ -190,7 +190,7 @@ def test_what_is_no_power_is_told_of(name):
 def test_shapes_indices_and_ranges_of_rows_say_nothing():
     specs = tf.TensorSpec([4, 3]), tf.TensorSpec([4, 3])
     one = traces.trace(lambda pair: by_shape(*pair), specs)
-    assert traces.find_row_counter(one, lambda pair: by_shape(*pair), specs) is None
+    assert row_counts.find_row_counter(one, lambda pair: by_shape(*pair), specs) is None
 
 
 class Root(keras.layers.Layer):
@@ -282,7 +282,7 @@ def test_layers_that_read_another_axis_need_no_word(name):
 )
 def test_the_elements_that_are_taken_of_a_shape_decide(function, counts):
     specs = tf.TensorSpec([4, 3])
-    assert (traces.find_row_counter(traces.trace(function, specs), function, specs) is not None) == counts
+    assert (row_counts.find_row_counter(traces.trace(function, specs), function, specs) is not None) == counts
 
 
 @pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=variant) for n in LAYERS if n != "a layer")])

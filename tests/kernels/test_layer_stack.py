@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import fastaccum as fa
-from fastaccum.adapters import traces
+from fastaccum.adapters import row_mixing, traces
 from fastaccum.kernels import checkpoint_name, layer_loop
 from fastaccum.kernels.layer_loop import LayerGraph
 from fastaccum.kernels.layer_stack import LayerStack
@@ -882,7 +882,7 @@ def test_draws_that_would_be_others_when_computed_again_are_refused(policy):
 def test_what_the_loop_keeps_does_not_count_as_rows_that_are_mixed():
     stack = LayerStack(lambda: layers.Dense(D), 2)
     graph = traces.trace(lambda x: stack(x, training=True), tf.TensorSpec([B, D])).graph
-    assert traces.first_cross_example_op(graph) is None
+    assert row_mixing.first_cross_example_op(graph) is None
 
 
 def test_a_mask_that_layers_do_not_support_is_refused():
