@@ -15,7 +15,18 @@ from fastaccum.adapters.data_adapters import EpochBatches, as_dataset, is_read_o
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
-from fastaccum.data.stacks import Batch, Dispatch, Layout, Place, Position, group_steps, reshape, split_rows, warn_short
+from fastaccum.data.stacks import (
+    Batch,
+    Dispatch,
+    Layout,
+    Place,
+    Position,
+    group_steps,
+    micro_batch_rows,
+    reshape,
+    split_rows,
+    warn_short,
+)
 from fastaccum.lines import warn
 
 
@@ -137,6 +148,9 @@ class DatasetStacks:
         }
         self.cut = {"batch_size": source.batch_size, "batches": batches}
         self._batch_size = self._checksum = 0
+        self._sizes_vary = (
+            False  # where rows must be exact: some step so far was not of one size with a short last batch
+        )
         self._alike, self._read_once = not layout.all_here, source.read_once
         self._rest: Iterator[Dispatch] = iter(())
         self._first_step: dict[str, int] | None = None  # of the pass begun last
@@ -161,7 +175,8 @@ class DatasetStacks:
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs to go on after the dispatch consumed last."""
         plain, tensors = self._passes.position()
-        return {"batch_size": self._batch_size, "first_step": self._first_step, **plain}, tensors
+        own = {"batch_size": self._batch_size, "sizes_vary": self._sizes_vary, "first_step": self._first_step}
+        return {**own, **plain}, tensors
 
     def track(self) -> None:
         """Records what `position` needs, from the first pass on."""
@@ -170,6 +185,7 @@ class DatasetStacks:
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned; raises ValueError if that is of another dataset."""
         self._batch_size, self._first_step = saved["batch_size"], saved["first_step"]
+        self._sizes_vary = saved.get("sizes_vary", False)
         self._rows_before = None if self._first_step is None else self._first_step["rows"]
         self._passes.restore(saved, tensors)
 
@@ -212,6 +228,8 @@ class DatasetStacks:
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
         """Yields an iterator of dispatches for each epoch, from a position on."""
         held, ended = self._passes.pop_prefetched()
+        if self.layout.exact_rows:
+            held = [step._replace(in_pieces=self._are_pieces(micro_batch_rows(step.stacks))) for step in held]
         if not self._full_rows:
             self._rest = itertools.chain(held, () if ended else self._pass())
         done = at.step
@@ -299,12 +317,15 @@ class DatasetStacks:
                     "that training in other pieces is not what was saved: batch rows in one place, after all else."
                 )
             before = rows if self._full_rows else 0
+            in_pieces = False
             if self.layout.exact_rows:
-                stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths)
+                self._batch_size = self._batch_size or max(lengths)
+                in_pieces = self._are_pieces(lengths)
+                stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths, in_pieces)
             else:
                 stacks = (self._dealt(pooled, lengths),)
             sharded = tuple(self.layout.shard(stack) for stack in stacks)
-            yield self._passes.read(Dispatch(sharded, rows=rows), rows)
+            yield self._passes.read(Dispatch(sharded, rows=rows, in_pieces=in_pieces), rows)
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
@@ -326,6 +347,15 @@ class DatasetStacks:
                     )
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *step), lengths
+
+    def _are_pieces(self, lengths: list[int]) -> bool:
+        """Tells if a step's micro-batches take a program each, since more than the last batch is of another size."""
+        if self.layout.accumulation == 1 or self.layout.replicas > 1:
+            return False
+        *full, last = filter(None, lengths)
+        is_full = [length == self._batch_size for length in full]
+        self._sizes_vary |= not all(is_full) or last > self._batch_size
+        return self._sizes_vary and not (all(is_full) and last == self._batch_size)
 
     def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
         micro_batches, rows = self.layout.accumulation, sum(lengths)

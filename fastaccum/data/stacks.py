@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,7 @@ class Dispatch(NamedTuple):
     steps: int = 1  # those beyond hold no valid row
     is_multi_step: bool = False
     rows: int = 0  # valid ones, of this process
+    in_pieces: bool = False  # each stack is one micro-batch, for a program of its size: such sizes seldom meet again
 
     @property
     def size(self) -> int:
@@ -159,11 +160,19 @@ def reshape(batch: Batch, shape: list[int]) -> Batch:
     return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
 
-def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
-    """Splits rows into stacks of equal micro-batches: one for each run of equal lengths."""
+def micro_batch_rows(stacks: Iterable[Batch]) -> list[int]:
+    """Lists the rows of each micro-batch of stacks [micro-batches, rows, ...]."""
+    shapes = [tf.nest.flatten(stack)[0].shape for stack in stacks]
+    return [shape[1] for shape in shapes for _ in range(shape[0])]
+
+
+def split_rows(batch: Batch, lengths: list[int], in_pieces: bool = False) -> tuple[Batch, ...]:
+    """Splits rows into stacks: one for each run of equal micro-batches, or one for each micro-batch if `in_pieces`."""
+    lengths = [length for length in lengths if length]
+    runs = [[length] for length in lengths] if in_pieces else [list(run) for _, run in itertools.groupby(lengths)]
     stacks, start = [], 0
-    for length, run in itertools.groupby(filter(None, lengths)):
-        count = len(list(run))
+    for run in runs:
+        length, count = run[0], len(run)
         span = slice(start, start := start + count * length)
         stacks.append(reshape(tf.nest.map_structure(lambda t, span=span: t[span], batch), [count, length]))
     return tuple(stacks)

@@ -205,27 +205,8 @@ class ModelObjective(Objective):
 
     def prepare(self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None) -> list[tf.Tensor] | None:
         """Counts the terms' denominators, so that they share one accumulator, and the valid rows; None for one term."""
-        parts = sum(map(trip_count, stacks)) * self.losses.replicas
-        while parts > 1 and self.mixing:  # once, and not for each trace
-            _warn_of_mixing(*self.mixing.popitem())
-        while parts > 1 and self._unproven_losses:
-            _warn_of_scalar(*self._unproven_losses.popitem())
-        if parts > 1 and (found := self.model.row_counter):
-            self.model.row_counter = None
-            warn(
-                f"A layer of {self.model.model.name!r} computes with the number of rows in its batch (see {found}): "
-                "here that of each micro-batch on each replica, not that of the update. Give the layer a number of its "
-                "own, such as batch_size * gradient_accumulation_steps.",
-                UserWarning,
-            )
-        if parts > 1 and (names := self.metrics.of_last_micro_batch):
-            self.metrics.of_last_micro_batch = []
-            warn(
-                f"compute_metrics of {self.model.model.name!r} returned {names} as plain numbers, whose logs are "
-                "those of the last micro-batch. For the whole epoch's, update a keras.metrics.Mean that the model "
-                "holds, in place of each.",
-                UserWarning,
-            )
+        if sum(map(trip_count, stacks)) * self.losses.replicas > 1:
+            self.warn_of_parts()
         self.observe_labels(stacks)
         if not self.has_several_terms:
             return None
@@ -237,6 +218,29 @@ class ModelObjective(Objective):
         rows = counts[-1]
         rows *= tf.cast(tf.reduce_any(tf.not_equal(weight_sums, 0.0)), rows.dtype)  # no valid element: no update
         return [*self._denominators(weight_sums, factors), rows]
+
+    def warn_of_parts(self) -> None:
+        """Warns, once, of what does not follow from the parts of an update, micro-batches or shards."""
+        while self.mixing:
+            _warn_of_mixing(*self.mixing.popitem())
+        while self._unproven_losses:
+            _warn_of_scalar(*self._unproven_losses.popitem())
+        if found := self.model.row_counter:
+            self.model.row_counter = None
+            warn(
+                f"A layer of {self.model.model.name!r} computes with the number of rows in its batch (see {found}): "
+                "here that of each micro-batch on each replica, not that of the update. Give the layer a number of its "
+                "own, such as batch_size * gradient_accumulation_steps.",
+                UserWarning,
+            )
+        if names := self.metrics.of_last_micro_batch:
+            self.metrics.of_last_micro_batch = []
+            warn(
+                f"compute_metrics of {self.model.model.name!r} returned {names} as plain numbers, whose logs are "
+                "those of the last micro-batch. For the whole epoch's, update a keras.metrics.Mean that the model "
+                "holds, in place of each.",
+                UserWarning,
+            )
 
     def _denominators(self, weight_sums: Sequence[tf.Tensor], factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the divisors of the first terms' loss sums, for what `_factors` counted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import tensorflow as tf
@@ -23,6 +23,7 @@ from fastaccum.step.program import Program, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep
+from fastaccum.step.update_in_pieces import UpdateInPieces
 
 
 class ModelStep(Step):
@@ -47,6 +48,7 @@ class ModelStep(Step):
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
         self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
+        self._in_pieces = UpdateInPieces(self.cycle, self.objective, options.uses_xla, self._admit_piece)
 
     # Compiled.
 
@@ -78,12 +80,16 @@ class ModelStep(Step):
     @property
     def programs(self) -> dict[str, Program]:
         step, steps, evaluation = self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate
-        return {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
+        whole = {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
+        return {**whole, **self._in_pieces.programs}
 
     def _admit_program(self, several: bool, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
         dispatch = Dispatch(stacks, is_multi_step=several)
         return self._admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
+
+    def _admit_piece(self, stacks: Sequence[Batch], concrete: ConcreteFunction) -> AbstractContextManager[None]:
+        return self._admit(FirstRun([concrete], concrete.captured_inputs, Dispatch(tuple(stacks)), training=True))
 
     def retrace(self) -> None:
         for each in self.programs.values():
@@ -91,7 +97,7 @@ class ModelStep(Step):
 
     @property
     def _training_programs(self) -> list[Program]:
-        return [self.compiled_execute, self.compiled_execute_many]
+        return [self.compiled_execute, self.compiled_execute_many, *self._in_pieces.programs.values()]
 
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         return [self._program(dispatch).trace(*dispatch.stacks)]
@@ -100,6 +106,8 @@ class ModelStep(Step):
         return self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
+        if dispatch.in_pieces:
+            return self._in_pieces(dispatch.stacks)
         return self._program(dispatch)(*dispatch.stacks)
 
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:

@@ -18,6 +18,12 @@ from fastaccum.lines import warn
 from fastaccum.step import compile_cache
 from fastaccum.step.tracing import TracedFunction
 
+_OF_ROWS = "Make batches of a few sizes, such as by dataset.unbatch().batch(batch_size)."
+_OF_LENGTHS = (
+    "Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
+    "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each."
+)
+
 
 class Retraces:
     """Warns, once for all programs that share the object, of a program that is compiled for many shapes."""
@@ -33,13 +39,13 @@ class Retraces:
         if self._warned or len(shapes) <= self.MANY:
             return
         self._warned = True
-        most = max(({str(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
-        first, last = list(most)[:3], list(most)[-1]
+        most = max(({tuple(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
+        *first, last = [str(shape) for shape in (*list(most)[:3], list(most)[-1])]
+        differing = [axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1]
         warn(
             f"{len(shapes)} programs were made so far, one for each kind of stack, which took {seconds:.0f} s; all "
             f"stay in memory. One tensor came in {len(most)} shapes, [micro-batches, rows, ...]: {', '.join(first)}, "
-            f"..., {last}. Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
-            "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each."
+            f"..., {last}. {_OF_ROWS if max(differing, default=0) < 2 else _OF_LENGTHS}"
         )
 
 

@@ -154,6 +154,13 @@ def test_one_warning_for_a_hundred_shapes():
     assert len(warned) == 1 and first.function.experimental_get_tracing_count() == 100
 
 
+def test_the_warning_of_many_sizes_says_how_to_cut_batches():
+    (program,) = make_programs([tf.reduce_sum], jit_compile=False)
+    with pytest.warns(RuntimeWarning, match=r"33 shapes.* of a few sizes, such as by dataset.unbatch\(\)"):
+        for rows in range(1, 34):
+            program(tf.zeros([1, rows, 2]))
+
+
 def half_and_y(stack):
     return 0.5 * stack["ids"], stack["y"]
 

@@ -1,0 +1,171 @@
+"""Batches of sizes that vary, in models that mix rows: a program for each size, and one that ends the update."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import assert_same
+from resuming import assert_same as assert_resumes
+
+import fastaccum as fa
+
+SIZES = [7, 3, 5, 2, 7, 4, 6, 3, 5, 1]
+ACCUMULATION = 3
+
+
+def data(sizes=SIZES, weighted=False, outputs=1, seed=0):
+    random = np.random.default_rng(seed)
+    for size in sizes:
+        x = random.normal(size=(size, 4)).astype("float32")
+        y = tuple(random.normal(size=(size, 2)).astype("float32") for _ in range(outputs))
+        weights = tuple(random.uniform(0.2, 2, size).astype("float32") for _ in range(outputs))
+        y, weights = (y, weights) if outputs > 1 else (y[0], weights[0])
+        yield (x, y, weights) if weighted else (x, y)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of these sizes, in another order in each epoch."""
+
+    def __init__(self, shuffled=False, **options):
+        super().__init__()
+        self.batches = list(data(**options))
+        self.random = np.random.default_rng(3) if shuffled else None
+        self.order = np.arange(len(self.batches))
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, i):
+        return self.batches[self.order[i]]
+
+    def on_epoch_end(self):
+        if self.random is not None:
+            self.random.shuffle(self.order)
+
+
+def normalized(outputs=1, dtype=None):
+    keras.utils.set_random_seed(1)
+    x = keras.Input([4])
+    h = keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.01), dtype=dtype)(x)
+    h = keras.layers.BatchNormalization(dtype=dtype)(h)
+    made = [keras.layers.Dense(2, name=f"out{i}", dtype=dtype)(keras.ops.tanh(h)) for i in range(outputs)]
+    return keras.Model(x, made if outputs > 1 else made[0])
+
+
+def train_by_hand(model, batches, optimizer, clip_norm=None):
+    """Adds up the gradients of the updates' micro-batches, as people write it; each sum is divided by all rows."""
+    for start in range(0, len(batches), ACCUMULATION):
+        update = batches[start : start + ACCUMULATION]
+        rows = sum(len(batch[0]) for batch in update)
+        totals = [tf.zeros_like(v) for v in model.trainable_variables]
+        for x, y, *weights in update:
+            with tf.GradientTape() as tape:
+                outputs = model(x, training=True)
+                pairs = zip(y, outputs, strict=True) if isinstance(y, tuple) else [(y, outputs)]
+                each = weights[0] if weights and isinstance(weights[0], tuple) else weights or [1.0, 1.0]
+                losses = [tf.reduce_mean((t - p) ** 2, -1) * w for (t, p), w in zip(pairs, each, strict=False)]
+                loss = tf.add_n([tf.reduce_sum(loss) for loss in losses]) / rows
+            totals = [a + g for a, g in zip(totals, tape.gradient(loss, model.trainable_variables), strict=True)]
+        with tf.GradientTape() as tape:
+            penalty = tf.add_n(model.losses)
+        of_penalty = tape.gradient(penalty, model.trainable_variables)
+        totals = [a if g is None else a + g for a, g in zip(totals, of_penalty, strict=True)]
+        if clip_norm is not None:
+            totals, _ = tf.clip_by_global_norm(totals, clip_norm)
+        optimizer.apply(totals, model.trainable_variables)
+
+
+def programs(trainer):
+    return {name: len(program.seconds) for name, program in trainer._builder.step.programs.items()}
+
+
+CASES = {
+    "one loss": {},
+    "weights": {"weighted": True},
+    "two losses, weighted": {"outputs": 2, "weighted": True},
+    "clipped": {"clip_norm": 0.05},
+}
+
+
+@pytest.mark.parametrize("jit_compile", [True, False], ids=["XLA", "no XLA"])
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_a_loop_by_hand(case, jit_compile):
+    options = dict(CASES[case])
+    clip_norm = options.pop("clip_norm", None)
+    theirs, ours = (normalized(options.get("outputs", 1)) for _ in range(2))
+    train_by_hand(theirs, list(data(**options)), keras.optimizers.SGD(0.5), clip_norm)
+    optimizer = keras.optimizers.SGD(0.5, global_clipnorm=clip_norm)
+    trainer = fa.Trainer(
+        ours, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=jit_compile, loss_scale=None
+    )
+    trainer.fit(Batches(**options), shuffle=False, verbose=0)
+    assert_same(ours.get_weights(), theirs.get_weights(), 1e-5)
+    assert programs(trainer)["micro-batch of an update"] == len({*SIZES})
+
+
+def test_shuffled_sizes_compile_once_for_each_size():
+    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION)
+    trainer.fit(Batches(shuffled=True), epochs=8, verbose=0)
+    found = programs(trainer)
+    assert found["micro-batch of an update"] <= len({*SIZES})
+    assert found["end of an update"] == 1
+    assert found["train step"] <= 2  # of the updates before one that showed that sizes vary
+    assert found["counts of a micro-batch"] == 0
+
+
+def test_full_updates_and_a_short_last_batch_are_programs_of_their_own():
+    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer.fit(Batches(sizes=[4, 4, 4, 4, 4, 4, 4, 4, 2]), epochs=2, shuffle=False, verbose=0)
+    assert programs(trainer) == {**dict.fromkeys(programs(trainer), 0), "train step": 2}
+
+
+def test_a_skipped_update_moves_nothing_but_the_loss_scale():
+    model = normalized(dtype="mixed_float16")
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=ACCUMULATION)
+    trainer.fit(Batches(), verbose=0)
+    before, scale = model.get_weights(), float(trainer.loss_scale.scale())
+    batches = Batches(sizes=[3, 7, 5])
+    batches.batches[1][0][0, 0] = 1e6  # infinite in float16
+    history = trainer.fit(batches, verbose=0).history
+    assert history["skipped_steps"] == [1]
+    for then, now in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(then, now)
+    assert float(trainer.loss_scale.scale()) < scale
+
+
+def test_an_error_in_a_later_micro_batch_leaves_the_statistics(monkeypatch):
+    model = normalized()
+    trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer.fit(Batches(), verbose=0)
+    before = model.get_weights()
+
+    class Failing(dict):
+        def get(self, signature):
+            return self.fail
+
+        def fail(self, leaves):
+            raise tf.errors.InternalError(None, None, "lost")
+
+    monkeypatch.setattr(trainer._builder.step.programs["end of an update"], "_calls", Failing())
+    with pytest.raises(tf.errors.InternalError, match="lost"):
+        trainer.fit(Batches(), verbose=0)
+    for then, now in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(then, now)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_a_resumed_training_ends_bit_for_bit(tmp_path, steps_per_execution):
+    def make():
+        return fa.Trainer(
+            normalized(outputs=2),
+            "adam",
+            "mse",
+            gradient_accumulation_steps=ACCUMULATION,
+            steps_per_execution=steps_per_execution,
+            jit_compile=False,
+        )
+
+    def batches():  # those that Keras shuffles have an order of the process's seed
+        return {"x": Batches(shuffled=True, outputs=2), "shuffle": False}
+
+    assert_resumes(make, batches, [1, 4, 2], tmp_path, epochs=3)
