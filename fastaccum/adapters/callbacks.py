@@ -115,10 +115,12 @@ class Callbacks:
         self.list = callbacks
         if history and private.train_counter.exists(model):
             private.train_counter(model).assign(0)  # as tf_keras's fit does
-        # Prints where somebody reads as it goes: to a terminal, or to a notebook.
-        read = sys.stdout.isatty() or "ipykernel" in sys.modules
-        heard = verbose != 0 and read and keras.config.is_interactive_logging_enabled()
-        self.say: Callable[[str], None] | None = functools.partial(print, end="", flush=True) if heard else None
+        shown = verbose != 0 and keras.config.is_interactive_logging_enabled()
+        # Prints parts of a line while a program compiles, also to a file: nothing else tells that the fit goes on.
+        self.announce: Callable[[str], None] | None = functools.partial(print, end="", flush=True) if shown else None
+        # Prints advice where somebody reads as it goes: to a terminal, or to a notebook.
+        is_read = sys.stdout.isatty() or "ipykernel" in sys.modules
+        self.say = self.announce if is_read else None
         self._last_draw = 0.0
         self._previous: Logs = dict
 

@@ -245,7 +245,7 @@ def _train_epoch(
     for dispatch in dispatches:
         begin(first)
         try:
-            announcing = program.announce(hooks.say) if pending is None else nullcontext()
+            announcing = program.announce(hooks.announce) if pending is None else nullcontext()
             with announcing, stopwatch.timing(dispatch, step.programs):
                 executed = step.dispatch(dispatch)
         except (tf.errors.OpError, MemoryError):

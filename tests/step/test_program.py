@@ -4,11 +4,13 @@ import collections
 import re
 import warnings
 
+import keras
 import numpy as np
 import optree
 import pytest
 import tensorflow as tf
 
+import fastaccum as fa
 from fastaccum.step.program import Program, Retraces, make_programs
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -152,6 +154,19 @@ def test_one_warning_for_a_hundred_shapes():
             first(stack)
             second(stack)
     assert len(warned) == 1 and first.function.experimental_get_tracing_count() == 100
+
+
+def test_a_log_without_a_terminal_tells_of_a_compilation(capsys):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=True)
+    trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, epochs=2, verbose=2)
+    shown = capsys.readouterr().out
+    first, second = re.search(r"Tracing the train step: (\S+) s\. Compiling it: (\S+) s\.\n", shown).groups()
+    assert float(first) > 0 and float(second) > 0
+    assert shown.count("Compiling it") == 1 and "\x1b" not in shown
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=True)
+    trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, verbose=0)
+    assert capsys.readouterr().out == ""
 
 
 def test_the_warning_of_many_sizes_says_how_to_cut_batches():
