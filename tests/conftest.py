@@ -37,7 +37,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Its doctest imports tensorflow-addons, as does each attribute of the module that pytest asks for.
+    # pytest asks addons.py for names such as pytest_plugins, and any name imports tensorflow-addons.
     if PathFinder.find_spec("tensorflow_addons") is None:
         config.option.ignore_glob = [*(config.option.ignore_glob or []), "/*/fastaccum/addons.py"]
     # With pytest-xdist this process hears of every test, and its workers only of their own.

@@ -22,6 +22,10 @@ from fastaccum.kernels import fp32_layers, private
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.lines import without_arguments
 
+# Of Keras's own layers and ours: those whose call may add losses, assign other layers' variables or mix rows.
+_MIXING = [getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name)]
+_TRACED = (keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *_MIXING)
+
 
 class WithinFit:
     """A method of a model while a fit trains it: each call runs inside the block that `enter` makes."""
@@ -486,9 +490,7 @@ def _has_own_activation(layer: keras.layers.Layer) -> bool:
 
 def _may_do_more(layer: keras.layers.Layer) -> bool:
     """Tells if a layer's call may add losses, assign other layers' variables or mix rows, as few of Keras's do."""
-    mixers = (getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name))
-    few = keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *mixers  # LayerStack: of others' layers
-    own = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, few)
+    own = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, _TRACED)
     across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
     of_ops = any(not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ()))
     written = of_ops or layer.activity_regularizer is not None or _has_own_activation(layer)

@@ -1,6 +1,6 @@
 """The number of a batch's rows: where a function computes with it, and by which power.
 
-A row's result may not follow from how many rows a micro-batch has, or it would be another in the full batch.
+A result that depends on how many rows a micro-batch has is another one in the full batch.
 """
 
 from __future__ import annotations

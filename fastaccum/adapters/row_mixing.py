@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import Nest, restored
-from fastaccum.adapters.traces import CALLS, COMPILED, TELLING_ROWS, WEIGHTS, drawn_batch, list_assigned, trace
+from fastaccum.adapters.traces import CALLS, COMPILED, TELLING_ROWS, WEIGHTS, drawn_batch, trace
 from fastaccum.kernels import private
 
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
@@ -20,8 +20,9 @@ _ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
 _LINEAR = {"Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"}
 _LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2", "StopGradient"}
-_FUNCTIONS = CALLS | {"While", "StatelessWhile"}
+_FUNCTIONS = CALLS | {"While", "StatelessWhile"}  # sums, where nothing looks into them
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
+_REORDERING = {"TensorListFromTensor", "TopKV2", "GatherV2", "StridedSlice", "Reshape"}
 _SCATTERS = {"ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "SegmentSum", "UnsortedSegmentSum"}
 
 
@@ -31,10 +32,13 @@ def find_mixing_op(traced: tf.types.experimental.ConcreteFunction, function: Cal
     `traced` is the function's trace for inputs of these specs. Where it cannot tell, as in a loop over rows, the
     function is computed for a few drawn rows, of which one is changed at a time.
     """
-    if mixing := first_cross_example_op(traced.graph):
+    mixing = first_cross_example_op(traced.graph)
+    if mixing is not None:
         return mixing
-    moving = next((op.name for op in _operations(traced.graph) if _may_move_rows(op)), None)
-    return moving if moving and _is_felt_by_others(function, specs) else None
+    for operation in _operations(traced.graph):
+        if _may_reorder_rows(operation):
+            return operation.name if _changes_other_rows(function, specs) else None
+    return None
 
 
 def first_cross_example_op(graph: tf.Graph) -> str | None:
@@ -125,11 +129,15 @@ def _goes_along_rows(operation: tf.Operation) -> bool:
     return operation.inputs[0].shape[0] == TELLING_ROWS and axes is not None and 0 in axes.ravel()
 
 
-def _may_move_rows(operation: tf.Operation) -> bool:
+def _may_reorder_rows(operation: tf.Operation) -> bool:
     """Tells if an operation may put a row in another's place: it takes rows apart, picks some or turns them round."""
-    if not operation.inputs or not operation.inputs[0].shape.rank:
+    if not operation.inputs:
         return False
     shape = operation.inputs[0].shape
+    if shape.rank is None:
+        return operation.type in _REORDERING
+    if shape.rank == 0:
+        return False
     if operation.type == "TensorListFromTensor":  # for a loop over its first axis
         return _is_of_rows(shape[0])
     if operation.type == "TopKV2":
@@ -141,6 +149,7 @@ def _may_move_rows(operation: tf.Operation) -> bool:
         strides = tf.get_static_value(operation.inputs[3])
         return _has_rows(operation.inputs[:1]) and (strides is None or bool((strides < 0).any()))
     if operation.type == "Reshape":
+        # Another product of axes before that of the rows deals them out anew, as heads that are folded into rows.
         return _lengths_before_rows(shape) != _lengths_before_rows(operation.outputs[0].shape)
     return operation.type in _SCATTERS and _has_rows(operation.inputs)
 
@@ -176,27 +185,30 @@ def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
                     yield from _operations(function.graph)
 
 
-def _is_felt_by_others(function: Callable, specs: Nest) -> bool:
-    """Tells if the results for some of a few rows change where another row does, or cannot be computed."""
+def _changes_other_rows(function: Callable, specs: Nest) -> bool:
+    """Tells if a change of one of a few drawn rows changes others' results; True where that cannot be computed."""
     rows = 4
     try:
         traced = trace(function, specs, rows)
-        assigned = list_assigned(traced.graph, [])
-        drawn, others = (drawn_batch(specs, rows, seed) for seed in (0, 1))
+        variables = list(traced.graph.variables)
+        drawn, changed = (drawn_batch(specs, rows, seed) for seed in (0, 1))
 
         def results(batch: Nest) -> list[np.ndarray]:
-            with restored(assigned):  # seeds too: each call draws the same
+            with restored(variables):  # seeds too: each call draws the same
+                for variable in variables:
+                    if variable.dtype.is_floating:  # a gate that is 0 before the training would hide what it lets in
+                        variable.assign_add(tf.cast(tf.fill(variable.shape, 0.1), variable.dtype))
                 found = [tf.cast(t, tf.float32).numpy() for t in tf.nest.flatten(traced(batch))]
             return [value.reshape(rows, -1) for value in found]
 
         before = results(drawn)
         for row in range(rows):
             batch = tf.nest.map_structure(
-                lambda t, o, row=row: tf.tensor_scatter_nd_update(t, [[row]], o[row : row + 1]), drawn, others
+                lambda t, c, row=row: tf.tensor_scatter_nd_update(t, [[row]], c[row : row + 1]), drawn, changed
             )
+            others = np.arange(rows) != row
             for one, other in zip(before, results(batch), strict=True):
-                one, other = (np.delete(each, row, axis=0) for each in (one, other))
-                if not np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True):
+                if not np.allclose(one[others], other[others], rtol=1e-4, atol=1e-6, equal_nan=True):
                     return True
     except Exception:  # it takes no such values, or is of a fixed number of rows
         return True

@@ -14,6 +14,8 @@ from fastaccum.kernels.recomputed_function import DRAWS
 
 # Of a batch that is only traced: no other axis of a model is as long.
 TELLING_ROWS = 1031
+# Of a drawn batch, in place of lengths that are not known, such as those of padded sequences.
+DRAWN_LENGTH = 6
 # What `compute_loss` hands to its compiled loss as sample weights, and what it gets from it, by name.
 WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
 
@@ -43,7 +45,9 @@ def drawn_batch(specs: Nest, rows: int, seed: int) -> Nest:
     uniform = np.random.default_rng(seed).uniform
 
     def draw(spec: tf.TensorSpec) -> tf.Tensor:
-        drawn, dtype = uniform(0.1, 0.9, [rows, *spec.shape[1:]]), tf.as_dtype(spec.dtype)
+        lengths = [DRAWN_LENGTH if length is None else length for length in spec.shape[1:]]
+        drawn = uniform(0.1, 0.9, [rows, *lengths])
+        dtype = tf.as_dtype(spec.dtype)
         return tf.cast(drawn if dtype.is_floating else np.round(drawn), dtype)
 
     return tf.nest.map_structure(draw, specs)

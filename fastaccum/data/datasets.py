@@ -148,9 +148,9 @@ class DatasetStacks:
         }
         self.cut = {"batch_size": source.batch_size, "batches": batches}
         self._batch_size = self._checksum = 0
-        self._sizes_vary = (
-            False  # where rows must be exact: some step so far was not of one size with a short last batch
-        )
+        # Where rows must be exact: some step that was read, or trained on, was not of one size and a short last batch.
+        self._sizes_vary = False
+        self._sizes_varied = False
         self._alike, self._read_once = not layout.all_here, source.read_once
         self._rest: Iterator[Dispatch] = iter(())
         self._first_step: dict[str, int] | None = None  # of the pass begun last
@@ -175,7 +175,7 @@ class DatasetStacks:
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs to go on after the dispatch consumed last."""
         plain, tensors = self._passes.position()
-        own = {"batch_size": self._batch_size, "sizes_vary": self._sizes_vary, "first_step": self._first_step}
+        own = {"batch_size": self._batch_size, "sizes_varied": self._sizes_varied, "first_step": self._first_step}
         return {**own, **plain}, tensors
 
     def track(self) -> None:
@@ -185,7 +185,8 @@ class DatasetStacks:
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned; raises ValueError if that is of another dataset."""
         self._batch_size, self._first_step = saved["batch_size"], saved["first_step"]
-        self._sizes_vary = saved.get("sizes_vary", False)
+        self._sizes_varied = saved.get("sizes_varied", False)
+        self._sizes_vary = self._sizes_varied
         self._rows_before = None if self._first_step is None else self._first_step["rows"]
         self._passes.restore(saved, tensors)
 
@@ -229,13 +230,21 @@ class DatasetStacks:
         """Yields an iterator of dispatches for each epoch, from a position on."""
         held, ended = self._passes.pop_prefetched()
         if self.layout.exact_rows:
-            held = [step._replace(in_pieces=self._are_pieces(micro_batch_rows(step.stacks))) for step in held]
+            lengths = [micro_batch_rows(step.stacks) for step in held]
+            apart = [self._is_by_micro_batch(each) for each in lengths]
+            held = [step._replace(by_micro_batch=each) for step, each in zip(held, apart, strict=True)]
         if not self._full_rows:
             self._rest = itertools.chain(held, () if ended else self._pass())
         done = at.step
         while not self._exhausted():
-            yield self._passes.mark_consumed(group_steps(self._epoch(done), self.layout))
+            yield self._note_sizes(self._passes.mark_consumed(group_steps(self._epoch(done), self.layout)))
             done = 0
+
+    def _note_sizes(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
+        """Yields the dispatches, and notes for `position` whether sizes have varied in those that were yielded."""
+        for dispatch in dispatches:
+            self._sizes_varied |= dispatch.by_micro_batch
+            yield dispatch
 
     def _exhausted(self) -> bool:
         """Tells if data that is read once has no step left for an epoch."""
@@ -317,15 +326,14 @@ class DatasetStacks:
                     "that training in other pieces is not what was saved: batch rows in one place, after all else."
                 )
             before = rows if self._full_rows else 0
-            in_pieces = False
+            by_micro_batch = False
             if self.layout.exact_rows:
-                self._batch_size = self._batch_size or max(lengths)
-                in_pieces = self._are_pieces(lengths)
-                stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths, in_pieces)
+                by_micro_batch = self._is_by_micro_batch(lengths)
+                stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths, by_micro_batch)
             else:
                 stacks = (self._dealt(pooled, lengths),)
             sharded = tuple(self.layout.shard(stack) for stack in stacks)
-            yield self._passes.read(Dispatch(sharded, rows=rows, in_pieces=in_pieces), rows)
+            yield self._passes.read(Dispatch(sharded, rows=rows, by_micro_batch=by_micro_batch), rows)
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
@@ -348,14 +356,16 @@ class DatasetStacks:
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *step), lengths
 
-    def _are_pieces(self, lengths: list[int]) -> bool:
-        """Tells if a step's micro-batches take a program each, since more than the last batch is of another size."""
+    def _is_by_micro_batch(self, lengths: list[int]) -> bool:
+        """Tells if each micro-batch of a step takes a program of its size: sizes vary, and not all here are full."""
+        lengths = [length for length in lengths if length]
+        self._batch_size = self._batch_size or max(lengths)
         if self.layout.accumulation == 1 or self.layout.replicas > 1:
             return False
-        *full, last = filter(None, lengths)
-        is_full = [length == self._batch_size for length in full]
-        self._sizes_vary |= not all(is_full) or last > self._batch_size
-        return self._sizes_vary and not (all(is_full) and last == self._batch_size)
+        are_full = [length == self._batch_size for length in lengths]
+        if not all(are_full[:-1]) or lengths[-1] > self._batch_size:
+            self._sizes_vary = True
+        return self._sizes_vary and not all(are_full)
 
     def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
         micro_batches, rows = self.layout.accumulation, sum(lengths)

@@ -44,7 +44,7 @@ class Dispatch(NamedTuple):
     steps: int = 1  # those beyond hold no valid row
     is_multi_step: bool = False
     rows: int = 0  # valid ones, of this process
-    in_pieces: bool = False  # each stack is one micro-batch, for a program of its size: such sizes seldom meet again
+    by_micro_batch: bool = False  # a program for each stack, of one micro-batch: such sizes seldom come together again
 
     @property
     def size(self) -> int:
@@ -166,10 +166,12 @@ def micro_batch_rows(stacks: Iterable[Batch]) -> list[int]:
     return [shape[1] for shape in shapes for _ in range(shape[0])]
 
 
-def split_rows(batch: Batch, lengths: list[int], in_pieces: bool = False) -> tuple[Batch, ...]:
-    """Splits rows into stacks: one for each run of equal micro-batches, or one for each micro-batch if `in_pieces`."""
+def split_rows(batch: Batch, lengths: list[int], by_micro_batch: bool = False) -> tuple[Batch, ...]:
+    """Splits rows into stacks: one for each run of equal micro-batches, or one for each micro-batch."""
     lengths = [length for length in lengths if length]
-    runs = [[length] for length in lengths] if in_pieces else [list(run) for _, run in itertools.groupby(lengths)]
+    runs = [list(run) for _, run in itertools.groupby(lengths)]
+    if by_micro_batch:
+        runs = [[length] for length in lengths]
     stacks, start = [], 0
     for run in runs:
         length, count = run[0], len(run)

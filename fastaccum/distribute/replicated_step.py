@@ -98,7 +98,13 @@ class ReplicatedStep(Step):
         self._length_known = True
         self._accumulate, self._finish, self._sum, self._total, self._count = (
             ReplicaProgram(function, replicas, self.objective.options.uses_xla, scope=self._alone)
-            for function in (self._accumulated, self._finished, self._summed, self._totalled, self._counted)
+            for function in (
+                self._accumulated,
+                self._finished,
+                self._summed,
+                self._totalled,
+                self.objective.count_stacked,
+            )
         )
         self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
@@ -146,11 +152,9 @@ class ReplicatedStep(Step):
         objective, count = self.objective, self._replicas.count
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
         with self._metrics_from_zero() as reached, self._own_masks(replica):
-            sums = self.cycle.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
-        # The stacks of workers may differ in size, and so may what the scale was divided by.
-        typical = objective.typical_weight(stacks)
+            sums = self.cycle.accumulate_part(*stacks, counts=counts)
         shared = {
-            "gradients": [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients],
+            "gradients": sums.gradients,
             "statistics": [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics],
             "loss_sum": sums.loss_sum,
             "weight_sum": sums.weight_sum,
@@ -182,9 +186,6 @@ class ReplicatedStep(Step):
 
     def _totalled(self, shared: Shared, seen: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         return shared["sums"], self._take_over(shared, seen), shared["working"]
-
-    def _counted(self, *stacks: Batch) -> tf.Tensor:
-        return tf.stack(self.objective.count(*stacks))
 
     def _common(self, reached: list[tf.Tensor]) -> Shared:
         """Returns what train steps and evaluations add up: metrics, and counts of replicas at work and in range."""

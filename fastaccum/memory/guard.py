@@ -65,7 +65,7 @@ class Guard:
             raise
 
     def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
-        fits = self._fitting(run, limit) if run.training else None
+        fits = self._fitting(run, limit) if run.training and not run.part else None
         room = f"{in_units(limit)} are there ({device.source})"
         message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
@@ -112,7 +112,8 @@ class Guard:
         if self._run is None or memory is None:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
             return explain(message, held, limit, (), more=["Take a smaller batch_size."])
-        fits = self._fitting(self._run, limit) if self._run.training and memory.peak_bytes > limit else None
+        is_whole = self._run.training and not self._run.part
+        fits = self._fitting(self._run, limit) if is_whole and memory.peak_bytes > limit else None
         return explain(message, memory, limit, self._outputs, fits, self._step.advice, training=self._run.training)
 
     def _known(self) -> StepMemory | None:
@@ -138,6 +139,8 @@ def _leading(run: FirstRun) -> tuple[int, ...]:
 
 
 def _what(run: FirstRun) -> str:
+    if run.part:
+        return run.part
     *steps, accumulation, rows = _leading(run)
     of = f"{math.prod(steps)} train steps in one program, each" if steps else "A train step" if run.training else ""
     size = "1 row" if rows == 1 else f"{rows:,} rows"

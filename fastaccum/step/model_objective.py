@@ -220,7 +220,7 @@ class ModelObjective(Objective):
         return [*self._denominators(weight_sums, factors), rows]
 
     def warn_of_parts(self) -> None:
-        """Warns, once, of what does not follow from the parts of an update, micro-batches or shards."""
+        """Warns, once each, of losses, metrics and layers whose results for parts of an update are not its own."""
         while self.mixing:
             _warn_of_mixing(*self.mixing.popitem())
         while self._unproven_losses:
@@ -270,6 +270,10 @@ class ModelObjective(Objective):
         size = len(self.term_weights) + 2 * len(self._scalars) + 1
         with restored([*self.state, *self.model.metric_variables]):
             return _sum_over(stacks, count, size)
+
+    def count_stacked(self, *stacks: Batch) -> tf.Tensor:
+        """Stacks what `count` lists, for the parts of an update to add up: float32 [counts]."""
+        return tf.stack(self.count(*stacks))
 
     def rows(self, stacks: Sequence[Batch]) -> tf.Tensor:
         """Counts the valid rows in the stacks."""

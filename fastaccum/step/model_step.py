@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import tensorflow as tf
@@ -19,11 +19,11 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, make_programs
+from fastaccum.step.program import Program, Retraces, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep
-from fastaccum.step.update_in_pieces import UpdateInPieces
+from fastaccum.step.update_by_micro_batch import UpdateByMicroBatch
 
 
 class ModelStep(Step):
@@ -42,13 +42,16 @@ class ModelStep(Step):
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
         )
+        retraces = Retraces()
         self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate = make_programs(
-            (self._execute, self._execute_many, self._evaluate), options.uses_xla
+            (self._execute, self._execute_many, self._evaluate), options.uses_xla, retraces
         )
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
         self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
-        self._in_pieces = UpdateInPieces(self.cycle, self.objective, options.uses_xla, self._admit_piece)
+        self._by_micro_batch = UpdateByMicroBatch(
+            self.cycle, self.objective, options.uses_xla, retraces, self._admit_part
+        )
 
     # Compiled.
 
@@ -81,15 +84,15 @@ class ModelStep(Step):
     def programs(self) -> dict[str, Program]:
         step, steps, evaluation = self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate
         whole = {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
-        return {**whole, **self._in_pieces.programs}
+        return {**whole, **self._by_micro_batch.programs}
 
     def _admit_program(self, several: bool, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
         dispatch = Dispatch(stacks, is_multi_step=several)
         return self._admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
 
-    def _admit_piece(self, stacks: Sequence[Batch], concrete: ConcreteFunction) -> AbstractContextManager[None]:
-        return self._admit(FirstRun([concrete], concrete.captured_inputs, Dispatch(tuple(stacks)), training=True))
+    def _admit_part(self, part: str, concrete: ConcreteFunction) -> AbstractContextManager[None]:
+        return self._admit(FirstRun([concrete], concrete.captured_inputs, Dispatch(()), training=True, part=part))
 
     def retrace(self) -> None:
         for each in self.programs.values():
@@ -97,7 +100,7 @@ class ModelStep(Step):
 
     @property
     def _training_programs(self) -> list[Program]:
-        return [self.compiled_execute, self.compiled_execute_many, *self._in_pieces.programs.values()]
+        return [self.compiled_execute, self.compiled_execute_many, *self._by_micro_batch.programs.values()]
 
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         return [self._program(dispatch).trace(*dispatch.stacks)]
@@ -106,13 +109,16 @@ class ModelStep(Step):
         return self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
-        if dispatch.in_pieces:
-            return self._in_pieces(dispatch.stacks)
+        if dispatch.by_micro_batch:
+            return self._by_micro_batch(dispatch.stacks)
         return self._program(dispatch)(*dispatch.stacks)
 
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        sums, seen = self.compiled_evaluate(*dispatch.stacks)
-        return sums, lambda: self.running.index_checks.require(seen)
+        groups = [[stack] for stack in dispatch.stacks] if dispatch.by_micro_batch else [dispatch.stacks]
+        evaluated = [self.compiled_evaluate(*stacks) for stacks in groups]
+        totals = [tf.add_n(values) for values in zip(*(sums for sums, _ in evaluated), strict=True)]
+        _, seen = evaluated[-1]  # of all so far
+        return totals, lambda: self.running.index_checks.require(seen)
 
     def _require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
         """Checks the outcome as `Step.require` does; the message of an error begins with `place`."""

@@ -18,8 +18,8 @@ from fastaccum.lines import warn
 from fastaccum.step import compile_cache
 from fastaccum.step.tracing import TracedFunction
 
-_OF_ROWS = "Make batches of a few sizes, such as by dataset.unbatch().batch(batch_size)."
-_OF_LENGTHS = (
+_FEWER_SIZES = "Make batches of a few sizes, such as by dataset.unbatch().batch(batch_size)."
+_FEWER_LENGTHS = (
     "Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
     "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each."
 )
@@ -40,12 +40,15 @@ class Retraces:
             return
         self._warned = True
         most = max(({tuple(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
-        *first, last = [str(shape) for shape in (*list(most)[:3], list(most)[-1])]
+        shown = [str(shape) for shape in most]
+        first = ", ".join(shown[:3])
         differing = [axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1]
+        only_rows_differ = all(axis < 2 for axis in differing)
+        remedy = _FEWER_SIZES if only_rows_differ else _FEWER_LENGTHS
         warn(
             f"{len(shapes)} programs were made so far, one for each kind of stack, which took {seconds:.0f} s; all "
-            f"stay in memory. One tensor came in {len(most)} shapes, [micro-batches, rows, ...]: {', '.join(first)}, "
-            f"..., {last}. {_OF_ROWS if max(differing, default=0) < 2 else _OF_LENGTHS}"
+            f"stay in memory. One tensor came in {len(most)} shapes, [micro-batches, rows, ...]: {first}, "
+            f"..., {shown[-1]}. {remedy}"
         )
 
 
@@ -136,9 +139,11 @@ class Program(TracedFunction):
         self._calls = {}
 
 
-def make_programs(functions: Iterable[Callable[..., object]], jit_compile: bool) -> list[Program]:
-    """Makes the programs of one training, which warn once of too many shapes."""
-    retraces = Retraces()
+def make_programs(
+    functions: Iterable[Callable[..., object]], jit_compile: bool, retraces: Retraces | None = None
+) -> list[Program]:
+    """Makes programs of one training; those that share `retraces`, as all of one call do, warn once of many shapes."""
+    retraces = retraces or Retraces()
     return [Program(function, jit_compile, retraces) for function in functions]
 
 

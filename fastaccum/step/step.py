@@ -28,8 +28,9 @@ class FirstRun(NamedTuple):
 
     programs: list[ConcreteFunction]  # of one device, in this order
     captured: Sequence[tf.Tensor]  # handles and constants of `programs`, on all of this process's devices
-    dispatch: Dispatch  # of specs
+    dispatch: Dispatch  # of specs; empty for a part of a train step
     training: bool
+    part: str = ""  # what the program computes, where that is not a whole train step or evaluation
 
 
 class MemoryGuard(Protocol):

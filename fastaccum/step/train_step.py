@@ -171,6 +171,14 @@ class TrainStep:
             )
         return sums
 
+    def accumulate_part(self, *stacks: arguments.Arrays, counts: tf.Tensor | None = None) -> Accumulated:
+        """Accumulates a part of an update, for all of which `counts` are; the sums of parts of any sizes add up."""
+        sums = self.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
+        # The losses were divided by what is typical of this part.
+        typical = self.objective.typical_weight(stacks)
+        scaled = [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients]
+        return sums._replace(gradients=scaled, scale=self.loss_scale.scale())
+
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)

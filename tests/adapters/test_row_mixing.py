@@ -59,7 +59,7 @@ class Mapped(L.Layer):
         return tf.map_fn(lambda row: row / tf.reduce_max(row), x)
 
 
-class Taught(L.Layer):
+class WithStates(L.Layer):
     """Calls an RNN, and keeps its states."""
 
     def __init__(self, **options):
@@ -80,8 +80,18 @@ class Attentive(L.Layer):
         return self.attention(x, x)
 
 
-def turned(x):
+def reversed_rows(x):
     return x[::-1]
+
+
+class Gated(L.Layer):
+    """Lets in the rows in reverse, by a gate that is 0 before the training."""
+
+    def build(self, shape):
+        self.gate = self.add_weight(shape=[], initializer="zeros")
+
+    def call(self, x):
+        return x + self.gate * x[::-1]
 
 
 def of_heads(x):
@@ -90,17 +100,16 @@ def of_heads(x):
     return tf.concat(tf.split(tf.nn.softmax(folded, axis=1), WIDTH, axis=0), axis=-1)
 
 
-LAYERS = {
+BY_ROW = {
     "GRU": recurrent(L.GRU),
     "GRU as in Keras 1": recurrent(L.GRU, reset_after=False, return_sequences=True),
     "GRU, unrolled": recurrent(L.GRU, unroll=True),
     "LSTM, backwards": recurrent(L.LSTM, go_backwards=True),
     "LSTM, dropout": recurrent(L.LSTM, dropout=0.3, recurrent_dropout=0.3, seed=1),
-    "LSTM, its states": Taught,
+    "LSTM, its states": WithStates,
     "SimpleRNN": recurrent(L.SimpleRNN),
     "stacked cells": lambda: L.RNN([L.GRUCell(2), L.LSTMCell(2)]),
     "a cell of one's own": lambda: L.RNN(OwnCell()),
-    "a cell over the rows": lambda: L.RNN(Averaged()),
     "Bidirectional": lambda: L.Bidirectional(L.GRU(2), merge_mode="sum"),
     "TimeDistributed": lambda: L.TimeDistributed(L.Dense(2)),
     "ConvLSTM1D": lambda: keras.Sequential([L.Reshape((2, STEPS // 2, WIDTH)), L.ConvLSTM1D(2, 2)]),
@@ -109,25 +118,29 @@ LAYERS = {
     "Conv1D, dilated": lambda: L.Conv1D(2, 2, dilation_rate=2),
     "LayerNormalization": L.LayerNormalization,
     "GroupNormalization": lambda: L.GroupNormalization(1),
+    "heads in the rows": lambda: Calls(of_heads),
+    "steps turned": lambda: Calls(lambda x: x[:, ::-1]),
+    "steps sorted": lambda: Calls(lambda x: tf.sort(x, axis=1)),
+    "tf.map_fn": functools.partial(Mapped, carried=False),
+    "tf.vectorized_map": lambda: Calls(lambda x: tf.vectorized_map(lambda row: row / tf.reduce_max(row), x)),
+    "a branch": lambda: Calls(lambda x: tf.cond(tf.shape(x)[1] > 1, lambda: tf.tanh(x), lambda: x)),
+}
+MIXING = {
+    "a cell over the rows": lambda: L.RNN(Averaged()),
     "UnitNormalization of the batch": lambda: L.UnitNormalization(axis=0),
     "softmax of the batch": lambda: L.Softmax(axis=0),
     "mean of the batch": lambda: Calls(lambda x: x - tf.reduce_mean(x, axis=0, keepdims=True)),
     "largest of the batch": lambda: Calls(lambda x: x / tf.reduce_max(x)),
     "rows compared": lambda: Calls(lambda x: tf.einsum("btw,ctw->bc", x, x)),
-    "rows turned": lambda: Calls(turned),
-    "rows turned in a tf.function": lambda: Calls(tf.function(turned)),
+    "rows turned": lambda: Calls(reversed_rows),
+    "rows turned in a tf.function": lambda: Calls(tf.function(reversed_rows)),
     "rows by tf.gather": lambda: Calls(lambda x: tf.gather(x, tf.argsort(x[:, 0, 0]))),
     "rows shifted": lambda: Calls(lambda x: tf.roll(x, 1, axis=0)),
     "rows sorted": lambda: Calls(lambda x: tf.sort(x, axis=0)),
     "rows added up": lambda: Calls(lambda x: tf.cumsum(x, axis=0)),
     "rows in another order of axes": lambda: Calls(lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x))),
-    "heads in the rows": lambda: Calls(of_heads),
-    "steps turned": lambda: Calls(lambda x: x[:, ::-1]),
-    "steps sorted": lambda: Calls(lambda x: tf.sort(x, axis=1)),
-    "tf.map_fn": functools.partial(Mapped, carried=False),
+    "a gate of rows that is 0 at first": Gated,
     "tf.scan": functools.partial(Mapped, carried=True),
-    "tf.vectorized_map": lambda: Calls(lambda x: tf.vectorized_map(lambda row: row / tf.reduce_max(row), x)),
-    "a branch": lambda: Calls(lambda x: tf.cond(tf.shape(x)[1] > 1, lambda: tf.tanh(x), lambda: x)),
     "a branch over the rows": lambda: Calls(
         lambda x: tf.cond(tf.shape(x)[1] > 1, lambda: x - tf.reduce_mean(x, 0), lambda: x)
     ),
@@ -197,15 +210,31 @@ OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.variant) for kind in (sequen
 
 @pytest.mark.parametrize("kind", [functional, *OTHER_KINDS])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*BY_ROW, *MIXING])
 def test_the_verdict_is_that_of_numbers(name, mask, kind):
     keras.utils.set_random_seed(1)
     if mask != "no mask" and name == "softmax of the batch":
         pytest.skip("Keras's Softmax takes a mask of the shape of its input")
-    model = kind([make() for make in (*MASKS[mask], LAYERS[name])])
-    spec = tf.TensorSpec([None, STEPS] if mask == "zeros masked" else [None, STEPS, WIDTH])
-    if mask == "zeros masked":
-        spec = tf.TensorSpec([None, STEPS], tf.int32)
+    model = kind([make() for make in (*MASKS[mask], (BY_ROW | MIXING)[name])])
+    ids, values = tf.TensorSpec([None, STEPS], tf.int32), tf.TensorSpec([None, STEPS, WIDTH])
+    spec = ids if mask == "zeros masked" else values
     adapted = models.get(model)
     adapted.symbolic_call(spec, training=True)
-    assert adapted.mixes_rows == mixes_in_numbers(model, spec)
+    assert adapted.mixes_rows == (name in MIXING) == mixes_in_numbers(model, spec)
+
+
+@pytest.mark.parametrize("layer", [L.GRU, L.LSTM])
+def test_sequences_of_any_length_are_by_row(layer):
+    x = keras.Input([None, WIDTH])
+    adapted = models.get(keras.Model(x, layer(2)(L.Masking()(x))))
+    adapted.symbolic_call(tf.TensorSpec([None, None, WIDTH]), training=True)
+    assert not adapted.mixes_rows
+
+
+@pytest.mark.parametrize("name", ["MixUp", "CutMix"])
+def test_layers_that_mix_images_in_training(name):
+    if not hasattr(L, name):
+        pytest.skip(f"This Keras has no {name}")
+    adapted = models.get(keras.Sequential([keras.Input([6, 6, 3]), getattr(L, name)()]))
+    adapted.symbolic_call(tf.TensorSpec([None, 6, 6, 3]), training=True)
+    assert adapted.mixes_rows

@@ -5,6 +5,7 @@ right result. Call `number` of seed `seed` is always the same one.
 """
 
 import collections
+import contextlib
 import itertools
 import pathlib
 import re
@@ -186,9 +187,21 @@ def fuzz(
 
     `make` returns what `judge` takes: the call, what runs it, what must not move, and what checks a result.
     """
-    # Else the innermost frames of an error from within are cut off, and it looks like one of ours.
+    with _unfiltered_tracebacks():
+        return _judged(calls, seed, make, first)
+
+
+@contextlib.contextmanager
+def _unfiltered_tracebacks():
+    """Keeps an error's innermost frames inside the block, without which one from within looks like one of ours."""
     tf.debugging.disable_traceback_filtering()
     keras.config.disable_traceback_filtering()
+    yield
+    tf.debugging.enable_traceback_filtering()
+    keras.config.enable_traceback_filtering()
+
+
+def _judged(calls, seed, make, first):
     outcomes, found = collections.Counter(), []
     for number in range(first, first + calls):
         try:

@@ -13,7 +13,7 @@ from zoo import Case, Steps, row
 import fastaccum as fa
 
 tfa = fa.addons
-pytest.importorskip("tensorflow_addons", exc_type=ImportError)  # the class of a row stands in its parameters
+pytest.importorskip("tensorflow_addons", exc_type=ImportError)  # rows name its classes as they are collected
 FAMILY = "tensorflow-addons"
 ROWS = 8
 KERAS = tf_keras.layers
