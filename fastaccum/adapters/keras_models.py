@@ -23,7 +23,8 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.lines import without_arguments
 
 # Of Keras's own layers and ours: those whose call may add losses, assign other layers' variables or mix rows.
-_MIXING = [getattr(keras.layers, name) for name in ("MixUp", "CutMix") if hasattr(keras.layers, name)]
+_NAMES = "MixUp", "CutMix", "Equalization", "AugMix", "RandAugment"  # not in every Keras 3
+_MIXING = [getattr(keras.layers, name) for name in _NAMES if hasattr(keras.layers, name)]
 _TRACED = (keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *_MIXING)
 
 

@@ -13,17 +13,49 @@ import tensorflow as tf
 from fastaccum.adapters.attributes import Nest, restored
 from fastaccum.adapters.traces import CALLS, COMPILED, TELLING_ROWS, WEIGHTS, drawn_batch, trace
 from fastaccum.kernels import private
+from fastaccum.kernels.recomputed_function import DRAWS
 
 _OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-_CHECKS = {"All", "Any", "Assert"}
-_ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod"}
+_ALONG_AN_AXIS = {"ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp"}
 _SUMS = {"Sum", "Mean", "L2Loss", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum"}
 _LINEAR = {"Add", "AddV2", "AddN", "Sub", "Neg", "Sum", "Mean", "Cast", "Identity", "IdentityN"}
 _LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2", "StopGradient"}
 _FUNCTIONS = CALLS | {"While", "StatelessWhile"}  # sums, where nothing looks into them
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
-_REORDERING = {"TensorListFromTensor", "TopKV2", "GatherV2", "StridedSlice", "Reshape"}
-_SCATTERS = {"ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "SegmentSum", "UnsortedSegmentSum"}
+
+# Operations whose results for a row follow from that row alone, if they have rows: of elements, and of other axes.
+_BY_ELEMENT = {"Abs", "Neg", "Sign", "Square", "Sqrt", "Rsqrt", "Exp", "Expm1", "Log", "Log1p", "Reciprocal", "Inv"}
+_BY_ELEMENT |= {"Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Atan2", "Sinh", "Cosh", "Tanh", "Asinh", "Acosh", "Atanh"}
+_BY_ELEMENT |= {"Sigmoid", "Relu", "Relu6", "Elu", "Selu", "LeakyRelu", "Softplus", "Softsign", "Erf", "Erfc", "Erfinv"}
+_BY_ELEMENT |= {"Lgamma", "Digamma", "Floor", "Ceil", "Round", "Rint", "IsNan", "IsInf", "IsFinite", "LogicalNot"}
+_BY_ELEMENT |= {"Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "RealDiv", "Div", "DivNoNan", "TrueDiv", "FloorDiv"}
+_BY_ELEMENT |= {"FloorMod", "Mod", "Maximum", "Minimum", "Pow", "SquaredDifference", "Xdivy", "Xlogy", "BiasAdd"}
+_BY_ELEMENT |= {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr"}
+_BY_ELEMENT |= {"Select", "SelectV2", "ClipByValue", "Cast", "Bitcast", "ZerosLike", "OnesLike", "CheckNumerics"}
+_BY_ELEMENT |= {"Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "OneHot", "Bucketize"}
+_BY_ELEMENT |= {"Complex", "ComplexAbs", "Real", "Imag", "Conj", "Angle"}
+_OF_OTHER_AXES = {
+    "Transpose",
+    "ExpandDims",
+    "Squeeze",
+    "Pack",
+    "Unpack",
+    "ConcatV2",
+    "Split",
+    "SplitV",
+    "Tile",
+    "Slice",
+}
+_OF_OTHER_AXES |= {"Pad", "PadV2", "MirrorPad", "BroadcastTo", "Sum", "Mean", "Max", "Min", "Prod", "All", "Any"}
+_OF_OTHER_AXES |= {"ArgMax", "ArgMin", "EuclideanNorm", "Softmax", "LogSoftmax", "MatMul", "BatchMatMul"}
+_OF_OTHER_AXES |= {"BatchMatMulV2", "BatchMatMulV3", "ResourceGather", *_ALONG_AN_AXIS}
+# Of a batch, if its first axis has the rows.
+_OF_A_BATCH = {"Conv2D", "Conv3D", "Conv", "DepthwiseConv2dNative", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
+_OF_A_BATCH |= {"MaxPool", "MaxPoolV2", "AvgPool", "MaxPool3D", "AvgPool3D", "ResizeBilinear", "ResizeNearestNeighbor"}
+_OF_A_BATCH |= {"ResizeBicubic", "ResizeArea", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
+_FFTS = {f"{kind}FFT{axes}": int((axes or "1")[0]) for kind in ("", "I", "R", "IR") for axes in ("", "2D", "3D")}
+_OF_LISTS = {"TensorListGetItem", "TensorListSetItem", "TensorListStack", "TensorListPushBack", "TensorListPopBack"}
+_LOOKED_INTO = {*CALLS, "While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"}
 
 
 def find_mixing_op(traced: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest) -> str | None:
@@ -35,16 +67,19 @@ def find_mixing_op(traced: tf.types.experimental.ConcreteFunction, function: Cal
     mixing = first_cross_example_op(traced.graph)
     if mixing is not None:
         return mixing
-    for operation in _operations(traced.graph):
-        if _may_reorder_rows(operation):
-            return operation.name if _changes_other_rows(function, specs) else None
-    return None
+    operations = list(_operations(traced.graph))
+    moving = next((operation.name for operation in operations if _may_move_rows(operation)), None)
+    if moving is None:
+        return None
+    draws = any(operation.type in DRAWS or "StatelessRandom" in operation.type for operation in operations)
+    # Whether rows are mixed may hang on what is drawn.
+    return moving if draws or _changes_other_rows(function, specs) else None
 
 
 def first_cross_example_op(graph: tf.Graph) -> str | None:
     """Names the first operation whose shapes show that a row's result depends on others; None if there is none."""
     for operation in _operations(graph):
-        if operation.type in _OF_SHAPES | _CHECKS:
+        if operation.type in _OF_SHAPES:
             continue
         if _is_square(operation) or _loses_rows(operation) or _goes_along_rows(operation):
             return operation.name
@@ -121,37 +156,73 @@ def _is_square(operation: tf.Operation) -> bool:
 
 def _goes_along_rows(operation: tf.Operation) -> bool:
     """Tells if an operation reverses, adds up or shuffles the rows, or takes a softmax over them."""
+    if operation.type == "RandomShuffle":
+        return True
     if operation.type in ("Softmax", "LogSoftmax"):
-        return operation.inputs[0].shape[-1] == TELLING_ROWS
-    if operation.type not in _ALONG_AN_AXIS or not operation.inputs[0].shape.rank:
-        return operation.type == "RandomShuffle"
-    axes = tf.get_static_value(operation.inputs[-1])
-    return operation.inputs[0].shape[0] == TELLING_ROWS and axes is not None and 0 in axes.ravel()
-
-
-def _may_reorder_rows(operation: tf.Operation) -> bool:
-    """Tells if an operation may put a row in another's place: it takes rows apart, picks some or turns them round."""
-    if not operation.inputs:
+        axes = np.array(-1)
+    elif operation.type in _ALONG_AN_AXIS:
+        axes = tf.get_static_value(operation.inputs[-1])
+    else:
         return False
     shape = operation.inputs[0].shape
-    if shape.rank is None:
-        return operation.type in _REORDERING
-    if shape.rank == 0:
+    if not shape.rank:
         return False
-    if operation.type == "TensorListFromTensor":  # for a loop over its first axis
-        return _is_of_rows(shape[0])
-    if operation.type == "TopKV2":
-        return _is_of_rows(shape[-1])
-    if operation.type == "GatherV2":
-        axis = tf.get_static_value(operation.inputs[2])
-        return axis is None or _is_of_rows(shape[int(axis)])
-    if operation.type == "StridedSlice":
-        strides = tf.get_static_value(operation.inputs[3])
-        return _has_rows(operation.inputs[:1]) and (strides is None or bool((strides < 0).any()))
-    if operation.type == "Reshape":
+    return axes is None or any(shape[int(axis)] and _is_of_rows(shape[int(axis)]) for axis in axes.ravel())
+
+
+def _may_move_rows(operation: tf.Operation) -> bool:
+    """Tells if a row of an operation's results may come from others, which its shapes do not show."""
+    kind, inputs = operation.type, operation.inputs
+    if not _has_rows(inputs) or any(t.dtype in (tf.string, tf.resource) for t in inputs):
+        return False
+    if kind in _BY_ELEMENT | _OF_OTHER_AXES | _OF_SHAPES | _OF_LISTS | _LOOKED_INTO | {"Assert"}:
+        return False
+    shape = inputs[0].shape
+    if shape.rank is None:
+        return True
+    if kind in _OF_A_BATCH:
+        first = next(t.shape for t in inputs if _has_rows([t]))  # of a transposed convolution: not the sizes
+        return not (first.rank and _is_of_rows(first[0]))
+    if kind in _FFTS:
+        return not (shape.rank > _FFTS[kind] and _is_axis_of_rows(shape, 0))
+    if kind == "FusedBatchNormV3":
+        return operation.get_attr("is_training")
+    if kind == "TensorListFromTensor":  # for a loop over its first axis
+        return _is_axis_of_rows(shape, 0)
+    if kind == "TopKV2":
+        return _is_axis_of_rows(shape, -1)
+    if kind == "GatherV2":
+        axis = tf.get_static_value(inputs[2])
+        return _has_rows(inputs[:1]) and (axis is None or _is_axis_of_rows(shape, int(axis)))
+    if kind == "GatherNd":
+        return _has_rows(inputs[:1])
+    if kind == "StridedSlice":
+        strides = tf.get_static_value(inputs[3])
+        return _has_rows(inputs[:1]) and (strides is None or bool((strides < 0).any()))
+    if kind == "Reshape":
         # Another product of axes before that of the rows deals them out anew, as heads that are folded into rows.
         return _lengths_before_rows(shape) != _lengths_before_rows(operation.outputs[0].shape)
-    return operation.type in _SCATTERS and _has_rows(operation.inputs)
+    if kind == "Einsum":
+        return not _keeps_row_labels(operation)
+    return True
+
+
+def _keeps_row_labels(operation: tf.Operation) -> bool:
+    """Tells if an einsum has one label for the rows of all its factors, and of its result."""
+    terms, _, result = tf.compat.as_str(operation.get_attr("equation")).partition("->")
+    labels = set()
+    for term, factor in zip(terms.split(","), operation.inputs, strict=True):
+        if "." in term or factor.shape.rank is None:
+            return False
+        labels |= {label for label, length in zip(term, factor.shape, strict=True) if length and _is_of_rows(length)}
+    return len(labels) == 1 and labels <= set(result)
+
+
+def _is_axis_of_rows(shape: tf.TensorShape, axis: int) -> bool:
+    """Tells if an axis has the rows; one of unknown length has, where no other axis does."""
+    if shape[axis] is None:
+        return not any(length and _is_of_rows(length) for length in shape)
+    return _is_of_rows(shape[axis])
 
 
 def _is_of_rows(length: int | None) -> bool:
@@ -191,7 +262,6 @@ def _changes_other_rows(function: Callable, specs: Nest) -> bool:
     try:
         traced = trace(function, specs, rows)
         variables = list(traced.graph.variables)
-        drawn, changed = (drawn_batch(specs, rows, seed) for seed in (0, 1))
 
         def results(batch: Nest) -> list[np.ndarray]:
             with restored(variables):  # seeds too: each call draws the same
@@ -201,15 +271,24 @@ def _changes_other_rows(function: Callable, specs: Nest) -> bool:
                 found = [tf.cast(t, tf.float32).numpy() for t in tf.nest.flatten(traced(batch))]
             return [value.reshape(rows, -1) for value in found]
 
-        before = results(drawn)
-        for row in range(rows):
-            batch = tf.nest.map_structure(
-                lambda t, c, row=row: tf.tensor_scatter_nd_update(t, [[row]], c[row : row + 1]), drawn, changed
-            )
-            others = np.arange(rows) != row
-            for one, other in zip(before, results(batch), strict=True):
-                if not np.allclose(one[others], other[others], rtol=1e-4, atol=1e-6, equal_nan=True):
-                    return True
+        for factor in (1, -5):  # of floats: what lies behind a threshold is to be reached
+            drawn, changed = (_scaled(drawn_batch(specs, rows, seed), factor) for seed in (0, 1))
+            before = results(drawn)
+            for row in range(rows):
+                after = results(_with_row(drawn, changed, row))
+                others = np.arange(rows) != row
+                for one, other in zip(before, after, strict=True):
+                    if not np.allclose(one[others], other[others], rtol=1e-4, atol=1e-6, equal_nan=True):
+                        return True
     except Exception:  # it takes no such values, or is of a fixed number of rows
         return True
     return False
+
+
+def _scaled(batch: Nest, factor: int) -> Nest:
+    return tf.nest.map_structure(lambda t: t * tf.cast(factor, t.dtype) if t.dtype.is_floating else t, batch)
+
+
+def _with_row(batch: Nest, other: Nest, row: int) -> Nest:
+    """Returns the batch with this row of the other one in place of its own."""
+    return tf.nest.map_structure(lambda t, o: tf.tensor_scatter_nd_update(t, [[row]], o[row : row + 1]), batch, other)

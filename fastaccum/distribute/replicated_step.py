@@ -152,9 +152,11 @@ class ReplicatedStep(Step):
         objective, count = self.objective, self._replicas.count
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
         with self._metrics_from_zero() as reached, self._own_masks(replica):
-            sums = self.cycle.accumulate_part(*stacks, counts=counts)
+            sums = self.cycle.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
+        # The stacks of workers may differ in size, and so may what the scale was divided by.
+        typical = objective.typical_weight(stacks)
         shared = {
-            "gradients": sums.gradients,
+            "gradients": [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients],
             "statistics": [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics],
             "loss_sum": sums.loss_sum,
             "weight_sum": sums.weight_sum,

@@ -148,18 +148,28 @@ class TrainStep:
         """Computes the step by graph ops, for use inside a tf.function; the sums of stacks of other shapes add up."""
         return self.finish(self.accumulate(*stacks))
 
-    def accumulate(self, *stacks: arguments.Arrays, counts: list[tf.Tensor] | None = None) -> Accumulated:
-        """Sums gradients, losses and weights over the micro-batches of the stacks; `counts` as in `Objective`."""
+    def accumulate(
+        self,
+        *stacks: arguments.Arrays,
+        counts: list[tf.Tensor] | None = None,
+        typical_weight: float | tf.Tensor | None = None,
+    ) -> Accumulated:
+        """Sums gradients, losses and weights over the micro-batches of the stacks.
+
+        Where they are a part of an update, `counts` (as in `Objective`) and `typical_weight` are of all of it.
+        """
         objective = self.objective
         # Around the backward pass too: a layer that recomputes its activations there is called again.
         with objective.scope():
             prepared = objective.prepare(stacks, counts)
+            if typical_weight is None:
+                typical_weight = objective.typical_weight(stacks)
             sums = Accumulated(
                 gradients=[None] * len(self.variables),
                 loss_sum=tf.constant(0.0),
                 weight_sum=tf.constant(0.0),
                 # A constant denominator keeps float16 cotangents in range whatever the stack's size, and costs nothing.
-                scale=self.loss_scale.scale() / objective.typical_weight(stacks),
+                scale=self.loss_scale.scale() / typical_weight,
                 state=[v.read_value() for v in objective.state],
                 looked_up={},
             )
@@ -170,14 +180,6 @@ class TrainStep:
                 f"The loss reaches none of the {len(self.variables)} variables: compute it from these in TensorFlow."
             )
         return sums
-
-    def accumulate_part(self, *stacks: arguments.Arrays, counts: tf.Tensor | None = None) -> Accumulated:
-        """Accumulates a part of an update, for all of which `counts` are; the sums of parts of any sizes add up."""
-        sums = self.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
-        # The losses were divided by what is typical of this part.
-        typical = self.objective.typical_weight(stacks)
-        scaled = [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients]
-        return sums._replace(gradients=scaled, scale=self.loss_scale.scale())
 
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""

@@ -77,7 +77,7 @@ class UpdateByMicroBatch:
         }
 
     def __call__(self, stacks: Sequence[Batch]) -> Executed:
-        """Runs the train step on the stacks; an error leaves the objective's state as it was before."""
+        """Runs the train step on the stacks; an error after the first one leaves the objective's state as before."""
         objective = self._objective
         if self._held is None:
             objective.warn_of_parts()
@@ -85,12 +85,14 @@ class UpdateByMicroBatch:
         counts = None
         if objective.has_several_terms:
             counts = tf.add_n([self._count(stack) for stack in stacks])
+        # As in a program of the whole update: the loss scale keeps the range of float16.
+        typical = tf.constant(objective.typical_weight(stacks))
         is_first = True
         try:
             for stack in stacks:
-                self._add(tf.constant(is_first), counts, stack)
+                self._add(tf.constant(is_first), typical, counts, stack)
                 is_first = False
-            return self._end()
+            return self._end(typical)
         except BaseException:
             if not is_first:
                 for variable, before in zip(objective.state, self._held.state_before, strict=True):
@@ -99,11 +101,14 @@ class UpdateByMicroBatch:
 
     # Compiled.
 
-    def _add_micro_batch(self, is_first: tf.Tensor, counts: tf.Tensor | None, stack: Batch) -> None:
+    def _add_micro_batch(
+        self, is_first: tf.Tensor, typical_weight: tf.Tensor, counts: tf.Tensor | None, stack: Batch
+    ) -> None:
         """Adds the sums of a stack to those of the update, which begins with it if `is_first`."""
         held = self._held
         assert held is not None
-        sums = self._cycle.accumulate_part(stack, counts=counts)
+        counts = None if counts is None else tf.unstack(counts)
+        sums = self._cycle.accumulate(stack, counts=counts, typical_weight=typical_weight)
 
         def add(variable: tf.Variable, value: tf.Tensor) -> None:
             variable.assign(tf.where(is_first, value, variable + value))
@@ -123,22 +128,23 @@ class UpdateByMicroBatch:
         for variable, before in zip(held.state_before, sums.state, strict=True):
             variable.assign(tf.where(is_first, before, variable))
 
-    def _finish(self) -> Executed:
+    def _finish(self, typical_weight: tf.Tensor) -> Executed:
         """Ends the update with the sums of all its micro-batches."""
         held, running = self._held, self._objective.running
         assert held is not None
         gradients: list[tf.Tensor | None] = [None] * len(held.gradients)
         for j in self._reached:
             gradients[j] = held.gradients[j].read_value()
+        scale = self._cycle.loss_scale.scale()
         sums = Accumulated(
             gradients=gradients,
             loss_sum=held.loss_sum.read_value(),
             weight_sum=held.weight_sum.read_value(),
-            scale=self._cycle.loss_scale.scale(),
+            scale=scale / typical_weight,
             state=[v.read_value() for v in held.state_before],
             looked_up={j: held.looked_up[j].read_value() for j in self._looked_up},
         )
-        result = running.add_step(sums.scale, self._cycle.finish(sums), held.rows.read_value())
+        result = running.add_step(scale, self._cycle.finish(sums), held.rows.read_value())
         return running.report(result)
 
 

@@ -119,6 +119,7 @@ BY_ROW = {
     "LayerNormalization": L.LayerNormalization,
     "GroupNormalization": lambda: L.GroupNormalization(1),
     "heads in the rows": lambda: Calls(of_heads),
+    "a Fourier transform of steps": lambda: Calls(lambda x: tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64)))),
     "steps turned": lambda: Calls(lambda x: x[:, ::-1]),
     "steps sorted": lambda: Calls(lambda x: tf.sort(x, axis=1)),
     "tf.map_fn": functools.partial(Mapped, carried=False),
@@ -140,6 +141,18 @@ MIXING = {
     "rows added up": lambda: Calls(lambda x: tf.cumsum(x, axis=0)),
     "rows in another order of axes": lambda: Calls(lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x))),
     "a gate of rows that is 0 at first": Gated,
+    "softmax over all": lambda: Calls(lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1])), tf.shape(x))),
+    "an einsum over other rows": lambda: Calls(lambda x: x * tf.einsum("btw,ctw->b", x, x)[:, None, None]),
+    "rows added up as the last axis": lambda: Calls(
+        lambda x: tf.transpose(tf.cumsum(tf.transpose(x, [1, 2, 0]), axis=-1), [2, 0, 1])
+    ),
+    "logsumexp of the rows before": lambda: Calls(lambda x: tf.math.cumulative_logsumexp(x, axis=0)),
+    "a Fourier transform of the rows": lambda: Calls(
+        lambda x: tf.math.real(tf.signal.fft2d(tf.cast(x[:, :, 0], tf.complex64)))
+    ),
+    "Python's mean of the rows": lambda: Calls(
+        lambda x: tf.ensure_shape(tf.numpy_function(lambda a: a - a.mean(0), [x], tf.float32), x.shape)
+    ),
     "tf.scan": functools.partial(Mapped, carried=True),
     "a branch over the rows": lambda: Calls(
         lambda x: tf.cond(tf.shape(x)[1] > 1, lambda: x - tf.reduce_mean(x, 0), lambda: x)
@@ -223,6 +236,24 @@ def test_the_verdict_is_that_of_numbers(name, mask, kind):
     assert adapted.mixes_rows == (name in MIXING) == mixes_in_numbers(model, spec)
 
 
+BEHIND_THRESHOLDS = {
+    "a condition over all rows": lambda: Calls(lambda x: tf.where(tf.reduce_any(x > 1.5), x - 1, x)),
+    "turns until all rows are done": lambda: Calls(
+        lambda x: tf.while_loop(lambda h: tf.reduce_any(h > 1), lambda h: [0.5 * h], [x])[0]
+    ),
+    "rows of a threshold gathered": lambda: Calls(
+        lambda x: tf.where(x < -0.3, tf.gather(x, tf.argsort(x[:, 0, 0])), x)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_THRESHOLDS)
+def test_what_mixes_rows_for_some_values_alone(name):
+    adapted = models.get(functional([BEHIND_THRESHOLDS[name]()]))
+    adapted.symbolic_call(tf.TensorSpec([None, STEPS, WIDTH]), training=True)
+    assert adapted.mixes_rows
+
+
 @pytest.mark.parametrize("layer", [L.GRU, L.LSTM])
 def test_sequences_of_any_length_are_by_row(layer):
     x = keras.Input([None, WIDTH])
@@ -231,7 +262,7 @@ def test_sequences_of_any_length_are_by_row(layer):
     assert not adapted.mixes_rows
 
 
-@pytest.mark.parametrize("name", ["MixUp", "CutMix"])
+@pytest.mark.parametrize("name", ["MixUp", "CutMix", "AugMix"])
 def test_layers_that_mix_images_in_training(name):
     if not hasattr(L, name):
         pytest.skip(f"This Keras has no {name}")

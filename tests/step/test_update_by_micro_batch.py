@@ -223,3 +223,15 @@ def test_an_evaluation_of_a_layer_that_mixes_rows_compiles_once_for_each_size():
     np.testing.assert_allclose(found, np.concatenate(errors).mean(), rtol=1e-6)
     trainer.evaluate(Batches(sizes=SIZES[::-1]), verbose=0)
     assert programs(trainer)["evaluation"] <= len({*SIZES}) + 1
+
+
+def test_a_small_micro_batch_overflows_no_sooner_than_the_whole_update():
+    """The loss scale is divided by the rows of all of the update, so that float16 holds as much for each size."""
+    skipped = {}
+    for sizes in ([50, 50, 50], [2, 50, 98]):
+        model = normalized(dtype="mixed_float16")
+        trainer = fa.Trainer(
+            model, keras.optimizers.SGD(0.0), "mse", gradient_accumulation_steps=ACCUMULATION, loss_scale=2.0**17
+        )
+        skipped[len({*sizes})] = trainer.fit(Batches(sizes=sizes), shuffle=False, verbose=0).history["skipped_steps"]
+    assert skipped == {1: [0], 3: [0]}
