@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import Nest, restored
-from fastaccum.adapters.traces import CALLS, COMPILED, TELLING_ROWS, WEIGHTS, drawn_batch, trace
+from fastaccum.adapters.traces import CALLS, CALLS_OF_PYTHON, COMPILED, TELLING_ROWS, WEIGHTS, drawn_batch, trace
 from fastaccum.kernels import private
 from fastaccum.kernels.recomputed_function import DRAWS
 
@@ -71,9 +71,11 @@ def find_mixing_op(traced: tf.types.experimental.ConcreteFunction, function: Cal
     moving = next((operation.name for operation in operations if _may_move_rows(operation)), None)
     if moving is None:
         return None
-    draws = any(operation.type in DRAWS or "StatelessRandom" in operation.type for operation in operations)
-    # Whether rows are mixed may hang on what is drawn.
-    return moving if draws or _changes_other_rows(function, specs) else None
+    kinds = {operation.type for operation in operations}
+    # Whether rows are mixed may hang on what is drawn, and a user's Python does not run before the training.
+    if any("StatelessRandom" in kind for kind in kinds) or kinds & (DRAWS | CALLS_OF_PYTHON):
+        return moving
+    return moving if _changes_other_rows(function, specs) else None
 
 
 def first_cross_example_op(graph: tf.Graph) -> str | None:
@@ -176,6 +178,8 @@ def _may_move_rows(operation: tf.Operation) -> bool:
     if not _has_rows(inputs) or any(t.dtype in (tf.string, tf.resource) for t in inputs):
         return False
     if kind in _BY_ELEMENT | _OF_OTHER_AXES | _OF_SHAPES | _OF_LISTS | _LOOKED_INTO | {"Assert"}:
+        return False
+    if kind in CALLS_OF_PYTHON:  # taken for functions of each row
         return False
     shape = inputs[0].shape
     if shape.rank is None:

@@ -21,7 +21,7 @@ WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
 
 UNSEEDED = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_CALLS_OF_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+CALLS_OF_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
 def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> tf.types.experimental.ConcreteFunction:
@@ -70,7 +70,7 @@ def list_python_calls(graph: tf.Graph) -> list[str]:
     nodes = list(definition.node)
     for function in definition.library.function:
         nodes.extend(function.node_def)
-    return [node.name for node in nodes if node.op in _CALLS_OF_PYTHON]
+    return [node.name for node in nodes if node.op in CALLS_OF_PYTHON]
 
 
 def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variable]:

@@ -150,9 +150,6 @@ MIXING = {
     "a Fourier transform of the rows": lambda: Calls(
         lambda x: tf.math.real(tf.signal.fft2d(tf.cast(x[:, :, 0], tf.complex64)))
     ),
-    "Python's mean of the rows": lambda: Calls(
-        lambda x: tf.ensure_shape(tf.numpy_function(lambda a: a - a.mean(0), [x], tf.float32), x.shape)
-    ),
     "tf.scan": functools.partial(Mapped, carried=True),
     "a branch over the rows": lambda: Calls(
         lambda x: tf.cond(tf.shape(x)[1] > 1, lambda: x - tf.reduce_mean(x, 0), lambda: x)
