@@ -256,8 +256,9 @@ def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
         for attribute in operation.node_def.attr.values():
             for called in [attribute.func, *attribute.list.func]:
                 function = private.get_function(graph, called.name) if called.name else None
-                if function is not None:
-                    yield from _operations(function.graph)
+                inner = getattr(function, "graph", None)  # which those of TensorFlow 1 do not show
+                if inner is not None:
+                    yield from _operations(inner)
 
 
 def _changes_other_rows(function: Callable, specs: Nest) -> bool:
