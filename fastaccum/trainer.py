@@ -87,6 +87,9 @@ class Trainer:
         on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale
             is left to try. Such a step never changes anything. "skip" goes on, and raises `NonFiniteError` after 10 of
             them in a row. "raise" raises it at the first.
+        max_programs: how many sizes of a micro-batch get a program of their own, where batches have other numbers of
+            rows, or other lengths, and are padded to the next of these sizes (docs/guides/varying-batches.md). Fewer
+            compile sooner; more waste less. "auto" is 4.
         shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas, each of which then
             updates the weights whose slots it has. The result is the same; see docs/distributed.md. "auto" does so
             where all slots would not fit each device.
@@ -123,6 +126,7 @@ class Trainer:
     jit_compile: JitCompile
     on_nonfinite: OnNonfinite
     shard_optimizer: ShardOptimizer
+    max_programs: int | Literal["auto"]
     own_loss_reduction: Reduction
 
     def __init__(
@@ -143,6 +147,7 @@ class Trainer:
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
         shard_optimizer: ShardOptimizer = "auto",
+        max_programs: int | Literal["auto"] = "auto",
         own_loss_reduction: Reduction = "mean",
         compile_cache: str | os.PathLike[str] | None = None,
     ):
@@ -168,6 +173,7 @@ class Trainer:
             jit_compile=jit_compile,
             on_nonfinite=on_nonfinite,
             shard_optimizer=shard_optimizer,
+            max_programs=max_programs,
             own_loss_reduction=own_loss_reduction,
         )
         recipe.require_replicas(self._options)
@@ -277,7 +283,8 @@ class Trainer:
                 result is the same, bit for bit, as with that `batch_size`. Batches of a `tf.data.Dataset` are cut anew.
 
         Returns:
-            The `History`, which is also `model.history`.
+            The `History`, which is also `model.history`. Its attribute `programs` has, for each kind of program that
+            was compiled or traced so far, how many there are and the seconds of their first calls.
 
         Raises:
             TypeError, ValueError: raised before any weight moves if data does not fit, or if none of the checkpoints in

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.step.program import Retraces
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -142,8 +141,7 @@ def by_length(lengths):
 
 
 @pytest.mark.parametrize("lengths, warned", [(range(1, 6), 1), ([4, 8], 0)])
-def test_fit_warns_once_of_lengths_that_never_settle(monkeypatch, lengths, warned):
-    monkeypatch.setattr(Retraces, "MANY", 3)  # of which each is a program
+def test_fit_warns_once_of_lengths_that_never_settle(lengths, warned):
     model = keras.Sequential([keras.Input((None, 1)), keras.layers.Dense(1)])
     trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2, jit_compile=False)
     with warnings.catch_warnings(record=True) as caught:

@@ -125,7 +125,7 @@ class Model:
         rows = tf.nest.flatten(x)[0].shape[0]
         for output in tf.nest.flatten(outputs):
             # Lookups of text forget how many rows they were given.
-            if tf.is_tensor(output) and output.shape.rank and output.shape[0] is None:
+            if rows is not None and tf.is_tensor(output) and output.shape.rank and output.shape[0] is None:
                 tf.debugging.assert_equal(tf.shape(output)[0], rows)
                 output.set_shape([rows, *output.shape[1:]])
         return outputs

@@ -19,6 +19,7 @@ from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
 from fastaccum.kernels import private
+from fastaccum.kernels.shapes import as_float, lengths
 
 _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
@@ -169,28 +170,26 @@ class Losses:
                 scopes.enter_context(o.loss.leave_head_out(lambda tensor, i=o.position: hidden.update({i: tensor})))
             yield hidden
 
-    def terms(
-        self, batch: Matched, valid: tf.Tensor | None, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None
-    ) -> list[Term]:
+    def terms(self, batch: Matched, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None) -> list[Term]:
         """Returns one term per output with a loss, for a step of so many `rows` and what `leave_heads_out` yielded."""
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
-        y_true, y_pred, weights = batch
         terms = []
         for o in self.outputs:
-            tensors = y_true[o.position], y_pred[o.position], weights[o.position]
+            y_true, y_pred, weight, valid = (each[o.position] for each in batch)
             if o.scalar is None:
-                terms.append(compute_term(o.loss, *tensors, valid))
+                terms.append(compute_term(o.loss, y_true, y_pred, weight, valid))
             else:
-                terms.append(_compute_scalar_term(o.loss, o.scalar.kind, *tensors))
+                terms.append(_compute_scalar_term(o.loss, o.scalar.kind, y_true, y_pred, weight))
         for i, o in enumerate(self.outputs):
             if o.power is not None:
-                own = batch.y_pred[o.position].shape[0]
+                own = as_float(lengths(batch.y_pred[o.position])[0])
                 all_rows = own * self.replicas if rows is None else rows
                 loss_sum, weight_sum = terms[i].loss_sum * (all_rows / own) ** o.power, terms[i].weight_sum
                 if o.loss.reduction == "sum":
-                    counted = tf.ones([own]) if valid is None else tf.cast(valid, tf.float32)
-                    loss_sum, weight_sum = loss_sum * own, tf.reduce_sum(counted)
+                    valid = batch.valid[o.position]
+                    weight_sum = own if valid is None else tf.reduce_sum(tf.cast(valid, tf.float32))
+                    loss_sum *= own
                 terms[i] = Term(loss_sum, weight_sum)
         return terms
 
@@ -239,10 +238,10 @@ def compute_term(
     sample_weight: tf.Tensor | None = None,
     valid: tf.Tensor | None = None,
 ) -> Term:
-    """Computes the sums behind `loss(y_true, y_pred, sample_weight)` over the rows that are `valid`.
+    """Computes the sums behind `loss(y_true, y_pred, sample_weight)` over the rows, or elements, that are `valid`.
 
-    With `l = loss.call(y_true, y_pred)`, `v` the valid elements (rows that do not merely pad, and where a Keras
-    mask is true) and `w` the sample weights:
+    With `l = loss.call(y_true, y_pred)`, `v` the valid elements (what does not merely pad, and where a Keras mask is
+    true) and `w` the sample weights:
 
         loss_sum = sum(v * w * l)
         weight_sum = sum(v)            # "sum_over_batch_size", "mean", "sum"; a weight of 0 counts, as in Keras
@@ -262,9 +261,9 @@ def compute_term(
     if not isinstance(loss, FusedHeadLoss):
         _require_per_example(loss, values, y_pred.shape[0])
         values = tf.cast(values, tf.float32)
-    elements = tf.ones([values.shape[0]] + [1] * (values.shape.rank - 1), tf.bool)
+    elements = tf.ones([lengths(values)[0]] + [1] * (values.shape.rank - 1), tf.bool)
     if valid is not None:
-        elements = tf.reshape(valid, elements.shape)
+        elements = elements & _aligned("mask of padding", valid, values)
     for mask in masks:
         if mask is not None:
             elements = elements & _aligned("mask", tf.cast(mask, tf.bool), values)
@@ -272,7 +271,7 @@ def compute_term(
     if sample_weight is not None:
         weights = _aligned("sample_weight", tf.cast(sample_weight, tf.float32), values)
         if sample_weight.shape.rank < values.shape.rank:
-            weights = tf.broadcast_to(weights, values.shape)
+            weights = tf.broadcast_to(weights, lengths(values))
     if isinstance(loss, FusedHeadLoss):
         loss_sum, scored = loss.sum(values, y_pred, elements, weights)
     else:
@@ -280,7 +279,7 @@ def compute_term(
     if weights is not None and _reduction(loss) == "mean_with_sample_weight":
         weight_sum = tf.reduce_sum(tf.where(elements, weights, 0.0))
     else:
-        weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, values.shape), tf.float32))
+        weight_sum = tf.reduce_sum(tf.cast(tf.broadcast_to(elements, lengths(values)), tf.float32))
     return Term(loss_sum, weight_sum, scored)
 
 
@@ -315,7 +314,7 @@ def _compute_scalar_term(
     scale the value of the whole batch, by a factor that the divisor gets once all micro-batches are counted.
     """
     returned = _call(loss, y_true, y_pred)
-    rows = y_pred.shape[0]
+    rows = as_float(lengths(y_pred)[0])
     if kind == "pair":
         if sample_weight is not None:
             raise ValueError(
@@ -329,7 +328,7 @@ def _compute_scalar_term(
     if kind == "mean":
         value *= rows
     factor = scalar_losses.make_factor(_reduction(loss), rows, sample_weight, get_mask(y_pred), _loss_name(loss))
-    return Term(value, tf.constant(float(rows)), factor=factor)
+    return Term(value, rows, factor=factor)
 
 
 def _as_scalar(number: tf.Tensor) -> tf.Tensor:

@@ -16,6 +16,7 @@ from fastaccum.adapters.attributes import kinds, known_name, of_keras, package, 
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.kernels import private
 from fastaccum.kernels.cross_entropy import LabelScores
+from fastaccum.kernels.shapes import lengths
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
@@ -170,22 +171,22 @@ class Metrics:
         metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
         return [m.name for m in metrics if not (_adds_up_as_keras(m) or isinstance(m, sums))]
 
-    def update(self, batch: Matched, valid: tf.Tensor | None, scored: Mapping[int, ScoredLabels]) -> None:
+    def update(self, batch: Matched, scored: Mapping[int, ScoredLabels]) -> None:
         """Updates every metric with one micro-batch's valid rows; `scored` has labels of outputs without logits."""
-        valid = None if self.need_exact_rows else valid
         for metrics, weights in ((self._plain, None), (self._weighted, batch.sample_weight)):
             for i, metric in metrics:
                 y_true, y_pred = batch.y_true[i], batch.y_pred[i]
+                valid = None if self.need_exact_rows else batch.valid[i]
+                given = _undiluted(metric, valid, None if weights is None else weights[i])
                 if (labels := scored.get(i)) is not None:
-                    given = None if weights is None else weights[i]
                     update_from_scores(metric, labels, _row_weight(metric, labels.counted, labels.counted, given, ()))
                     continue
                 with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
                     axes = self._axes[id(metric)]
                     if axes is False and y_true.shape[0] == y_pred.shape[0]:  # nor by the chance of so many rows
                         traces.trace(lambda y, m=metric: m.update_state(*y, sample_weight=None), (y_true, y_pred))
-                    inner = (axes or _AXES[0])(y_true.shape, y_pred.shape)
-                    weight = _row_weight(metric, y_pred, valid, None if weights is None else weights[i], inner)
+                    inner = (axes or _AXES[0])(lengths(y_true), lengths(y_pred))
+                    weight = _row_weight(metric, y_pred, valid, given, inner)
                     keywords = {} if weight is None and axes is None else {"sample_weight": weight}
                     metric.update_state(y_true, y_pred, **keywords)
 
@@ -349,8 +350,19 @@ def _of_keras_3(metrics: arguments.MetricsArgument) -> arguments.MetricsArgument
     return tf.nest.map_structure(lambda m: _TFKerasMetric(m) if "tf_keras.Metric" in kinds(m) else m, metrics)
 
 
+def _undiluted(metric: keras.Metric, valid: tf.Tensor | None, weight: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns `weight` for rows that padding made longer: Keras's means over rows are of the means of each row."""
+    if valid is None or valid.shape.rank < 2 or not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return weight
+    real = tf.cast(valid, tf.float32)
+    longer = tf.math.divide_no_nan(1.0, tf.reduce_mean(real, 1, keepdims=True))
+    if weight is None:
+        return longer
+    return tf.cast(weight, tf.float32) * (longer if weight.shape.rank > 1 else longer[:, 0])
+
+
 def _row_weight(
-    metric: keras.Metric, prediction: tf.Tensor, valid: tf.Tensor | None, weight: tf.Tensor | None, axes: Sequence[int]
+    metric: keras.Metric, prediction: tf.Tensor, valid: tf.Tensor | None, weight: tf.Tensor | None, axes: Sequence[Any]
 ) -> tf.Tensor | None:
     """Returns `weight` with 0 for padded rows, with the `axes` that the metric takes, or those of the mask."""
     dtype = metric.dtype if weight is None else tf.float32
@@ -359,12 +371,12 @@ def _row_weight(
     if mask is not None and isinstance(metric, _TFKerasMetric):
         factors.append(tf.cast(mask, dtype))
     elif mask is not None and isinstance(metric, keras.metrics.MeanMetricWrapper):
-        axes = mask.shape[1:]
+        axes = lengths(mask)[1:]
     if not factors:
         return None
     factors.append(tf.ones([1, *axes], dtype))
     rank = max(factor.shape.rank for factor in factors)
-    shaped = [tf.reshape(factor, [*factor.shape, *[1] * (rank - factor.shape.rank)]) for factor in factors]
+    shaped = [tf.reshape(factor, [*lengths(factor), *[1] * (rank - factor.shape.rank)]) for factor in factors]
     return functools.reduce(tf.multiply, shaped)
 
 

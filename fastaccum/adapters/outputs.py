@@ -27,6 +27,7 @@ class Matched(NamedTuple):
     y_true: list[tf.Tensor]
     y_pred: list[tf.Tensor]
     sample_weight: list[tf.Tensor | None]
+    valid: Sequence[tf.Tensor | None]  # bool [rows], or [rows, length] of a target's elements; None where all are
 
 
 class Outputs:
@@ -125,7 +126,7 @@ class Outputs:
     def matched(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
         """Returns the targets, predictions and weights of one micro-batch."""
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
-        return Matched(self.targets(y_true), self.predictions(y_pred), weights)
+        return Matched(self.targets(y_true), self.predictions(y_pred), weights, [None] * len(self.names))
 
     def targets_of_metrics(self, y_true: Nest) -> list[Any]:
         """Returns targets by position; where targets are fewer, those of the first outputs, as Keras pairs them."""
@@ -137,7 +138,8 @@ class Outputs:
     def matched_for_metrics(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
         """Returns what `matched` does, with the targets of metrics."""
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
-        return Matched(self.targets_of_metrics(y_true), self.predictions(y_pred), weights)
+        y_true = self.targets_of_metrics(y_true)
+        return Matched(y_true, self.predictions(y_pred), weights, [None] * len(self.names))
 
     def place_metrics(self, what: str, metrics: MetricsArgument) -> list[list[Metric]]:
         """Lists the metrics of each output; a list alone is for a single output, as in Keras."""

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters import row_mixing, traces
+from fastaccum.kernels.shapes import lengths
 
 Pair = tuple[tf.Tensor, tf.Tensor]  # y_true and y_pred
 Specs = Sequence[keras.KerasTensor]  # of both
@@ -261,11 +262,11 @@ def _call_part(call: Callable[[Pair], Any], position: int, pair: Pair) -> tf.Ten
 
 
 def make_factor(
-    reduction: str | None, rows: int, weights: tf.Tensor | None, mask: tf.Tensor | None, name: str
+    reduction: str | None, rows: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None, name: str
 ) -> Factor:
     """Returns what Keras multiplies the scalar of a loss `name` by, for its `reduction`."""
     if weights is None and mask is None:
-        return Factor(tf.constant(float(rows)), tf.constant(float(rows)))
+        return Factor(rows, rows)
     if reduction is None:
         raise ValueError(
             f"loss {name!r} returns one number for a batch and has reduction=None: with sample_weight, class_weight or "
@@ -282,14 +283,14 @@ def make_factor(
         return Factor(weighted, tf.constant(0.0))
     if reduction == "mean_with_sample_weight":
         return Factor(weighted, weighted)
-    return Factor(weighted, tf.reduce_sum(tf.broadcast_to(mask, products.shape)))
+    return Factor(weighted, tf.reduce_sum(tf.broadcast_to(mask, lengths(products))))
 
 
 def _of_one_rank(one: tf.Tensor, other: tf.Tensor) -> Pair:
     """Appends axes of 1 to the tensor of lower rank."""
     rank = max(one.shape.rank, other.shape.rank)
-    one = tf.reshape(one, [*one.shape, *[1] * (rank - one.shape.rank)])
-    other = tf.reshape(other, [*other.shape, *[1] * (rank - other.shape.rank)])
+    one = tf.reshape(one, [*lengths(one), *[1] * (rank - one.shape.rank)])
+    other = tf.reshape(other, [*lengths(other), *[1] * (rank - other.shape.rank)])
     return one, other
 
 

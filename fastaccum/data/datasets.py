@@ -15,6 +15,7 @@ from fastaccum.adapters.data_adapters import EpochBatches, as_dataset, is_read_o
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
+from fastaccum.data.sizes import Sizes
 from fastaccum.data.stacks import (
     Batch,
     Dispatch,
@@ -22,9 +23,6 @@ from fastaccum.data.stacks import (
     Place,
     Position,
     group_steps,
-    micro_batch_rows,
-    reshape,
-    split_rows,
     warn_short,
 )
 from fastaccum.lines import warn
@@ -119,9 +117,7 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 class DatasetStacks:
-    """The stacks of a `DatasetSource`: a step's rows are pooled and dealt out again as equal micro-batches, so that
-    batches of varying size share one program. Where rows must be exact, batches stay as they are.
-    """
+    """The stacks of a `DatasetSource`, arranged by `Sizes`."""
 
     def __init__(self, source: DatasetSource, layout: Layout, steps_per_epoch: int | None):
         self.what, batches, dataset = source.what, source.batches, source.dataset
@@ -147,10 +143,8 @@ class DatasetStacks:
             "rows": batches * size if batches > 0 and size is not None else None,
         }
         self.cut = {"batch_size": source.batch_size, "batches": batches}
-        self._batch_size = self._checksum = 0
-        # Where rows must be exact: some step that was read, or trained on, was not of one size and a short last batch.
-        self._sizes_vary = False
-        self._sizes_varied = False
+        self._checksum = 0
+        self._sizes = Sizes(self.what, source.dataset.element_spec, self.layout)
         self._alike, self._read_once = not layout.all_here, source.read_once
         self._rest: Iterator[Dispatch] = iter(())
         self._first_step: dict[str, int] | None = None  # of the pass begun last
@@ -165,7 +159,7 @@ class DatasetStacks:
             pipeline = dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
         else:
             pipeline = dataset.prefetch(PREFETCH * micro_batches)
-        self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike)
+        self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike, self._sizes.place)
 
     def reset(self) -> None:
         """Calls the hook of a PyDataset that Keras's `fit` and `evaluate` call before they read."""
@@ -175,8 +169,7 @@ class DatasetStacks:
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs to go on after the dispatch consumed last."""
         plain, tensors = self._passes.position()
-        own = {"batch_size": self._batch_size, "sizes_varied": self._sizes_varied, "first_step": self._first_step}
-        return {**own, **plain}, tensors
+        return {"first_step": self._first_step, **plain}, tensors
 
     def track(self) -> None:
         """Records what `position` needs, from the first pass on."""
@@ -184,9 +177,8 @@ class DatasetStacks:
 
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
         """Goes to the place that `position` returned; raises ValueError if that is of another dataset."""
-        self._batch_size, self._first_step = saved["batch_size"], saved["first_step"]
-        self._sizes_varied = saved.get("sizes_varied", False)
-        self._sizes_vary = self._sizes_varied
+        self._first_step = saved["first_step"]
+        self._sizes.restore(saved["sizes"])
         self._rows_before = None if self._first_step is None else self._first_step["rows"]
         self._passes.restore(saved, tensors)
 
@@ -206,7 +198,7 @@ class DatasetStacks:
         ended, full = self._passes.read_again(given), first["rows"]
         dropped, steps, sizes, check, longest = self._skipped()
         if dropped:
-            self._batch_size = longest
+            self._sizes.batch_size = longest
         elif ended is not None and self._equal_rows:
             check = checksum(ended[0])
         ahead = list(itertools.islice(steps, 1))
@@ -229,22 +221,12 @@ class DatasetStacks:
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
         """Yields an iterator of dispatches for each epoch, from a position on."""
         held, ended = self._passes.pop_prefetched()
-        if self.layout.exact_rows:
-            lengths = [micro_batch_rows(step.stacks) for step in held]
-            apart = [self._is_by_micro_batch(each) for each in lengths]
-            held = [step._replace(by_micro_batch=each) for step, each in zip(held, apart, strict=True)]
         if not self._full_rows:
             self._rest = itertools.chain(held, () if ended else self._pass())
         done = at.step
         while not self._exhausted():
-            yield self._note_sizes(self._passes.mark_consumed(group_steps(self._epoch(done), self.layout)))
+            yield self._passes.mark_consumed(group_steps(self._epoch(done), self.layout))
             done = 0
-
-    def _note_sizes(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Yields the dispatches, and notes for `position` whether sizes have varied in those that were yielded."""
-        for dispatch in dispatches:
-            self._sizes_varied |= dispatch.by_micro_batch
-            yield dispatch
 
     def _exhausted(self) -> bool:
         """Tells if data that is read once has no step left for an epoch."""
@@ -278,13 +260,13 @@ class DatasetStacks:
             )
         warn_short(self.what, done + taken, self._given_steps)
 
-    def _skipped(self) -> tuple[int, Iterator[tuple[Batch, list[int]]], list[int], int | None, int]:
+    def _skipped(self) -> tuple[int, Iterator[tuple[list[Batch], list[int]]], list[int], int | None, int]:
         """Begins a pass without the steps done: how many, the others, their rows, the first's checksum and batch."""
         dropped, steps, check, longest = self._passes.begin(), self._pooled(), None, 0
         sizes: list[int] = []
-        for pooled, lengths in itertools.islice(steps, dropped):
+        for batches, lengths in itertools.islice(steps, dropped):
             if not sizes:
-                check, longest = checksum(pooled), max(lengths)
+                check, longest = checksum(batches), max(lengths)
             sizes.append(sum(lengths))
         return dropped, steps, sizes, check, longest
 
@@ -304,10 +286,10 @@ class DatasetStacks:
             )
         yield from self._steps(steps)
 
-    def _steps(self, steps: Iterator[tuple[Batch, list[int]]]) -> Iterator[Dispatch]:
+    def _steps(self, steps: Iterator[tuple[list[Batch], list[int]]]) -> Iterator[Dispatch]:
         before = self._full_rows
-        for pooled, lengths in steps:
-            rows = count(f"{self.what}: x, y and sample_weight", pooled)
+        for batches, lengths in steps:
+            rows = sum(count(f"{self.what}: x, y and sample_weight", batch) for batch in batches)
             if not rows:
                 raise ValueError(f"{self.what} yielded only batches without rows in a whole train step.")
             shared = not self._sharded_by_workers and (self._passes.tracked or not self.layout.all_here)
@@ -318,7 +300,7 @@ class DatasetStacks:
                         f"{self.what}: the first train step of a pass is of {rows} rows, of {expected} before the "
                         "checkpoint. If its batches are others, train on with those that it was saved with."
                     )
-                self._checksum = checksum(pooled)
+                self._checksum = checksum(batches)
                 self._first_step = {"rows": rows, "checksum": self._checksum}
             if before != self._full_rows:
                 warn(
@@ -326,64 +308,25 @@ class DatasetStacks:
                     "that training in other pieces is not what was saved: batch rows in one place, after all else."
                 )
             before = rows if self._full_rows else 0
-            by_micro_batch = False
-            if self.layout.exact_rows:
-                by_micro_batch = self._is_by_micro_batch(lengths)
-                stacks = split_rows(pooled._replace(valid=tf.ones([sum(lengths)], tf.bool)), lengths, by_micro_batch)
-            else:
-                stacks = (self._dealt(pooled, lengths),)
+            mark = self._passes.mark()
+            stacks, apart = self._sizes.arrange(batches, lengths)
             sharded = tuple(self.layout.shard(stack) for stack in stacks)
-            yield self._passes.read(Dispatch(sharded, rows=rows, by_micro_batch=by_micro_batch), rows)
+            yield self._passes.read(Dispatch(sharded, rows=rows, by_micro_batch=apart), rows, mark)
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
 
-    def _pooled(self) -> Iterator[tuple[Batch, list[int]]]:
-        """Yields the rows of each step's batches, joined, and the number of rows of each batch."""
+    def _pooled(self) -> Iterator[tuple[list[Batch], list[int]]]:
+        """Yields each step's batches, joined to one where all rows are of one shape, and their numbers of rows."""
         batches = self._passes.iterator()
         if self._equal_rows:
             for batch, lengths in batches:
-                yield batch, lengths.numpy().tolist()
+                yield [batch], lengths.numpy().tolist()
             return
         while step := list(itertools.islice(batches, self.layout.accumulation)):
-            for parts in zip(*map(tf.nest.flatten, step), strict=True):
-                if len(shapes := {tuple(t.shape[1:]) for t in parts}) > 1:
-                    raise ValueError(
-                        f"{self.what}: the micro-batches of one train step have rows of different shapes "
-                        f"{sorted(shapes)}. Pad them alike: .padded_batch(..., padded_shapes=...), or group equal "
-                        "lengths."
-                    )
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
-            yield tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *step), lengths
-
-    def _is_by_micro_batch(self, lengths: list[int]) -> bool:
-        """Tells if each micro-batch of a step takes a program of its size: sizes vary, and not all here are full."""
-        lengths = [length for length in lengths if length]
-        self._batch_size = self._batch_size or max(lengths)
-        if self.layout.accumulation == 1 or self.layout.replicas > 1:
-            return False
-        are_full = [length == self._batch_size for length in lengths]
-        if not all(are_full[:-1]) or lengths[-1] > self._batch_size:
-            self._sizes_vary = True
-        return self._sizes_vary and not all(are_full)
-
-    def _dealt(self, batch: Batch, lengths: list[int]) -> Batch:
-        micro_batches, rows = self.layout.accumulation, sum(lengths)
-        self._batch_size = self._batch_size or max(lengths)
-        if rows > micro_batches * self._batch_size:
-            larger = max(math.ceil(rows / micro_batches), max(lengths))
-            warn(
-                f"{self.what}: batches of up to {max(lengths)} rows after micro-batches of {self._batch_size}; the "
-                f"train step is compiled again for {larger}. Put the largest batch first to compile once.",
-                UserWarning,
-            )
-            self._batch_size = larger
-        shape = [micro_batches, self._batch_size]
-        order = tf.range(math.prod(shape))
-        if rows < math.prod(shape):
-            taken = tf.minimum(order, rows - 1)
-            batch = tf.nest.map_structure(lambda t: tf.gather(t, taken), batch)
-        return reshape(batch._replace(valid=order < rows), shape)
+            with_rows = list(itertools.compress(step, lengths))
+            yield with_rows or step[:1], lengths
 
 
 class _ReadOnceBatches:

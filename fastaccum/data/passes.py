@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,8 +50,11 @@ class Passes:
     number of steps, which are read again and dropped. `steps` and `rows` count this pass.
     """
 
-    def __init__(self, pipeline: tf.data.Dataset, structure: Batch, origin: Origin, alike: bool):
+    def __init__(
+        self, pipeline: tf.data.Dataset, structure: Batch, origin: Origin, alike: bool, sizes: Callable[[], Place]
+    ):
         self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
+        self._sizes = sizes  # what the steps so far have shown, a part of the place
         self.tracked = False  # True if the place will be asked for
         self.steps = self.rows = 0
         self._ended = self._skip = 0
@@ -84,9 +87,9 @@ class Passes:
             self._iterator, self._resumed = self._resumed, None
         return self._iterator
 
-    def read(self, step: Dispatch, rows: int) -> Dispatch:
-        """Notes a step that was read."""
-        self._read.append((self._mark(), step))
+    def read(self, step: Dispatch, rows: int, mark: Place) -> Dispatch:
+        """Notes a step that was read; `mark` is the place before it."""
+        self._read.append((mark, step))
         self.steps, self.rows = self.steps + 1, self.rows + rows
         return step
 
@@ -121,7 +124,7 @@ class Passes:
 
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns the place after the dispatch consumed last, as plain values and tensors."""
-        given = self._read[0][0] if self._read else self._mark()
+        given = self._read[0][0] if self._read else self.mark()
         if not self._savable:
             return given, {}
         tensors = {} if self._start is None else {_START: self._start}
@@ -132,7 +135,14 @@ class Passes:
         for i, (_, step) in enumerate(self._read):
             for j, stack in enumerate(step.stacks):
                 tensors |= {f"held/{i}/{j}/{k}": leaf for k, leaf in enumerate(tf.nest.flatten(stack))}
-        return {**self._mark(), "given": given, "held": [len(step.stacks) for _, step in self._read]}, tensors
+        held = [step for _, step in self._read]
+        return {
+            **self.mark(),
+            "given": given,
+            "held": [len(step.stacks) for step in held],
+            "held_apart": [step.by_micro_batch for step in held],
+            "held_real": [bool(tf.nest.flatten(step.stacks[0].real)) for step in held],
+        }, tensors
 
     def _forgets_seeds(self, state: tf.Tensor) -> bool:
         """Tells if a state lacks how many seeds a shuffle has drawn, as at the end of a batched endless repetition."""
@@ -172,8 +182,9 @@ class Passes:
             )
         return obstacle is None
 
-    def _mark(self) -> Place:
-        mark: Place = {"passes": self._ended, "steps": self.steps, "rows": self.rows}
+    def mark(self) -> Place:
+        """Returns the place after the steps read so far, as plain values."""
+        mark: Place = {"passes": self._ended, "steps": self.steps, "rows": self.rows, "sizes": self._sizes()}
         if self._origin.epochs is not None:
             mark |= self._origin.epochs.place()
         return mark
@@ -192,11 +203,13 @@ class Passes:
         self._start = tensors.get(_START)
         if self._start is not None:
             self._deserialized(self._start)
-        with_valid = self._structure._replace(valid=0)
-        leaves = range(len(tf.nest.flatten(with_valid)))
-        for i, stacks in enumerate(saved["held"]):
-            flat = [[tensors[f"held/{i}/{j}/{k}"] for k in leaves] for j in range(stacks)]
-            self._held.append(Dispatch(tuple(tf.nest.pack_sequence_as(with_valid, each) for each in flat)))
+        kinds_of_held = zip(saved["held"], saved["held_apart"], saved["held_real"], strict=True)
+        for i, (count, apart, is_marked) in enumerate(kinds_of_held):
+            structure = self._structure._replace(valid=0, real=self._structure.y if is_marked else ())
+            leaves = range(len(tf.nest.flatten(structure)))
+            flat = [[tensors[f"held/{i}/{j}/{k}"] for k in leaves] for j in range(count)]
+            stacks = tuple(tf.nest.pack_sequence_as(structure, each) for each in flat)
+            self._held.append(Dispatch(stacks, by_micro_batch=apart))
 
     def read_again(self, given: Place) -> Any:
         """Goes to a place by its number of steps; returns the first element of the last pass that ended, if read."""

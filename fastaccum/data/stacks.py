@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +18,15 @@ Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists 
 class Batch(NamedTuple):
     """Inputs, targets, weights and validity: of one micro-batch [rows, ...], or of a stack of them.
 
-    A row that is not `valid` repeats a real one, to pad. An empty tuple stands for "no weights", "every row is valid".
+    A row that is not `valid` repeats a real one, to pad. What of a target is not `real` pads it along its second axis.
+    An empty tuple stands for "no weights", "every row is valid", "nothing is padded".
     """
 
     x: Nest
     y: Nest
     sample_weight: Nest = ()
     valid: Any = ()
+    real: Nest = ()  # like y: bool [rows], or [rows, length] of a target that is longer than what was given
 
     @property
     def weights(self) -> Nest:
@@ -66,6 +68,12 @@ class Layout(NamedTuple):
     accumulation: int  # micro-batches in a step
     steps_per_execution: int = 1  # steps in a dispatch
     exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
+    shapes_are_free: bool = False  # one trace takes micro-batches of any rows and lengths
+    most_sizes: int = 4  # to which micro-batches are padded
+    # Tells if nothing is computed otherwise for the second micro-batch, the first one padded along its second axis;
+    # None where the first cannot be computed.
+    is_same: Callable[[Batch, Batch], bool | None] = lambda given, padded: False
+    fills: tuple[float, ...] = (0.0,)  # values for padded inputs to try
     replicas: int = 1  # equal shards that every micro-batch is cut into
     shards: slice = slice(0, 1)  # those of them that are for this process
 
@@ -131,6 +139,10 @@ def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]
         return
     pending: list[Dispatch] = []
     for step in steps:
+        if step.by_micro_batch:
+            yield from [*pending, step]
+            pending = []
+            continue
         if pending and _shapes(step) != _shapes(pending[0]):
             yield from pending
             pending = []

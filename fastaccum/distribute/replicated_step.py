@@ -91,7 +91,7 @@ class ReplicatedStep(Step):
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         losses.replicas = replicas.count
         with first_components():
-            step = self._step = ModelStep(model, outputs, losses, metrics, optimizer, options)
+            step = self._step = ModelStep(model, outputs, losses, metrics, optimizer, options, options.uses_xla)
             self._seeds = model.seeds
         self.objective, self.cycle, self.running = step.objective, step.cycle, step.running
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]

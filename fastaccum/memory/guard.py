@@ -38,7 +38,7 @@ class Guard:
     def admit(self, run: FirstRun) -> Iterator[None]:
         """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through the first run."""
         self._run, self._memory = run, None
-        if not self._step.objective.options.uses_xla:
+        if not (self._step.objective.options.uses_xla and run.is_compiled):
             yield
             return
         device = available()

@@ -21,6 +21,7 @@ from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.adapters.scalar_losses import Factor, ScalarLoss, divide_out
 from fastaccum.adapters.traces import COMPILED
 from fastaccum.data.stacks import Batch, trip_count
+from fastaccum.kernels.shapes import as_float, lengths
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.lines import warn
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -111,7 +112,7 @@ class ModelObjective(Objective):
             matched = self._matched(batch, y_pred)
             if observe and self.model.takes_targets_apart:
                 self._observe(matched.y_true)
-            terms = self.losses.terms(self._in_range(matched), batch.mask, hidden, prepared and prepared[-1])
+            terms = self.losses.terms(self._in_range(matched), hidden, prepared and prepared[-1])
         for reduction, counted_as in zip(self.model.added_reductions, self._added, strict=True):
             added = self.model.added_loss(reduction)
             terms.append(Term(added * rows if counted_as == "mean" else added, rows))
@@ -140,7 +141,7 @@ class ModelObjective(Objective):
             matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
-            asked.extend(self.losses.terms(self._in_range(matched), None, {}, prepared and prepared[-1]))
+            asked.extend(self.losses.terms(self._in_range(matched), {}, prepared and prepared[-1]))
             return tf.identity(part() if share is None or own.reduction == "sum" else part() / share, name=COMPILED)
 
         given = compiled if self.losses.outputs else None
@@ -151,7 +152,22 @@ class ModelObjective(Objective):
         return [*asked, *nothing, Term(value * rows if own.reduction == "mean" else value, rows)]
 
     def _matched(self, batch: Batch, y_pred: Nest) -> Matched:
-        return self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
+        matched = self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
+        return matched._replace(valid=self._valid(batch, self.outputs.targets))
+
+    def _valid(self, batch: Batch, by_position: Callable[[Nest], list[tf.Tensor | None]]) -> list[tf.Tensor | None]:
+        """Lists what is more than padding by output; None where all is."""
+        rows = batch.mask
+        real: list[tf.Tensor | None] = [None] * len(self.outputs.names)
+        if tf.nest.flatten(batch.real):
+            real = by_position(batch.real)
+        valid: list[tf.Tensor | None] = []
+        for elements in real:
+            if elements is None or rows is None:
+                valid.append(rows if elements is None else elements)
+            else:
+                valid.append(elements & tf.reshape(rows, [-1, *[1] * (elements.shape.rank - 1)]))
+        return valid
 
     def _in_range(self, batch: Matched) -> Matched:
         return batch if self.options.uses_xla else self.losses.in_range(batch)
@@ -164,11 +180,12 @@ class ModelObjective(Objective):
                 scored = {o.position: t.scored for o, t in of_outputs if t.scored is not None}
                 y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
                 matched = self.outputs.matched_for_metrics(y, y_pred, batch.weights)
-                self.metrics.update(self._in_range(matched), batch.mask, scored)
+                matched = matched._replace(valid=self._valid(batch, self.outputs.targets_of_metrics))
+                self.metrics.update(self._in_range(matched), scored)
             return {}
 
         def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
-            self.metrics.update(self._in_range(self.outputs.matched_for_metrics(y, y_pred, sample_weight)), None, {})
+            self.metrics.update(self._in_range(self.outputs.matched_for_metrics(y, y_pred, sample_weight)), {})
 
         returned = self.model.compute_metrics(batch.x, _targets(batch), y_pred, batch.weights, update)
         nested = [value.items() if isinstance(value, dict) else [(name, value)] for name, value in returned.items()]
@@ -426,5 +443,5 @@ def _warn_of_scalar(output: str, scalar: ScalarLoss) -> None:
 
 def _rows(batch: Batch, axes: int = 1) -> tf.Tensor:
     if batch.mask is None:
-        return tf.constant(float(math.prod(tf.nest.flatten(batch.x)[0].shape[:axes])))
+        return as_float(math.prod(lengths(tf.nest.flatten(batch.x)[0])[:axes]))
     return tf.reduce_sum(tf.cast(batch.mask, tf.float32))

@@ -27,10 +27,21 @@ from fastaccum.step.update_by_micro_batch import UpdateByMicroBatch
 
 
 class ModelStep(Step):
-    """Trains and evaluates a model on one device: the programs of a `TrainStep` with a `ModelObjective`."""
+    """Trains and evaluates a model on one device: the programs of a `TrainStep` with a `ModelObjective`.
+
+    XLA compiles those that take a single micro-batch, as sizes that vary need, if `compile_parts`: each of them for one
+    size. Else TensorFlow runs them op by op, and one trace is for all sizes.
+    """
 
     def __init__(
-        self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, optimizer: Optimizer, options: Options
+        self,
+        model: Model,
+        outputs: Outputs,
+        losses: Losses,
+        metrics: Metrics,
+        optimizer: Optimizer,
+        options: Options,
+        compile_parts: bool,
     ):
         self.objective = ModelObjective(model, outputs, losses, metrics, options)
         self.running = self.objective.running
@@ -42,16 +53,17 @@ class ModelStep(Step):
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
         )
-        retraces = Retraces()
-        self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate = make_programs(
-            (self._execute, self._execute_many, self._evaluate), options.uses_xla, retraces
-        )
+        retraces = Retraces(many=3)  # a whole stack and a short last one are two
+        functions = self._execute, self._execute_many
+        self.compiled_execute, self.compiled_execute_many = make_programs(functions, options.uses_xla, retraces)
+        # One trainer evaluates the validation data and others.
+        of_evaluations = Retraces(many=6)
+        (self.compiled_evaluate,) = make_programs([self._evaluate], options.uses_xla, of_evaluations)
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
         self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
-        self._by_micro_batch = UpdateByMicroBatch(
-            self.cycle, self.objective, options.uses_xla, retraces, self._admit_part
-        )
+        self.shapes_are_free = not compile_parts
+        self._by_micro_batch = UpdateByMicroBatch(self.cycle, self.objective, compile_parts, retraces, self._admit_part)
 
     # Compiled.
 
@@ -91,8 +103,9 @@ class ModelStep(Step):
         dispatch = Dispatch(stacks, is_multi_step=several)
         return self._admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
 
-    def _admit_part(self, part: str, concrete: ConcreteFunction) -> AbstractContextManager[None]:
-        return self._admit(FirstRun([concrete], concrete.captured_inputs, Dispatch(()), training=True, part=part))
+    def _admit_part(self, part: str, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
+        run = FirstRun([concrete], concrete.captured_inputs, Dispatch(()), training, part, not self.shapes_are_free)
+        return self._admit(run)
 
     def retrace(self) -> None:
         for each in self.programs.values():
@@ -114,8 +127,10 @@ class ModelStep(Step):
         return self._program(dispatch)(*dispatch.stacks)
 
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        groups = [[stack] for stack in dispatch.stacks] if dispatch.by_micro_batch else [dispatch.stacks]
-        evaluated = [self.compiled_evaluate(*stacks) for stacks in groups]
+        if dispatch.by_micro_batch:
+            evaluated = [self._by_micro_batch.evaluate(stack) for stack in dispatch.stacks]
+        else:
+            evaluated = [self.compiled_evaluate(*dispatch.stacks)]
         totals = [tf.add_n(values) for values in zip(*(sums for sums, _ in evaluated), strict=True)]
         _, seen = evaluated[-1]  # of all so far
         return totals, lambda: self.running.index_checks.require(seen)

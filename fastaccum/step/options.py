@@ -31,6 +31,10 @@ def _auto_or_bool(name: str, value: Any) -> JitCompile:
     return checks.true_or_false(name, value)
 
 
+def _auto_or_count(name: str, value: Any) -> int | str:
+    return checks.one_of(name, value, ("auto",)) if isinstance(value, str) else checks.whole_number(name, value)
+
+
 def _rules(
     check: Check,  # takes the option's name and a value; returns the value to use, or raises TypeError or ValueError
     *,
@@ -58,6 +62,9 @@ class Options:
     jit_compile: JitCompile = field(default="auto", metadata=_rules(_auto_or_bool))
     on_nonfinite: OnNonfinite = field(default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False))
     shard_optimizer: ShardOptimizer = field(default="auto", metadata=_rules(_auto_or_bool, must_agree=False))
+    max_programs: int | Literal["auto"] = field(
+        default="auto", metadata=_rules(_auto_or_count, may_change=True, must_agree=False)
+    )
     own_loss_reduction: Reduction = field(default="mean", metadata=_rules(_one_of("mean", "sum")))
 
     def __post_init__(self) -> None:
@@ -69,6 +76,11 @@ class Options:
         """True if XLA compiles the step that is built with these options, in which "auto" has become a choice."""
         assert self.jit_compile != "auto"
         return self.jit_compile
+
+    @property
+    def most_sizes(self) -> int:
+        """The number of sizes of a micro-batch that get programs of their own, where rows or lengths are padded."""
+        return 4 if isinstance(self.max_programs, str) else self.max_programs
 
     @classmethod
     def names(cls, **wanted: bool) -> list[str]:

@@ -26,29 +26,31 @@ _FEWER_LENGTHS = (
 
 
 class Retraces:
-    """Warns, once for all programs that share the object, of a program that is compiled for many shapes."""
+    """Warns, once for all programs that share the object, of a program that is compiled for `many` shapes."""
 
-    MANY = 32  # more than the lengths that anyone buckets by, and short last stacks beside them
-
-    def __init__(self) -> None:
+    def __init__(self, many: int = 32) -> None:
+        self._many = many
         self._warned = False
 
     def note(self, signatures: Iterable[tuple], seconds: float) -> None:
         """Counts the signatures of a program's calls after a new one; `seconds` is what their first calls took."""
         shapes = [[shape for _, shape, _ in leaves] for _, *leaves in signatures]
-        if self._warned or len(shapes) <= self.MANY:
+        if self._warned or len(shapes) < self._many:
             return
         self._warned = True
         most = max(({tuple(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
         shown = [str(shape) for shape in most]
-        first = ", ".join(shown[:3])
+        if len(shown) > 4:
+            shown[3:-1] = ["..."]
         differing = [axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1]
         only_rows_differ = all(axis < 2 for axis in differing)
         remedy = _FEWER_SIZES if only_rows_differ else _FEWER_LENGTHS
+        names = {0: "the number of micro-batches", 1: "rows"}
+        axes = " and ".join(names.get(axis, "lengths") for axis in differing)
         warn(
             f"{len(shapes)} programs were made so far, one for each kind of stack, which took {seconds:.0f} s; all "
-            f"stay in memory. One tensor came in {len(most)} shapes, [micro-batches, rows, ...]: {first}, "
-            f"..., {shown[-1]}. {remedy}"
+            f"stay in memory. What differs is {axes}: one tensor came in {len(most)} shapes, "
+            f"[micro-batches, rows, ...]: {', '.join(shown)}. {remedy}"
         )
 
 
@@ -80,11 +82,25 @@ def announce(say: Callable[[str], object] | None) -> Iterator[None]:
             say("\n")
 
 
+class _Relaxed:
+    """A trace whose lengths are open where they have differed."""
+
+    def __init__(self, shapes: list[tuple]):
+        self.shapes = shapes  # of the arguments' leaves
+        self.concrete: ConcreteFunction | None = None
+        self.is_refused = False  # the function cannot be traced so
+
+
+def _merged(known: tuple, own: tuple) -> tuple:
+    return tuple(one if one == other else None for one, other in zip(known, own, strict=True))
+
+
 class Program(TracedFunction):
     """A function of nests of tensors and None, traced and compiled once per structure, shapes and dtypes.
 
     Called with variables' handles that were looked up once, without TensorFlow's layers of Python. Programs of one
-    training share `retraces`.
+    training share `retraces`. One that `may_relax` has one trace for all lengths behind the first axis, where XLA does
+    not compile it and the function can be traced so.
     """
 
     # Returns the scope of a concrete function's first run; an error of the scope keeps it from running.
@@ -93,7 +109,10 @@ class Program(TracedFunction):
     def __init__(self, function: Callable[..., object], jit_compile: bool = True, retraces: Retraces | None = None):
         super().__init__(function, jit_compile)
         self.anew = self.retrace  # and whatever else retraces the compiled functions that this one calls
+        self.may_relax = False
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
+        self._traced: list[tuple] = []  # the signatures of `_calls` that led to a trace
+        self._relaxed: dict[tuple, _Relaxed] = {}  # by what signatures that differ in lengths have in common
         self._retraces = retraces or Retraces()
         self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
 
@@ -111,8 +130,10 @@ class Program(TracedFunction):
         start = time.perf_counter()
         say = _announcer.get() if self.jit_compile else _say_nothing
         say("Tracing the train step: ")
-        concrete = self.trace(*args)
+        concrete, is_new = self._trace_relaxed(leaves, signature) or (self.trace(*args), True)
         call = self._calls[signature] = _call_of(concrete, args)
+        if not is_new:
+            return call(leaves)
 
         def again() -> object:
             self.anew()
@@ -131,12 +152,39 @@ class Program(TracedFunction):
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
         self.seconds[signature] = end - start
-        self._retraces.note(self._calls, sum(self.seconds.values()))
+        self._traced.append(signature)
+        self._retraces.note(self._traced, sum(self.seconds.values()))
         return outputs
+
+    def _trace_relaxed(self, leaves: list[tf.Tensor], signature: tuple) -> tuple[ConcreteFunction, bool] | None:
+        """Returns the trace for all lengths that have come so far, and whether it is new; None where there is none."""
+        if self.jit_compile or not self.may_relax:
+            return None
+        structure, *described = signature
+        in_common = (structure, *((len(shape), *shape[:1], dtype) for _, shape, dtype in described))
+        shapes = [tuple(shape) for _, shape, _ in described]
+        relaxed = self._relaxed.setdefault(in_common, _Relaxed(shapes))
+        merged = [_merged(*pair) for pair in zip(relaxed.shapes, shapes, strict=True)]
+        if merged == relaxed.shapes:
+            return None if relaxed.concrete is None else (relaxed.concrete, False)
+        # Where lengths differ, rows will: a last batch is short.
+        merged = [(*shape[:1], None, *shape[2:]) if len(shape) > 1 else shape for shape in merged]
+        if relaxed.is_refused:
+            return None
+        specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(merged, leaves, strict=True)]
+        try:
+            relaxed.concrete = self.trace(*optree.tree_unflatten(structure, specs))
+        except Exception:  # of code that needs to know lengths
+            relaxed.is_refused = True
+            return None
+        relaxed.shapes = merged
+        return relaxed.concrete, True
 
     def retrace(self) -> None:
         super().retrace()
         self._calls = {}
+        self._traced = []
+        self._relaxed = {}
 
 
 def make_programs(

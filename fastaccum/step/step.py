@@ -31,6 +31,7 @@ class FirstRun(NamedTuple):
     dispatch: Dispatch  # of specs; empty for a part of a train step
     training: bool
     part: str = ""  # what the program computes, where that is not a whole train step or evaluation
+    is_compiled: bool = True  # by XLA, if the step's programs are
 
 
 class MemoryGuard(Protocol):
@@ -51,6 +52,7 @@ class Step(abc.ABC):
     running: RunningState  # logs and counts that go on from step to step
     sharing: int = 1  # how many of this process's replicas share the memory of one device
     guard: MemoryGuard | None = None  # checks the memory of each program before its first run
+    shapes_are_free: bool = False  # one trace takes single micro-batches of any rows and lengths
 
     @property
     @abc.abstractmethod

@@ -1,7 +1,8 @@
-"""An update computed a micro-batch at a time, for sizes that seldom come together again."""
+"""Updates and evaluations computed a micro-batch at a time, for sizes that seldom come together again."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -9,8 +10,10 @@ from contextlib import AbstractContextManager
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters.attributes import replaced
 from fastaccum.data.stacks import Batch
 from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.lines import warn
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program, Retraces, make_programs
 from fastaccum.step.running_state import Executed
@@ -42,9 +45,9 @@ class UpdateByMicroBatch:
     Args:
         cycle: the train step of whole updates.
         objective: the cycle's objective.
-        jit_compile: compile with XLA.
+        jit_compile: compile with XLA, for each size. Without it, one trace is for all sizes.
         retraces: what the other programs of the training share.
-        admit: `admit(part, program)` returns the scope of the first run of a program, which computes this part.
+        admit: `admit(part, training, program)` returns the scope of the first run of a program of this part.
     """
 
     def __init__(
@@ -53,19 +56,23 @@ class UpdateByMicroBatch:
         objective: ModelObjective,
         jit_compile: bool,
         retraces: Retraces,
-        admit: Callable[[str, ConcreteFunction], AbstractContextManager[None]],
+        admit: Callable[[str, bool, ConcreteFunction], AbstractContextManager[None]],
     ):
         self._cycle = cycle
         self._objective = objective
+        self._options = dataclasses.replace(objective.options, jit_compile=jit_compile)
         self._held: HeldSums | None = None
         # Places of the variables that the loss reaches, and of those of which it looks rows up: known from a trace.
         self._reached: set[int] = set()
         self._looked_up: set[int] = set()
-        functions = objective.count_stacked, self._add_micro_batch, self._finish
-        self._count, self._add, self._end = make_programs(functions, jit_compile, retraces)
-        self._count.admit = functools.partial(admit, "A count of a micro-batch")
-        self._add.admit = functools.partial(admit, "A micro-batch of a train step")
-        self._end.admit = functools.partial(admit, "The end of a train step")
+        functions = self._count_micro_batch, self._add_micro_batch, self._finish, self._evaluate_micro_batch
+        self._count, self._add, self._end, self._evaluate = make_programs(functions, jit_compile, retraces)
+        for program in (self._count, self._add, self._evaluate):
+            program.may_relax = True
+        self._count.admit = functools.partial(admit, "A count of a micro-batch", True)
+        self._add.admit = functools.partial(admit, "A micro-batch of a train step", True)
+        self._end.admit = functools.partial(admit, "The end of a train step", True)
+        self._evaluate.admit = functools.partial(admit, "A micro-batch of an evaluation", False)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -74,6 +81,7 @@ class UpdateByMicroBatch:
             "counts of a micro-batch": self._count,
             "micro-batch of an update": self._add,
             "end of an update": self._end,
+            "micro-batch of an evaluation": self._evaluate,
         }
 
     def __call__(self, stacks: Sequence[Batch]) -> Executed:
@@ -81,6 +89,13 @@ class UpdateByMicroBatch:
         objective = self._objective
         if self._held is None:
             objective.warn_of_parts()
+            if objective.options.uses_xla and not self._options.uses_xla:
+                warn(
+                    "Micro-batches differ in their rows, which may not be padded in this model, or in their lengths: "
+                    "TensorFlow runs them op by op, each as it is, since XLA would compile a program for each size. "
+                    "Pass jit_compile=True for that; or make batches of one size (docs/guides/varying-batches.md).",
+                    UserWarning,
+                )
             self._held = HeldSums(self._cycle)
         counts = None
         if objective.has_several_terms:
@@ -99,7 +114,23 @@ class UpdateByMicroBatch:
                     variable.assign(before)
             raise
 
-    # Compiled.
+    def evaluate(self, stack: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Returns the sums of `ModelObjective.evaluate` for one micro-batch, and what the index checks have seen."""
+        return self._evaluate(stack)
+
+    # Compiled, or run op by op.
+
+    def _as_compiled(self) -> AbstractContextManager[None]:
+        """Lets the objective compute in the block as these programs are run, whatever runs whole updates."""
+        return replaced([(self._objective, "options", self._options)])
+
+    def _count_micro_batch(self, stack: Batch) -> tf.Tensor:
+        with self._as_compiled():
+            return self._objective.count_stacked(stack)
+
+    def _evaluate_micro_batch(self, stack: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
+        with self._as_compiled():
+            return self._objective.evaluate(stack), self._objective.running.index_checks.seen()
 
     def _add_micro_batch(
         self, is_first: tf.Tensor, typical_weight: tf.Tensor, counts: tf.Tensor | None, stack: Batch
@@ -108,7 +139,8 @@ class UpdateByMicroBatch:
         held = self._held
         assert held is not None
         counts = None if counts is None else tf.unstack(counts)
-        sums = self._cycle.accumulate(stack, counts=counts, typical_weight=typical_weight)
+        with self._as_compiled():
+            sums = self._cycle.accumulate(stack, counts=counts, typical_weight=typical_weight)
 
         def add(variable: tf.Variable, value: tf.Tensor) -> None:
             variable.assign(tf.where(is_first, value, variable + value))

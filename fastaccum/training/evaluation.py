@@ -32,7 +32,7 @@ class Evaluation:
         self._step = builder.get_or_build(data.sample, options)
         # One micro-batch per dispatch where the caller counts them.
         micro_batches = options.gradient_accumulation_steps * options.steps_per_execution if steps is None else 1
-        self._stacks = data.stacks(builder.evaluation_layout(micro_batches), steps, passes)
+        self._stacks = data.stacks(builder.evaluation_layout(options, micro_batches), steps, passes)
         self._sample, self._model = data.sample, self._step.objective.model.model
         self._read_once = data.read_once
         self._passes: Iterator[Iterator[Dispatch]] = iter(())

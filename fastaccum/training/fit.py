@@ -150,6 +150,7 @@ class Fit:
                 if model.stop_training:
                     break
             recipe.optimizer.finalize(recipe.model.trainable_variables)
+            model.history.programs = _programs_of(step)
             hooks.list.on_train_end(logs)
         return model.history
 
@@ -221,6 +222,12 @@ class Fit:
             recipe.replicas,
             step.holders,
         )
+
+
+def _programs_of(step: Step) -> dict[str, tuple[int, float]]:
+    """Returns how many programs were made so far for each purpose, and the seconds of their first calls."""
+    made = {name: list(each.seconds.values()) for name, each in step.programs.items()}
+    return {name: (len(seconds), sum(seconds)) for name, seconds in made.items() if seconds}
 
 
 def _why_without_xla(recipe: Recipe, calling_python: list[str]) -> str:

@@ -24,7 +24,7 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.lines import warn
 from fastaccum.memory.analysis import needs_shares
 from fastaccum.memory.guard import Guard
-from fastaccum.step import compilable
+from fastaccum.step import compilable, padding
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
@@ -118,7 +118,7 @@ class StepBuilder:
             raise ValueError(f"model {model.model.name!r} has no trainable variables: there is nothing to train.")
         parts = model, self._outputs, losses, metrics, recipe.optimizer, options
         if recipe.replicas is None:
-            return ModelStep(*parts)
+            return ModelStep(*parts, compile_parts=options.uses_xla and (has_gpu() or not may_fall_back))
         if self._shards(options):
             try:
                 return ShardedStep(recipe.replicas, *parts)
@@ -225,16 +225,28 @@ class StepBuilder:
         """Returns the layout of train steps' stacks; a model must have been called to know if its rows are coupled."""
         own = not self.recipe.needs_targets or self.recipe.losses.need_exact_rows
         exact = self._model.couples_rows or own or self.recipe.metrics.need_exact_rows
-        return self._layout(options.gradient_accumulation_steps, options.steps_per_execution, exact)
+        return self._layout(options, options.gradient_accumulation_steps, options.steps_per_execution, exact)
 
-    def evaluation_layout(self, micro_batches: int) -> Layout:
+    def evaluation_layout(self, options: Options, micro_batches: int) -> Layout:
         """Returns the layout of an evaluation's stacks, which hold `micro_batches` micro-batches."""
         recipe, losses = self.recipe, self.recipe.losses
         mixed = self._model.mixes_rows or self._model.couples_losses or losses.need_exact_rows
         counted = any(o.power for o in losses.outputs)
         exact = mixed or counted or not recipe.needs_targets or recipe.metrics.need_exact_rows
-        return self._layout(micro_batches, 1, exact)
+        return self._layout(options, micro_batches, 1, exact)
 
-    def _layout(self, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
-        layout, own = Layout(micro_batches, steps, exact_rows), self.recipe.replicas
+    def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
+        own = self.recipe.replicas
+        layout = Layout(micro_batches, steps, exact_rows, most_sizes=options.most_sizes)
+        if self.step is not None:
+            objective = self.step.objective
+            if self.step.shapes_are_free:
+                layout = layout._replace(shapes_are_free=True)
+            else:
+                layout = layout._replace(is_same=self._is_same, fills=padding.fills(objective))
         return layout if own is None else layout._replace(replicas=own.count, shards=own.shards)
+
+    def _is_same(self, given: Batch, padded: Batch) -> bool | None:
+        assert self.step is not None
+        with replicas.on_first_replica(self.recipe.replicas):
+            return padding.is_same(self.step.objective, given, padded)

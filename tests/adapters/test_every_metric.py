@@ -139,7 +139,7 @@ def of_fastaccum(metric, case, batches):
         if not metrics.need_exact_rows:
             valid = tf.constant(np.arange(case.micro) < len(rows))
         y_true, y_pred, weight = case.batch(rows if valid is None else np.resize(rows, case.micro))
-        metrics.update(Matched([y_true], [y_pred], [weight]), valid, {})
+        metrics.update(Matched([y_true], [y_pred], [weight], [valid]), {})
     (value,) = metrics.result(training=True).values()
     return np.asarray(value), bool(metrics.mixing)
 

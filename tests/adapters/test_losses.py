@@ -174,7 +174,7 @@ def test_a_loss_that_averages_over_rows_alone_is_refused():
     outputs = Outputs(["out"], spec)
     with pytest.raises(ValueError, match="one loss per example"):
         losses.build(outputs, spec)
-        losses.terms(outputs.matched(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None), None, {})
+        losses.terms(outputs.matched(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None), {})
 
 
 def test_a_function_and_a_name_are_losses_too():
@@ -185,7 +185,7 @@ def test_a_function_and_a_name_are_losses_too():
     for each in ("mse", lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, -1), LOSSES.MeanSquaredError()):
         losses = Losses(each)
         losses.build(outputs, spec)
-        (only,) = losses.terms(batch, None, {})
+        (only,) = losses.terms(batch, {})
         found.append((float(only.loss_sum), float(only.weight_sum)))
     assert found == [(9.0 * ROWS, ROWS)] * 3
 
@@ -266,7 +266,7 @@ def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
     losses, outputs, loss = Losses(LOSSES.Circle()), Outputs(["a"], y_pred), LOSSES.Circle()
     losses.build(outputs, labels)
     assert losses.mixing == {"a": "circle"}
-    (term,) = losses.terms(outputs.matched(labels, y_pred, None), None, {})
+    (term,) = losses.terms(outputs.matched(labels, y_pred, None), {})
     np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
 
 
@@ -279,7 +279,7 @@ def test_a_loss_of_tensorflow_addons_that_compares_rows_is_that_of_each_micro_ba
     losses = Losses(loss)
     losses.build(outputs, labels)
     assert list(losses.unproven) == ["a"]
-    (term,) = losses.terms(outputs.matched(labels, y_pred, None), None, {})
+    (term,) = losses.terms(outputs.matched(labels, y_pred, None), {})
     np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
 
 
@@ -333,7 +333,7 @@ def test_an_output_may_have_no_loss():
     losses.build(outputs, {"b": spec})
     assert [(output.position, output.name) for output in losses.outputs] == [(1, "b")]
     batch = outputs.matched({"b": tf.zeros([2, 1])}, [tf.ones([2, 1]), tf.fill([2, 1], 3.0)], None)
-    assert [float(each.loss_sum) for each in losses.terms(batch, None, {})] == [18.0]
+    assert [float(each.loss_sum) for each in losses.terms(batch, {})] == [18.0]
 
 
 def test_a_loss_of_a_distribution_gets_it_as_it_is():
@@ -347,6 +347,6 @@ def test_a_loss_of_a_distribution_gets_it_as_it_is():
     y = values(ROWS, 1)
     losses.build(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
     batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(tf.constant(y), Distribution(), None)
-    (term,) = losses.terms(batch, None, {})
+    (term,) = losses.terms(batch, {})
     assert float(term.loss_sum) == pytest.approx(np.square(y).sum())
     assert float(term.weight_sum) == ROWS

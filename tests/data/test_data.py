@@ -200,6 +200,17 @@ class TestArrays:
             stacks_of(x, np.zeros(1), batch_size=2, layout=Layout(1))
 
 
+def of_lengths(*lengths):
+    """A dataset of batches of two rows, each of a length of its own."""
+
+    def batches():
+        for length in lengths:
+            yield np.zeros((2, length)), np.zeros(2)
+
+    spec = tf.TensorSpec([None, None]), tf.TensorSpec([None])
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
 def batched(sizes):
     """A dataset of batches of these sizes, of unknown cardinality."""
     starts = [0, *itertools.accumulate(sizes)]
@@ -302,13 +313,14 @@ class TestDatasets:
         with pytest.raises(ValueError, match="leave them out"):
             stacks_of(batched([2]), np.zeros(2), batch_size=None, layout=Layout(1))
 
-    def test_rows_of_different_shapes_within_a_step_say_so(self):
-        dataset = tf.data.Dataset.from_generator(
-            lambda: ((np.zeros((2, length)), np.zeros(2)) for length in (3, 4)),
-            output_signature=(tf.TensorSpec([None, None]), tf.TensorSpec([None])),
-        )
-        stacks = stacks_of(dataset, batch_size=None, layout=Layout(2))
-        with pytest.raises(ValueError, match=r"rows of different shapes \[\(3,\), \(4,\)\]"):
+    def test_lengths_that_differ_within_a_step_are_stacks_of_their_own(self):
+        (step,) = epochs_of(stacks_of(of_lengths(3, 4), batch_size=None, layout=Layout(2)), 1)[0]
+        assert step.by_micro_batch
+        assert [tuple(stack.x.shape) for stack in step.stacks] == [(1, 2, 3), (1, 2, 4)]
+
+    def test_lengths_that_differ_say_so_on_replicas(self):
+        stacks = stacks_of(of_lengths(3, 4), batch_size=None, layout=Layout(2, replicas=2, shards=slice(0, 2)))
+        with pytest.raises(ValueError, match=r"(?s)of different shapes.*padded_batch\(k \* b\).unbatch\(\).batch\(b\)"):
             epochs_of(stacks, 1)
 
     def test_x_and_y_of_different_rows_say_so(self):

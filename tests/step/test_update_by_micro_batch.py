@@ -106,15 +106,27 @@ def test_updates_are_those_of_a_loop_by_hand(case, jit_compile):
     )
     trainer.fit(Batches(**options), shuffle=False, verbose=0)
     assert_same(ours.get_weights(), theirs.get_weights(), 1e-5)
-    assert programs(trainer)["micro-batch of an update"] == len({*SIZES})
+    assert programs(trainer)["micro-batch of an update"] == (len({*SIZES}) if jit_compile else 2)
 
 
 def test_shuffled_sizes_compile_once_for_each_size():
-    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION)
-    trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
+    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=True)
+    with pytest.warns(RuntimeWarning, match=r"3 programs were made so far.* What differs is rows.*unbatch\(\)"):
+        history = trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
     used = {name: count for name, count in programs(trainer).items() if count}
+    assert {name: count for name, (count, _) in history.programs.items()} == used
     assert used.pop("train step", 0) <= 1  # a last update of one batch, of the largest size
     assert used == {"micro-batch of an update": len({*SIZES}), "end of an update": 1}
+
+
+def test_on_a_cpu_one_trace_is_for_all_sizes_unless_xla_is_asked_for():
+    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION)
+    with pytest.warns(UserWarning, match="op by op, each as it is.* Pass jit_compile=True"):
+        trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
+    assert trainer._builder.step.objective.options.uses_xla
+    used = {name: count for name, count in programs(trainer).items() if count}
+    assert used.pop("train step", 0) <= 1
+    assert used == {"micro-batch of an update": 2, "end of an update": 1}  # of the first size, and of all
 
 
 def test_full_updates_and_a_short_last_batch_are_programs_of_their_own():
@@ -213,7 +225,7 @@ class Centred(keras.layers.Layer):
         return x - keras.ops.mean(x, 0, keepdims=True)
 
 
-def test_an_evaluation_of_a_layer_that_mixes_rows_compiles_once_for_each_size():
+def test_an_evaluation_of_a_layer_that_mixes_rows_has_one_trace_for_all_sizes():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([4]), Centred(), keras.layers.Dense(2)])
     trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
@@ -222,7 +234,8 @@ def test_an_evaluation_of_a_layer_that_mixes_rows_compiles_once_for_each_size():
     errors = [(y - model(x).numpy()) ** 2 for x, y in batches]
     np.testing.assert_allclose(found, np.concatenate(errors).mean(), rtol=1e-6)
     trainer.evaluate(Batches(sizes=SIZES[::-1]), verbose=0)
-    assert programs(trainer)["evaluation"] <= len({*SIZES}) + 1
+    assert programs(trainer)["evaluation"] <= 1
+    assert programs(trainer)["micro-batch of an evaluation"] == 2
 
 
 def test_a_small_micro_batch_overflows_no_sooner_than_the_whole_update():

@@ -19,6 +19,7 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
         steps_per_execution=4,
         on_nonfinite="raise",
         shard_optimizer=True,
+        max_programs=6,
     )
     plan: fa.Plan = fa.plan(trainer, (x, y), global_batch_size=64, memory_limit="16GiB", recompute="auto")
     print(plan)

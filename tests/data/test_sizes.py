@@ -1,0 +1,122 @@
+"""How many sizes micro-batches are filled up to, and how much of what is computed only fills them up."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from fastaccum.data.sizes import STEPS_BEFORE_SMALLER, Sizes
+from fastaccum.data.stacks import Batch, Layout
+
+OPEN = Batch(tf.TensorSpec([None, None, 2]), tf.TensorSpec([None, None]))
+
+
+def always(given, padded):
+    return True
+
+
+def batch(rows, length):
+    return Batch(tf.ones([rows, length, 2]), tf.ones([rows, length]))
+
+
+def elements(stacks):
+    return sum(math.prod(stack.y.shape) for stack in stacks)
+
+
+def shapes(stacks):
+    return {tuple(tuple(t.shape) for t in tf.nest.flatten(stack)) for stack in stacks}
+
+
+def arranged(layout, steps):
+    """Returns the shapes that the stacks of steps of (rows, length) have, and the share of them that only fills up."""
+    sizes = Sizes("x", OPEN, layout)
+    seen, given, computed = set(), 0, 0
+    for step in steps:
+        stacks, apart = sizes.arrange([batch(*each) for each in step], [rows for rows, _ in step])
+        seen |= {*shapes(stacks)} if apart else {frozenset(shapes(stacks))}
+        given += sum(rows * length for rows, length in step)
+        computed += elements(stacks)
+    return seen, 1 - given / computed
+
+
+def drawn_lengths(random, rows):
+    """Draws the length of the longest of some rows, whose lengths are log-normal, from 8 to 128."""
+    return int(np.clip(np.exp(random.normal(3.5, 0.6, rows)), 8, 128).max())
+
+
+@pytest.mark.parametrize("accumulation", [3, 4, 8])
+def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
+    random = np.random.default_rng(0)
+    sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), Layout(accumulation))
+    seen, given, computed = {}, 0, 0
+    with pytest.warns():
+        for step in range(400):
+            rows = [32 if step == 0 else int(each) for each in random.integers(1, 33, accumulation)]
+            joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
+            (stack,), apart = sizes.arrange([joined], rows)
+            assert not apart and stack.valid.numpy().sum() == sum(rows)
+            seen[tuple(stack.x.shape)] = step
+            if step > STEPS_BEFORE_SMALLER:
+                given += sum(rows)
+                computed += math.prod(stack.valid.shape)
+    assert len(seen) == 3
+    assert 1 - given / computed < 0.22
+
+
+def test_lengths_that_are_log_normal_waste_less_than_a_quarter():
+    random = np.random.default_rng(0)
+    steps = [[(16, drawn_lengths(random, 16)) for _ in range(3)] for _ in range(200)]
+    seen, wasted = arranged(Layout(3, is_same=always), steps)
+    assert len(seen) <= 5
+    assert wasted < 0.15
+
+
+def test_ten_sizes_and_a_hundred_lengths_need_few_programs():
+    random = np.random.default_rng(0)
+    sizes = [17, 9, 32, 5, 21, 8, 30, 3, 13, 26]
+    steps = [[(int(r), int(random.integers(8, 109))) for r in random.choice(sizes, 3)] for _ in range(200)]
+    seen, _ = arranged(Layout(3, is_same=always), steps)
+    assert len(seen) <= 7  # and one that ends the update
+
+
+def test_one_length_is_not_padded():
+    seen, wasted = arranged(Layout(3, is_same=always), [[(5, 13)] * 3] * 10)
+    assert len(seen) == 1 and wasted == 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 6])
+def test_most_sizes_bounds_the_lengths(most):
+    random = np.random.default_rng(0)
+    steps = [[(4, 128)] * 2, *([(4, int(random.integers(2, 129))) for _ in range(2)] for _ in range(60))]
+    seen, _ = arranged(Layout(2, is_same=always, most_sizes=most), steps)
+    assert len({shape for shape in seen if not isinstance(shape, frozenset)}) <= most
+
+
+def test_lengths_stay_where_padding_changes_a_result():
+    seen, wasted = arranged(Layout(3), [[(4, length) for length in (7, 9, 11)], [(4, length) for length in (9, 7, 8)]])
+    assert len(seen) == 4 and wasted == 0
+
+
+def test_what_was_padded_is_marked():
+    sizes = Sizes("x", OPEN, Layout(2, is_same=always))
+    stacks, apart = sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])
+    assert apart and [tuple(stack.x.shape) for stack in stacks] == [(1, 2, 5, 2), (1, 2, 8, 2)]
+    np.testing.assert_array_equal(stacks[1].real[0, 0], [True] * 7 + [False])
+    assert float(tf.reduce_sum(stacks[1].x)) == 2 * 7 * 2
+
+
+@pytest.mark.parametrize("layout", [Layout(3, is_same=always), Layout(3, exact_rows=True, is_same=always)])
+def test_a_place_that_was_restored_goes_on_alike(layout):
+    random = np.random.default_rng(0)
+    steps = [[(int(random.integers(1, 9)), int(random.integers(4, 40))) for _ in range(3)] for _ in range(30)]
+    one = Sizes("x", OPEN, layout)
+    for at, step in enumerate(steps):
+        if at == 15:
+            other = Sizes("x", OPEN, layout)
+            other.restore(one.place())
+        arguments = [batch(*each) for each in step], [rows for rows, _ in step]
+        stacks, apart = one.arrange(*arguments)
+        if at >= 15:
+            again, also = other.arrange(*arguments)
+            assert apart == also and list(map(shapes, [[s] for s in stacks])) == list(map(shapes, [[s] for s in again]))

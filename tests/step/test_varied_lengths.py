@@ -1,0 +1,288 @@
+"""Batches of sequences, each padded to a length of its own, as updates of a loop by hand over these batches."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import assert_same
+from resuming import assert_same as assert_resumes
+
+import fastaccum as fa
+from fastaccum.step import padding
+
+ACCUMULATION = 3
+IDS = 20
+SAME_ROWS = [(4, 7), (4, 12), (4, 9), (4, 9), (4, 20), (4, 3), (4, 7), (2, 30)]
+OTHER_ROWS = [(4, 7), (3, 12), (4, 9), (5, 9), (4, 20), (1, 3), (4, 7), (2, 30)]
+layers = keras.layers
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches as they are listed, in another order in each epoch if `shuffled`."""
+
+    def __init__(self, batches, shuffled=False):
+        super().__init__()
+        self.batches = list(batches)
+        self.random = np.random.default_rng(3) if shuffled else None
+        self.order = np.arange(len(self.batches))
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, i):
+        return self.batches[self.order[i]]
+
+    def on_epoch_end(self):
+        if self.random is not None:
+            self.random.shuffle(self.order)
+
+
+def ids_of(random, rows, length):
+    """Draws ids from 1 up, with zeros behind the last one of each row; the first row is the longest."""
+    real = np.arange(length) < np.append(length, random.integers(1, length + 1, rows - 1))[:, None]
+    return random.integers(1, IDS, (rows, length)) * real
+
+
+def texts(shapes, of_tokens=False, weighted=False, seed=0):
+    random = np.random.default_rng(seed)
+    for rows, length in shapes:
+        x = ids_of(random, rows, length)
+        y = random.integers(0, 5, x.shape) if of_tokens else random.normal(size=(rows, 1)).astype("float32")
+        weights = random.uniform(0.2, 2, y.shape if of_tokens else rows).astype("float32")
+        yield (x, y, weights) if weighted else (x, y)
+
+
+def series(shapes, seed=0):
+    random = np.random.default_rng(seed)
+    for rows, length in shapes:
+        x = random.normal(size=(rows, length, 3)).astype("float32")
+        x[ids_of(random, rows, length) == 0] = -1.0
+        yield x, random.normal(size=(rows, 1)).astype("float32")
+
+
+def pairs(shapes, seed=0):
+    """Texts and translations, of lengths of their own, as dictionaries."""
+    random = np.random.default_rng(seed)
+    for rows, length in shapes:
+        source, target = ids_of(random, rows, length), ids_of(random, rows, length % 7 + 2)
+        yield {"source": source, "target": target}, {"words": random.integers(0, 5, target.shape)}
+
+
+def embedded(mask_zero=True):
+    x = keras.Input([None], dtype="int32")
+    return x, layers.Embedding(IDS, 4, mask_zero=mask_zero)(x)
+
+
+def classifier():
+    x, h = embedded()
+    return keras.Model(x, layers.Dense(1)(layers.Dropout(0.0)(layers.LSTM(4)(h))))
+
+
+def of_series():
+    return keras.Sequential([keras.Input([None, 3]), layers.Masking(-1.0), layers.GRU(4), layers.Dense(1)])
+
+
+def tagger():
+    x, h = embedded()
+    return keras.Model(x, layers.Dense(5)(layers.Bidirectional(layers.LSTM(4, return_sequences=True))(h)))
+
+
+def causal():
+    """No mask, but no step sees a later one."""
+    x, h = embedded(mask_zero=False)
+    return keras.Model(x, layers.Dense(5)(layers.LSTM(4, return_sequences=True)(h)))
+
+
+def attending():
+    x, h = embedded()
+    h = layers.MultiHeadAttention(2, 3)(h, h)
+    return keras.Model(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(h)))
+
+
+def pooled():
+    """No mask: padding would be seen, if only where it is the maximum."""
+    x, h = embedded(mask_zero=False)
+    h = layers.Conv1D(8, 3, padding="same")(h)
+    return keras.Model(x, layers.Dense(1)(layers.GlobalMaxPooling1D()(h)))
+
+
+def normalized():
+    x, h = embedded()
+    return keras.Model(x, layers.Dense(1)(layers.BatchNormalization()(layers.LSTM(4)(h))))
+
+
+def translator():
+    source, target = (keras.Input([None], name=name, dtype="int32") for name in ("source", "target"))
+    _, *state = layers.LSTM(4, return_state=True)(layers.Embedding(IDS, 4, mask_zero=True)(source))
+    h = layers.LSTM(4, return_sequences=True)(layers.Embedding(IDS, 4, mask_zero=True)(target), initial_state=state)
+    return keras.Model({"source": source, "target": target}, {"words": layers.Dense(5, name="words")(h)})
+
+
+ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+MSE = keras.losses.MeanSquaredError()
+# Of each: how the model is made, its data, its loss, and whether padding leaves its results as they are.
+CASES = {
+    "classifier": (classifier, texts, MSE, True),
+    "classifier, weighted": (classifier, lambda s: texts(s, weighted=True), MSE, True),
+    "series": (of_series, series, MSE, True),
+    "tagger": (tagger, lambda s: texts(s, of_tokens=True), ENTROPY, True),
+    "tagger, weighted": (tagger, lambda s: texts(s, of_tokens=True, weighted=True), ENTROPY, True),
+    "causal": (causal, lambda s: texts(s, of_tokens=True), ENTROPY, True),
+    "causal, weighted": (causal, lambda s: texts(s, of_tokens=True, weighted=True), ENTROPY, True),
+    "attending": (attending, texts, MSE, True),
+    "translator": (translator, pairs, ENTROPY, True),
+    "pooled": (pooled, texts, MSE, False),
+    "normalized": (normalized, texts, MSE, True),
+}
+
+
+def make(case):
+    keras.utils.set_random_seed(1)
+    return CASES[case][0]()
+
+
+def sums(loss, y, outputs, weights):
+    """Adds up losses of elements that no mask leaves out, and counts these."""
+    if isinstance(y, dict):
+        ((name, y),) = y.items()
+        outputs = outputs[name]
+    values = loss.call(tf.convert_to_tensor(y), outputs)
+    mask = getattr(outputs, "_keras_mask", None)
+    kept = tf.ones_like(values) if mask is None or values.shape.rank < 2 else tf.cast(mask, values.dtype)
+    weighted = values * kept if weights is None else values * kept * weights
+    return tf.reduce_sum(weighted), tf.reduce_sum(kept)
+
+
+def train_by_hand(model, batches, loss, epochs=1):
+    optimizer = keras.optimizers.SGD(0.1)
+    losses = []
+    for update in [batches[i : i + ACCUMULATION] for i in range(0, len(batches), ACCUMULATION)] * epochs:
+        totals, loss_sum, count = None, 0.0, 0.0
+        for x, y, *weights in update:
+            with tf.GradientTape() as tape:
+                part, of_part = sums(loss, y, model(x, training=True), *(weights or [None]))
+            found = [tf.convert_to_tensor(g) for g in tape.gradient(part, model.trainable_variables)]
+            totals = found if totals is None else [a + b for a, b in zip(totals, found, strict=True)]
+            loss_sum, count = loss_sum + part, count + of_part
+        optimizer.apply([total / count for total in totals], model.trainable_variables)
+        losses.append(float(loss_sum / count))
+    return losses
+
+
+def trained(case, shapes, epochs=1, metrics=(), **options):
+    _, data, loss, _ = CASES[case]
+    trainer = fa.Trainer(
+        make(case),
+        keras.optimizers.SGD(0.1),
+        loss,
+        metrics,
+        gradient_accumulation_steps=ACCUMULATION,
+        loss_scale=None,
+        **options,
+    )
+    history = trainer.fit(Batches(data(shapes)), shuffle=False, epochs=epochs, verbose=0)
+    return trainer, history
+
+
+def assert_as_by_hand(case, shapes, **options):
+    _, data, loss, _ = CASES[case]
+    theirs = make(case)
+    train_by_hand(theirs, list(data(shapes)), loss, epochs=2)
+    trainer, history = trained(case, shapes, epochs=2, **options)
+    assert_same(trainer.model.get_weights(), theirs.get_weights(), 2e-5)
+    return trainer, history
+
+
+@pytest.mark.parametrize("shapes", [SAME_ROWS, OTHER_ROWS], ids=["same rows", "other rows"])
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_a_loop_by_hand(case, shapes):
+    _, history = assert_as_by_hand(case, shapes)
+    assert history.programs["micro-batch of an update"][0] == 2  # of the first shape, and of all
+
+
+@pytest.mark.parametrize("case", ["classifier", "causal, weighted", "translator", "pooled", "normalized"])
+def test_updates_are_those_of_a_loop_by_hand_with_xla(case):
+    shapes = OTHER_ROWS[:6]
+    _, history = assert_as_by_hand(case, shapes, jit_compile=True)
+    made, _ = history.programs["micro-batch of an update"]
+    if not CASES[case][-1]:
+        assert made == len({length for _, length in shapes})
+    elif case != "normalized":
+        assert made <= 6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_is_used_where_it_changes_nothing(case):
+    _, data, _, is_exact = CASES[case]
+    trainer, _ = trained(case, SAME_ROWS[:1])
+    objective = trainer._builder.step.objective
+    layout = trainer._builder.training_layout(trainer._present_options)
+    layout = layout._replace(
+        shapes_are_free=False, is_same=lambda a, b: padding.is_same(objective, a, b), fills=padding.fills(objective)
+    )
+    from fastaccum.data.datasets import DatasetSource
+    from fastaccum.data.sizes import Sizes
+
+    source = DatasetSource(Batches(data(SAME_ROWS)), "x")
+    sizes = Sizes("x", source.dataset.element_spec, layout)
+    batches = list(source.dataset.take(3))
+    stacks, apart = sizes.arrange(batches, [4, 4, 4])
+    lengths = {tf.nest.flatten(stack.x)[0].shape[2] for stack in stacks}
+    assert apart and lengths == ({7, 12} if is_exact else {7, 12, 9})
+
+
+def test_padding_that_is_used_where_it_changes_something_is_seen(monkeypatch):
+    """A negative control: these tests see a padding that is not left out."""
+    monkeypatch.setattr(padding, "is_same", lambda *_: True)
+    with pytest.raises(AssertionError):
+        assert_as_by_hand("pooled", SAME_ROWS, jit_compile=True)
+
+
+def test_an_evaluation_is_that_of_all_rows():
+    _, data, loss, _ = CASES["causal, weighted"]
+    trainer, _ = trained("causal, weighted", OTHER_ROWS[:3], metrics=["accuracy"])
+    batches = list(data(OTHER_ROWS))
+    found = trainer.evaluate(Batches(batches), verbose=0, return_dict=True)
+    parts = [sums(loss, y, trainer.model(x), w) for x, y, w in batches]
+    np.testing.assert_allclose(found["loss"], sum(a for a, _ in parts) / sum(b for _, b in parts), rtol=1e-5)
+    # As in Keras, of the means of each row.
+    right = [(trainer.model(x).numpy().argmax(-1) == y).mean(1) for x, y, _ in batches]
+    np.testing.assert_allclose(found["accuracy"], np.concatenate(right).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["causal", "tagger"])
+def test_padding_does_not_count_in_metrics(case):
+    metrics = ["accuracy", "sparse_top_k_categorical_accuracy"]
+    _, history = trained(case, SAME_ROWS, metrics=metrics, jit_compile=True)
+    _, expected = trained(case, SAME_ROWS, metrics=metrics, jit_compile=False)
+    assert history.programs["micro-batch of an update"][0] < len({length for _, length in SAME_ROWS})
+    np.testing.assert_allclose(history.history["accuracy"], expected.history["accuracy"], rtol=1e-6)
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+
+
+def test_a_table_of_positions_bounds_the_padding():
+    class Positions(layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(30, 4), name="table")
+
+        def call(self, x):
+            return x + self.table[: x.shape[1]]
+
+    x, h = embedded(mask_zero=False)
+    h = layers.LSTM(4, return_sequences=True)(Positions()(h))
+    model = keras.Model(x, layers.Dense(5)(h))
+    trainer = fa.Trainer(model, "sgd", ENTROPY, gradient_accumulation_steps=2, jit_compile=True)
+    history = trainer.fit(Batches(texts([(2, 6), (2, 30), (2, 28), (2, 12)], of_tokens=True)), shuffle=False, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+
+
+@pytest.mark.parametrize("jit_compile", [False, "auto"])
+@pytest.mark.parametrize("case", ["classifier", "normalized"])
+def test_a_resumed_training_ends_bit_for_bit(tmp_path, case, jit_compile):
+    def trainer():
+        return fa.Trainer(make(case), "adam", MSE, gradient_accumulation_steps=ACCUMULATION, jit_compile=jit_compile)
+
+    def batches():
+        return {"x": Batches(texts(OTHER_ROWS), shuffled=True), "shuffle": False}
+
+    assert_resumes(trainer, batches, [1, 3, 2], tmp_path, epochs=3)
