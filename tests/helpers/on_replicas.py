@@ -688,6 +688,47 @@ def check_datasets():
     assert_same_on_all(trainer)
 
 
+def check_lengths_that_differ():
+    """Texts that are padded per batch, which the replicas' shares are padded alike of; refused without a mask."""
+    lengths, random = [7, 3, 5, 9, 4], np.random.default_rng(0)
+    ids = [random.integers(1, 11, (4, length)) for length in lengths]
+
+    def batches():
+        for each in ids:
+            yield each, each % 3
+
+    def dataset():
+        spec = tf.TensorSpec([None, None], tf.int64)
+        return tf.data.Dataset.from_generator(batches, output_signature=(spec, spec))
+
+    def tagger(mask_zero=True, flip=False):
+        keras.utils.set_random_seed(1)
+        x = keras.Input((None,), dtype="int64")
+        h = keras.layers.Embedding(11, 4, mask_zero=mask_zero)(x)
+        return keras.Model(x, keras.layers.Dense(3)(keras.layers.LSTM(4, return_sequences=True, go_backwards=flip)(h)))
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def fit(trainer):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of three programs
+            history = trainer.fit(dataset(), epochs=2, verbose=0).history
+        return history, trainer.evaluate(dataset(), verbose=0)
+
+    def options():
+        return {"optimizer": "sgd", "loss": loss, "metrics": ["accuracy"], "gradient_accumulation_steps": 2}
+
+    compare(tagger, fit, options, ids[0])
+    trainer = fa.Trainer(replicated(lambda: tagger(mask_zero=False, flip=True)), **options())
+    before = trainer.model.get_weights()
+    try:
+        trainer.fit(dataset(), verbose=0)
+        raise AssertionError("lengths that would be padded unseen were not refused")
+    except ValueError as error:
+        assert "padded_batch(k * b).unbatch().batch(b)" in str(error), error
+    assert_close(trainer.model.get_weights(), before, 0)
+
+
 def check_learning_rate_from_the_host():
     """A learning rate assigned between steps reaches every replica."""
     seen = []
