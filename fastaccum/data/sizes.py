@@ -38,7 +38,7 @@ class Sizes:
     def __init__(self, what: str, spec: Batch, layout: Layout):
         self._what = what
         self._layout = layout
-        self._may_be_apart = layout.accumulation > 1 and layout.replicas == 1
+        self._may_be_apart = layout.may_be_apart and layout.accumulation > 1
         self._lengths = _Lengths(spec, layout)
         self.batch_size = 0  # of a micro-batch
         # Some step was not of micro-batches of this size and a last one of fewer rows; and how many steps came since.
@@ -77,9 +77,8 @@ class Sizes:
         if len(batches) == 1:
             batches = [self._lengths.padded(batches)[0]]
         else:
-            together = self._layout.replicas > 1
-            batches = self._lengths.padded(batches, together)
-            if together and len({*map(_row_shapes, batches)}) > 1:
+            batches = self._lengths.padded(batches, together=not self._may_be_apart)
+            if self._layout.replicas > 1 and len({*map(_row_shapes, batches)}) > 1:
                 raise ValueError(
                     f"{self._what}: the micro-batches of one train step have rows of different shapes, and nothing in "
                     "the model or its loss leaves padding out. On several replicas, make them alike: by "
@@ -90,7 +89,7 @@ class Sizes:
             self._lengths_vary |= len(groups) > 1
             batches = [*groups]
         if self._lengths_vary:
-            return self._apart(batches, rows), True
+            return self._apart(batches, rows), self._may_be_apart
         (batch,) = batches
         if not self._layout.exact_rows:
             return (self._dealt(batch, rows),), False

@@ -68,7 +68,8 @@ class Layout(NamedTuple):
     accumulation: int  # micro-batches in a step
     steps_per_execution: int = 1  # steps in a dispatch
     exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
-    shapes_are_free: bool = False  # one trace takes micro-batches of any rows and lengths
+    may_be_apart: bool = True  # a program may compute a single micro-batch of an update
+    shapes_are_free: bool = False  # one trace of such a program takes any rows and lengths
     most_sizes: int = 4  # to which micro-batches are padded
     # Tells if nothing is computed otherwise for the second micro-batch, the first one padded along its second axis;
     # None where the first cannot be computed.

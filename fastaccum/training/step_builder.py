@@ -244,7 +244,7 @@ class StepBuilder:
                 layout = layout._replace(shapes_are_free=True)
             else:
                 layout = layout._replace(is_same=self._is_same, fills=padding.fills(objective))
-        return layout if own is None else layout._replace(replicas=own.count, shards=own.shards)
+        return layout if own is None else layout._replace(may_be_apart=False, replicas=own.count, shards=own.shards)
 
     def _is_same(self, given: Batch, padded: Batch) -> bool | None:
         assert self.step is not None

@@ -319,7 +319,9 @@ class TestDatasets:
         assert [tuple(stack.x.shape) for stack in step.stacks] == [(1, 2, 3), (1, 2, 4)]
 
     def test_lengths_that_differ_say_so_on_replicas(self):
-        stacks = stacks_of(of_lengths(3, 4), batch_size=None, layout=Layout(2, replicas=2, shards=slice(0, 2)))
+        stacks = stacks_of(
+            of_lengths(3, 4), batch_size=None, layout=Layout(2, may_be_apart=False, replicas=2, shards=slice(0, 2))
+        )
         with pytest.raises(ValueError, match=r"(?s)of different shapes.*padded_batch\(k \* b\).unbatch\(\).batch\(b\)"):
             epochs_of(stacks, 1)
 
