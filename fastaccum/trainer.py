@@ -28,6 +28,7 @@ from fastaccum.step.train_step import StepResult
 from fastaccum.training.evaluation import Evaluation, predict
 from fastaccum.training.fit import Fit, Verbose
 from fastaccum.training.forecasts import plan_for_data, summarize
+from fastaccum.training.reading import reading
 from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.throughput import Throughput
@@ -341,7 +342,8 @@ class Trainer:
         data = self._recipe.make_source(x, y, sample_weight, options, batch_size=batch_size, steps="steps")
         evaluation = Evaluation(self._builder, data, options, steps)
         hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=evaluation.batches, history=False)
-        logs = evaluation(hooks)
+        with reading(evaluation):
+            logs = evaluation(hooks)
         return logs if return_dict else evaluation.in_order(logs)
 
     @workers.abort_peers_on_error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from typing import Any
 
 import keras
@@ -48,12 +51,16 @@ class EpochBatches(keras.utils.PyDataset):
         self._stop = self._length
         self._epochs_of_pass = 0  # how many have ended
         self._random: tuple | None = None  # the state that the pass's order was drawn with
+        self._process = os.getpid()
 
     @property
     def num_batches(self) -> int | None:
         return None if self._stop is None else self._stop - self._start
 
     def __getitem__(self, index: int) -> Any:
+        if os.getpid() != self._process and threading.current_thread() is threading.main_thread():
+            # Ctrl-C reaches the workers too. One that it ends leaves a batch that fit would wait for without end.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         index += self._start
         return self.batches[index if self._order is None else self._order[index]]
 

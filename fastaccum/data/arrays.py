@@ -83,6 +83,9 @@ class ArrayStacks:
     def reset(self) -> None:
         """Does nothing: arrays have no hooks."""
 
+    def close(self) -> None:
+        """Does nothing: the thread that gathers rows ahead ends by itself."""
+
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs beside the steps done: the order follows from the seed."""
         return {"seed": self._seed, "checksum": self.checksum()}, {}

@@ -166,6 +166,10 @@ class DatasetStacks:
         if self._epochs is not None:
             self._epochs.reset()
 
+    def close(self) -> None:
+        """Ends the threads that read ahead; nothing is read afterwards."""
+        self._passes.close()
+
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns what `restore` needs to go on after the dispatch consumed last."""
         plain, tensors = self._passes.position()

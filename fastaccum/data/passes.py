@@ -87,6 +87,13 @@ class Passes:
             self._iterator, self._resumed = self._resumed, None
         return self._iterator
 
+    def close(self) -> None:
+        """Ends the iterator and its threads, also where a traceback holds it."""
+        for iterator in (self._iterator, self._resumed):
+            if iterator is not None:
+                private.iterator_resource.set(iterator, None)
+        self._iterator = self._resumed = None
+
     def read(self, step: Dispatch, rows: int, mark: Place) -> Dispatch:
         """Notes a step that was read; `mark` is the place before it."""
         self._read.append((mark, step))

@@ -44,6 +44,10 @@ class Evaluation:
         with self._builder.keeping_logs():
             return self._run(hooks)
 
+    def close(self) -> None:
+        """Ends the threads that read ahead; no pass can be run afterwards."""
+        self._stacks.close()
+
     def _run(self, hooks: Callbacks) -> dict[str, float]:
         step, stacks = self._step, self._stacks
         stacks.reset()

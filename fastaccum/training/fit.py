@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.forecasts import make_plan
+from fastaccum.training.reading import reading
 from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.throughput import Stopwatch
@@ -103,7 +104,7 @@ class Fit:
         recipe.losses.require_classes(self._class_weight)
         epochs_left = schedule.epochs - schedule.initial_epoch
         stacks = self._source.stacks(builder.training_layout(options), schedule.steps_per_epoch, epochs_left)
-        validate = self._make_validation(options)
+        evaluation = self._make_validation(options)
         stacks.reset()
         steps = stacks.steps_per_epoch
         hooks = Callbacks(callbacks, model, verbose=self._verbose, epochs=schedule.epochs, steps=steps, history=True)
@@ -124,7 +125,8 @@ class Fit:
         model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, float] = {}
-        with saver, builder.fitting(step):
+        readers = [stacks] if evaluation is None else [stacks, evaluation]
+        with saver, builder.fitting(step), reading(*readers):
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
             with replicas.on_first_replica(recipe.replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
@@ -143,8 +145,9 @@ class Fit:
                 logs = _train_epoch(step, saver.watched(step.lockstep(stacks, dispatches)), hooks, done, stopwatch)
                 builder.throughput = stopwatch.read()
                 hooks.show_rate(None if builder.throughput is None else builder.throughput.rows_per_second)
-                if validate is not None and schedule.validates(epoch):
-                    logs.update({f"val_{name}": value for name, value in validate(hooks).items()})
+                if evaluation is not None and schedule.validates(epoch):
+                    validation_logs = evaluation(self._validation_hooks(hooks))
+                    logs.update({f"val_{name}": value for name, value in validation_logs.items()})
                 hooks.list.on_epoch_end(epoch, logs)
                 saver.end_epoch(last=model.stop_training or epoch == last - 1)
                 if model.stop_training:
@@ -155,7 +158,7 @@ class Fit:
         return model.history
 
     @graph_scoped_gradients()
-    def _make_validation(self, options: Options) -> Callable[[Callbacks], dict[str, float]] | None:
+    def _make_validation(self, options: Options) -> Evaluation | None:
         if self._validation_data is None:
             return None
         schedule = self._schedule
@@ -171,11 +174,11 @@ class Fit:
         passes = sum(map(schedule.validates, range(first, schedule.epochs)))
         evaluation = Evaluation(self._builder, source, options, schedule.validation_steps, passes)
         evaluation.require_traceable(like=self._source.sample)
-        return lambda hooks: evaluation(
-            Callbacks(
-                hooks.list, self._recipe.model.model, verbose=0, epochs=1, steps=None, history=False, validates=True
-            )
-        )
+        return evaluation
+
+    def _validation_hooks(self, hooks: Callbacks) -> Callbacks:
+        model = self._recipe.model.model
+        return Callbacks(hooks.list, model, verbose=0, epochs=1, steps=None, history=False, validates=True)
 
     def _counted_steps(self, stacks: Stacks) -> str | None:
         """Says what `steps_per_epoch` counts, where no end of the data would show it; None where nothing is to say."""
