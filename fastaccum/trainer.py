@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 
@@ -250,6 +250,7 @@ class Trainer:
         checkpoint_every: int | None = None,
         keep: int = 3,
         global_batch_size: int | None = None,
+        resume: Collection[str] | str = (),
     ) -> keras.callbacks.History:
         """Trains for `epochs` passes, with the arguments and callbacks of Keras's `fit`.
 
@@ -282,6 +283,10 @@ class Trainer:
             global_batch_size: rows of an update, with `batch_size="auto"`. The micro-batch is then the largest that
                 fits the device, as `fastaccum.plan` finds it, and `gradient_accumulation_steps` is set accordingly. The
                 result is the same, bit for bit, as with that `batch_size`. Batches of a `tf.data.Dataset` are cut anew.
+            resume: names of the optimizer's settings that are taken as they are now, where the checkpoint has others:
+                "learning_rate" (a number, a schedule, or what callbacks set), "weight_decay" or another of its numbers.
+                A schedule counts from the updates that are done. Without a name, a setting that differs is refused. A
+                setting that is as it was saved keeps what training made of it, so a script may go on naming it.
 
         Returns:
             The `History`, which is also `model.history`. Its attribute `programs` has, for each kind of program that
@@ -301,7 +306,8 @@ class Trainer:
         schedule = Schedule(
             epochs, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size, validation_freq
         )
-        fitting = Fit(self._builder, schedule, Saver(checkpoint_dir, checkpoint_every, keep), verbose)
+        saver = Saver(checkpoint_dir, checkpoint_every, keep, resume)
+        fitting = Fit(self._builder, schedule, saver, verbose)
         plan = fitting.prepare(
             self._present_options,
             (x, y, sample_weight),
@@ -313,6 +319,7 @@ class Trainer:
             class_weight=class_weight,
             checkpoint_dir=checkpoint_dir is not None,
             checkpoint_every=checkpoint_every,
+            resume=sorted(saver.resumes_with),
         )
         if plan is not None:
             self.gradient_accumulation_steps = plan.accumulation_steps

@@ -427,6 +427,7 @@ MODEL_CHECKPOINT_COUNTERS = ("_batches_seen_since_last_saving", "_last_batch_see
 EMA_WEIGHTS_IN_MODEL = "_ema_weights_in_model"
 initial_epoch = Attribute("_initial_epoch", of="keras.Model", serves="where BackupAndRestore says to go on")
 training_state = Attribute("_training_state", of="tf_keras models", serves="where BackupAndRestore says to go on")
+learning_rate = Attribute("_learning_rate", of="optimizers", serves="the variable of a learning rate")
 train_counter = Attribute("_train_counter", of="tf_keras models", serves="the number of a step")
 is_tracing = Attribute("_is_tracing", of="TensorBoard", serves="ending a profile after its last step")
 

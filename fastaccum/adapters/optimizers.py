@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -198,10 +197,16 @@ class Optimizer:
         """Updates tables inside the block by their lookups, bool [rows] by the tables' `ref()`."""
         return contextlib.nullcontext()
 
-    @functools.cached_property
+    @property
     def description(self) -> dict[str, Any]:
-        """The optimizer's class and arguments when first read; a learning rate that changes is a variable."""
+        """The optimizer's class and arguments as they are now."""
         return fingerprint.describe(self.optimizer)
+
+    @property
+    def settings(self) -> dict[str, list[tf.Variable]]:
+        """The hyperparameters that variables hold, by name; others are constants of the traced step."""
+        rate = raw(private.learning_rate(self.optimizer, None))
+        return {"learning_rate": [rate]} if isinstance(rate, tf.Variable) else {}
 
     def describe_rules(self, variable: Variable) -> dict[str, Any]:
         """Describes what is done to a trained variable beside its update: a penalty, a constraint, no weight decay."""
@@ -359,9 +364,14 @@ class _Legacy(_TFKeras):
             parts.append(private.wrapped_optimizer(parts[-1]))
         return parts
 
-    @functools.cached_property
+    @property
     def description(self) -> dict[str, Any]:
         return super().description | fingerprint.describe(self._called)  # of which `get_config` tells the value
+
+    @property
+    def settings(self) -> dict[str, list[tf.Variable]]:
+        hyperparameters = private.hyper(self.parts[-1])
+        return {name: [value] for name, value in hyperparameters.items() if isinstance(value, tf.Variable)}
 
     @property
     def needs_lookups(self) -> bool:

@@ -52,14 +52,7 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
         own: Json = {}
         values[name] = {"kind": kind, "state": own}
         if kind is None:
-            given = callback.get_state()
-            try:
-                is_json = isinstance(given, dict) and json.loads(json.dumps(given)) == given
-            except (TypeError, ValueError):
-                is_json = False
-            if not is_json:
-                raise TypeError(f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back.")
-            own.update(given)
+            own.update(_get_state(name, callback))
             continue
         for attribute in COUNTERS[kind]:
             value = getattr(callback, attribute, None)
@@ -69,6 +62,31 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
             else:
                 own[attribute] = plain(value)
     return values, arrays
+
+
+def own(callbacks: Callbacks) -> dict[str, Json]:
+    """Returns what the callbacks' own `get_state` methods return, by name."""
+    return {name: _get_state(name, callback) for name, kind, callback in _stateful(callbacks) if kind is None}
+
+
+def restore_own(callbacks: Callbacks, states: dict[str, Json]) -> None:
+    """Puts back what `own` returned."""
+    for name, kind, callback in _stateful(callbacks):
+        if kind is None and name in states:
+            callback.set_state(states[name])
+
+
+def _get_state(name: str, callback: keras.callbacks.Callback) -> Json:
+    """Returns a copy of a callback's state; raises TypeError unless JSON gives it back."""
+    given = callback.get_state()
+    try:
+        copied = json.loads(json.dumps(given))
+        is_json = isinstance(given, dict) and copied == given
+    except (TypeError, ValueError):
+        is_json = False
+    if not is_json:
+        raise TypeError(f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back.")
+    return copied
 
 
 def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import secrets
@@ -19,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.checkpoint import callback_state, state, store
-from fastaccum.checkpoint.errors import CheckpointWriteError, IncompatibleCheckpointError
+from fastaccum.checkpoint import callback_state, same_training, settings, state, store
+from fastaccum.checkpoint.errors import CheckpointWriteError
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Json, Training, WorkerLostError, plain
@@ -38,11 +39,16 @@ class Saver:
     variables that no other has, each writes its own, and SIGTERM to one ends all after the same step.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None, every: int | None, keep: int):
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, every: int | None, keep: int, resume: Collection[str] | str = ()
+    ):
         self.keep = checks.whole_number("keep", keep)
         self.every = None if every is None else checks.whole_number("checkpoint_every", every)
         if directory is None and every is not None:
             raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
+        self.resumes_with = settings.names(resume)
+        if directory is None and self.resumes_with:
+            raise ValueError(f"resume={settings.show(self.resumes_with)} needs a checkpoint_dir.")
         self.directory: Any = None if directory is None else _writable(directory)
         self._lock = FolderLock(self.directory or "")
         self.stopped = False  # by a callback, of the fit that is resumed
@@ -50,6 +56,9 @@ class Saver:
         self._told = ""  # the key of the latest checkpoint that this worker told of
         self._note_changes: Callable[[], None] = lambda: None
         self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
+        self.changed_constants = False  # among the settings, of programs that were traced before
+        self._changes: list[Json] = []  # of settings, in this fit and in those before
+        self._kept: set[str] = set()  # names of the variables whose values stay as they are now
         self._done = self._saved = 0
         self._cut_short = False  # of the epoch
         self._process = os.getpid()
@@ -101,6 +110,7 @@ class Saver:
         if self.directory is None:
             return self._position
         self._training = fit = training()
+        settings.require_known(self.resumes_with, fit.description)
         named = state.name_variables(fit.variables).items()
         variables = {f"{group}/{name}": v for group, own in named for name, v in own.items()}
         self._workers = workers = fit.workers
@@ -123,8 +133,10 @@ class Saver:
             step = -1 if found is None else found.step
             workers.require_same("All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step)
         if found is not None:
-            _require_same_training(found, fit)
+            same_training.require(found, fit, self.resumes_with)
         self._note_changes = fit.note_changes
+        noted = {} if found is None else found.manifest.get("rates", {})
+        self._rates = settings.HookRates(fit.settings.get(settings.RATE, ()), fit.callbacks, noted)
         if found is None:
             return self._position
         found.warn_of_other_versions()
@@ -144,46 +156,118 @@ class Saver:
                 )
         self._resumed = found
         self._done = self._saved = found.step
+        changes = self._take_settings()
         callback_state.prepare(fit.callbacks)
         if not self._complete(epochs):
             _warn_of_lost_bits(fit.description["batch plan"]["jit_compile"], fit.unsaved_draws)
         if (trained := self._position.epoch) > epochs:
             warn(f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.", UserWarning)
         if verbose != 0:
-            print(self._said(epochs), flush=True)
+            print(self._said(epochs, changes), flush=True)
         return self._position
 
-    def _said(self, epochs: int) -> str:
+    def _take_settings(self) -> list[settings.Change]:
+        """Lists the settings that `resume` names and that differ from the saved ones, which are not restored."""
+        fit, found = self._training, self._resumed
+        self._changes = [*found.changes]
+        changes = settings.changes(found.manifest["description"], fit.description, self.resumes_with)
+        for change in changes:
+            self._take(change)
+        self.changed_constants = any(change.name not in fit.settings for change in changes)
+        return changes
+
+    def _said(self, epochs: int, changes: Sequence[settings.Change]) -> str:
         _, epoch, step = self._position
         done = f"{self._done:,} train steps"
         if self._complete(epochs):
             how = "a callback had ended it" if self.stopped else f"{epoch} epochs, of {epochs} asked for"
             return f"training was complete in {self._resumed.path}: {done}, {how}"
-        pieces = self._pieces and f", in other pieces: {self._pieces}"
-        return (
-            f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch {epoch + 1} of {epochs}{pieces}"
-        )
+        text = f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch {epoch + 1} of {epochs}"
+        if self._pieces:
+            text += f", in other pieces: {self._pieces}"
+        for change in changes:
+            text += f"; {change}"
+        unchanged = self.resumes_with.difference(change.name for change in changes)
+        if unchanged:
+            text += f"; as saved: {', '.join(sorted(unchanged))}"
+        return text
 
     def _complete(self, epochs: int) -> bool:
         return self.stopped or self._position.epoch >= epochs
 
-    def begin(self) -> None:
-        """Restores the state, after `on_train_begin`."""
-        if self.directory is not None:
-            callback_state.state(self._training.callbacks)  # raises what would otherwise come with the first save
+    @contextlib.contextmanager
+    def beginning_training(self) -> Iterator[None]:
+        """Restores the state after the block, which calls `on_train_begin`."""
+        if self.directory is None:
+            yield
+            return
+        with self._calling(settings.TRAIN_HOOK, was_called=self._resumed is not None):
+            yield
+        callback_state.state(self._training.callbacks)  # raises what would otherwise come with the first save
         if self._resumed is not None:
             self._restore()
 
-    def begin_epoch(self, epoch: int) -> int:
-        """Returns the train steps that are done of an epoch, after `on_epoch_begin`."""
-        if self._resumed is not None:
-            # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for it before.
-            if self._position.step:
-                self._restore()
-            self._resumed, self._tensors = None, {}
-            return self._position.step
-        self._position = Position(self._position.first, epoch)
-        return 0
+    @contextlib.contextmanager
+    def beginning_epoch(self, epoch: int) -> Iterator[None]:
+        """Notes the epoch's begin; restores the state after the block, which calls `on_epoch_begin`."""
+        if self._resumed is None:
+            self._position = Position(self._position.first, epoch)
+        if self.directory is None:
+            yield
+            return
+        is_within = self._resumed is not None and self._position.step > 0
+        with self._calling(settings.EPOCH_HOOK, was_called=is_within):
+            yield
+        # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for it before.
+        if is_within:
+            self._restore()
+        self._resumed, self._tensors = None, {}
+
+    @contextlib.contextmanager
+    def _calling(self, hook: str, was_called: bool) -> Iterator[None]:
+        """Notes the learning rates around the block, which calls a hook; repeats one that the checkpoint has noted.
+
+        If callbacks leave another rate than the checkpoint has, that rate holds where `resume` names it; else the
+        restored one does, and a warning tells both.
+        """
+        rates = self._rates
+        rate_is_new = any(self._variable_names(settings.RATE) & self._kept)
+        if not was_called or rate_is_new or not rates.can_repeat(hook):
+            with rates.noting(hook):
+                yield
+            return
+        rates.prepare_repeat(hook)
+        yield
+        change = rates.change(hook)
+        if change is None:
+            return
+        if settings.RATE in self.resumes_with:
+            rates.take(hook)
+            self._take(change)
+            return
+        warn(
+            f"callbacks set learning_rate to {change.now:.6g} in {hook}, where they had set {change.saved:.6g} before "
+            f"the checkpoint: training goes on with the rate that was saved. To go on with theirs, call fit(..., "
+            f"resume={settings.show(self.resumes_with | {settings.RATE})}).",
+            UserWarning,
+        )
+
+    def _take(self, change: settings.Change) -> None:
+        """Records a setting that is not restored, but stays as it is now."""
+        self._kept |= self._variable_names(change.name)
+        self._changes.append({"step": self._done, "epoch": self._position.epoch, **change._asdict()})
+
+    def _variable_names(self, setting: str) -> set[str]:
+        held = {id(variable) for variable in self._training.settings.get(setting, ())}
+        names = {name for name, variable in self._variables.items() if id(variable) in held}
+        if setting == settings.RATE:  # tf_keras holds the value of a schedule, too
+            names |= {name for name in self._variables if name.startswith("optimizer/") and settings.is_rate(name)}
+        return names
+
+    @property
+    def step_in_epoch(self) -> int:
+        """The number of train steps that are done of the epoch."""
+        return self._position.step
 
     def _of(self, group: str) -> dict[str, tf.Tensor]:
         return {n.removeprefix(f"{group}/"): t for n, t in self._tensors.items() if n.startswith(f"{group}/")}
@@ -195,7 +279,8 @@ class Saver:
         history.epoch = list(manifest["history"]["epoch"])
         history.history = dict(self._resumed.history)
         for name, variable in self._variables.items():
-            variable.assign(self._tensors[name])
+            if name not in self._kept:
+                variable.assign(self._tensors[name])
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
         """Yields the dispatches of an epoch, and saves between them: one is executed before the next is asked for."""
@@ -255,6 +340,8 @@ class Saver:
             "history": {"epoch": plain(history.epoch), "history": plain(history.history)},
             "callbacks": callbacks,
             "description": self._training.description,
+            "rates": dict(self._rates.record),
+            "changes": [*self._changes],
             "cut": dict(self._training.cut),
         }
         return manifest, tensors
@@ -313,23 +400,6 @@ class Saver:
                 f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
                 f"{reason}. No earlier one was touched. Make room or mend the folder, then call fit again."
             ) from error
-
-
-def _require_same_training(found: store.Checkpoint, fit: Training) -> None:
-    saved = found.manifest["description"]
-    different = state.differences(saved, fit.description)
-    plans = saved["batch plan"], fit.description["batch plan"]
-    if plans[0].get("global_batch") != plans[1].get("global_batch"):
-        product = state.other_product(found.manifest["cut"], fit.cut, plans[0].get("global_batch"))
-        if product:  # says the same, with what to do
-            different = [*(each for each in different if not each.startswith("batch plan.global_batch: ")), product]
-    if plans[0].get("jit_compile") != plans[1]["jit_compile"]:  # which "auto" may have chosen
-        different = [f"pass jit_compile={plans[0].get('jit_compile')} to the Trainer", *different]
-    if different:
-        raise IncompatibleCheckpointError(
-            f"{found.path} is of another training, and nothing was changed. Make these as they were, or name "
-            f"another checkpoint_dir: {'; '.join(different)}"
-        )
 
 
 def _warn_of_lost_bits(jit_compile: bool, draws: Sequence[str]) -> None:

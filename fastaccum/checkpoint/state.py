@@ -66,6 +66,7 @@ class Training:
     note_changes: Callable[[], None]  # as the fit ends, to tell what training changed from what is changed after it
     workers: Workers | None
     holders: Mapping[int, int]  # the worker of each variable that one worker alone has, by its id
+    settings: Mapping[str, Sequence[tf.Variable]]  # the optimizer's that variables hold, by name
 
 
 class ChangesOfTraining:
@@ -166,8 +167,14 @@ def differences(saved: object, now: object, path: str = "", words: str = "{} was
         return found or ([f"{path}: in another order"] if ordered and list(saved) != list(now) else [])
     if path.endswith(".code") and str(saved).split()[-1] != str(now).split()[-1]:
         return []  # of another version of Python, whose bytecode says nothing
-    before, after = (value if isinstance(value, str) else repr(value) for value in (saved, now))
-    return [] if saved == now else [f"{path}: {words.format(before, after)}"]
+    return [] if saved == now else [f"{path}: {words.format(_show(saved), _show(now))}"]
+
+
+def _show(value: object) -> str:
+    """Writes a value of a description; a float32, as learning rates are, without the digits of its float64."""
+    if isinstance(value, float) and abs(value) <= np.finfo(np.float32).max and value == float(np.float32(value)):
+        return str(np.float32(value))
+    return value if isinstance(value, str) else repr(value)
 
 
 def other_product(saved: Json, now: Mapping[str, int], wanted: int | None) -> str:

@@ -66,6 +66,11 @@ class Checkpoint:
         """Returns the logs of the epochs that ended, as in `History.history`."""
         return self.manifest["history"]["history"]
 
+    @property
+    def changes(self) -> list[Json]:
+        """Returns what `fit(resume=...)` has changed: "step", "epoch", "name", "saved" and "now" of each setting."""
+        return self.manifest.get("changes", [])
+
     def warn_of_other_versions(self) -> None:
         """Warns with the versions that wrote the checkpoint, if this process has others."""
         saved = self.manifest["versions"]

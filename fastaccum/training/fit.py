@@ -128,19 +128,22 @@ class Fit:
         readers = [stacks] if evaluation is None else [stacks, evaluation]
         with saver, builder.fitting(step), reading(*readers):
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
+            if saver.changed_constants:
+                step.retrace()
             with replicas.on_first_replica(recipe.replicas):
                 diagnosis.require_statistics(step.cycle, step.objective)
                 diagnosis.warn_of_zero_lora(recipe.model.layers)
-            hooks.list.on_train_begin()
-            saver.begin()
+            with saver.beginning_training():
+                hooks.list.on_train_begin()
             if epoch := take_backed_up_epoch(model, steps):
                 position = Position(epoch, epoch)
             last = position.epoch if saver.stopped else schedule.epochs
             for epoch, dispatches in zip(range(position.epoch, last), stacks.epochs(position), strict=False):
                 step.running.reset()
-                hooks.list.on_epoch_begin(epoch)
-                builder.require_same()
-                done = saver.begin_epoch(epoch)
+                with saver.beginning_epoch(epoch):
+                    hooks.list.on_epoch_begin(epoch)
+                    builder.require_same()
+                done = saver.step_in_epoch
                 stopwatch = Stopwatch()
                 logs = _train_epoch(step, saver.watched(step.lockstep(stacks, dispatches)), hooks, done, stopwatch)
                 builder.throughput = stopwatch.read()
@@ -224,6 +227,7 @@ class Fit:
             changes.end,
             recipe.replicas,
             step.holders,
+            recipe.optimizer.settings,
         )
 
 

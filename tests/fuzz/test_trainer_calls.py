@@ -138,6 +138,7 @@ def fit_table(kind, rows, form):
         "checkpoint_dir": Values(["None", "folder()"], [c for c in without("None") if c not in TEXTS]),
         "checkpoint_every": Values(["None", "1"], BAD_COUNTS, WHOLE),
         "keep": Values(["1", "3"], BAD_NUMBERS),
+        "resume": Values(["()", "[]"], without("()", "[]")),  # a name needs a checkpoint_dir
         "global_batch_size": Values(["None"], without("None")),  # another needs batch_size="auto"
         "class_weight": Values(["None"], without("None", "{1: 2}"), ["{1: 2}"] if kind in ("classes", "ids") else []),
     }

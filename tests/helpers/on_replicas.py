@@ -742,6 +742,25 @@ def check_learning_rate_from_the_host():
     assert_same_on_all(trainer)
 
 
+def check_settings_changed_on_resume():
+    """The rate, a variable of each replica, and the weight decay, a constant: as on one device."""
+
+    def train(make, **options):
+        with tempfile.TemporaryDirectory() as folder:
+            for epochs, rate, decay in ((1, 0.01, 0.0), (2, 0.002, 0.1)):
+                adam = keras.optimizers.AdamW(rate, weight_decay=decay)
+                trainer = fa.Trainer(make(dense), adam, "mse", jit_compile=False, **options)
+                named = {"learning_rate", "weight_decay"}
+                fitted = {"batch_size": 8, "shuffle": False, "verbose": 0, "checkpoint_dir": folder, "resume": named}
+                trainer.fit(X[:16], Y[:16], epochs=epochs, **fitted)
+        return trainer
+
+    expected = train(lambda plain: plain())
+    for shares in (False, True):
+        resumed = train(replicated, shard_optimizer=shares)
+        assert_close(resumed.model.get_weights(), expected.model.get_weights())
+
+
 def check_lora_enabled_outside_the_scope():
     """Its matrices, which no strategy knows when the Trainer is made, are trained on all replicas."""
     for shared in (False, True):

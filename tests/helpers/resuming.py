@@ -6,6 +6,7 @@ import json
 import keras
 import numpy as np
 
+from fastaccum.adapters.attributes import raw
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import FolderLock
 
@@ -73,9 +74,14 @@ def with_means(trainer):
 
 
 def scramble(trainer):
-    """Puts nonsense in every variable: what is not restored will show."""
+    """Puts nonsense in every variable but the optimizer's settings: what is not restored will show.
+
+    Another learning rate would be another training.
+    """
+    settings = {id(v) for variables in trainer._recipe.optimizer.settings.values() for v in variables}
     for variable in with_means(trainer):
-        variable.assign(np.full_like(np.asarray(variable), 3))
+        if id(raw(variable)) not in settings:
+            variable.assign(np.full_like(np.asarray(variable), 3))
 
 
 class Beginning(Stateless):

@@ -37,6 +37,7 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
             callbacks=[keras.callbacks.CSVLogger("log.csv")],
             checkpoint_dir="checkpoints",
             checkpoint_every=50,
+            resume={"learning_rate"},
         )
     except (fa.NonFiniteError, fa.Preempted):
         return []

@@ -1,0 +1,166 @@
+"""Settings of the optimizer, such as its learning rate, that a resumed fit takes in place of the saved ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from fastaccum import checks
+from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.checkpoint import callback_state
+from fastaccum.checkpoint.state import Json, differences
+
+RATE = "learning_rate"
+# The hooks of callbacks that are called again where a fit is resumed.
+TRAIN_HOOK = "on_train_begin"
+EPOCH_HOOK = "on_epoch_begin"
+# Settings of Keras's optimizers that are None where they are off, and numbers where they are on.
+_OPTIONAL = ("weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
+# The variable of a learning rate that is a number, and the one in which tf_keras holds the value of a schedule.
+_RATE_VARIABLE = re.compile(r"(.*/)?(current_)?learning_rate(-\d+)?")
+
+
+class Change(NamedTuple):
+    """A setting that differs from the saved one, with both values as a description has them."""
+
+    name: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        saved, now = self.saved, self.now
+        if isinstance(saved, dict) != isinstance(now, dict):  # a schedule and a number
+            saved, now = _class_of(saved), _class_of(now)
+        return "; ".join(differences(saved, now, self.name, "{1} instead of {0}"))
+
+
+def _class_of(value: Any) -> Any:
+    return value["class"] if isinstance(value, dict) else value
+
+
+def names(resume: Any) -> frozenset[str]:
+    """Returns the names in `resume`, which is one or a collection of them; raises TypeError for anything else."""
+    if isinstance(resume, str):
+        return frozenset([resume])
+    is_collection = isinstance(resume, (set, frozenset, list, tuple))
+    if not is_collection or not all(isinstance(name, str) for name in resume):
+        raise TypeError(f'resume={checks.shown(resume)} must be a name or several, as in resume={{"learning_rate"}}.')
+    return frozenset(resume)
+
+
+def show(resume: frozenset[str]) -> str:
+    """Writes names as Python does, in order."""
+    return "{" + ", ".join(f'"{name}"' for name in sorted(resume)) + "}"
+
+
+def is_rate(variable: str) -> bool:
+    """Tells if the optimizer's variable of this name holds a learning rate."""
+    return _RATE_VARIABLE.fullmatch(variable) is not None
+
+
+def known(description: Json) -> list[str]:
+    """Lists the settings that `resume` may name: a description's learning rate, and numbers of its optimizer."""
+    found = []
+    for name, value in _settings(description["optimizer"]).items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number or name == RATE or name in _OPTIONAL:
+            found.append(name)
+    return found
+
+
+def require_known(resume: frozenset[str], description: Json) -> None:
+    """Raises ValueError if `resume` names anything else than a setting of the optimizer."""
+    settings = known(description)
+    unknown = sorted(resume.difference(settings))
+    if unknown:
+        raise ValueError(
+            f"resume names {', '.join(map(repr, unknown))}, and may name settings of the optimizer "
+            f"{description['optimizer']['class']}: {', '.join(settings) or 'it has none'}. Arguments of fit that may "
+            "change, such as epochs and callbacks, need no name."
+        )
+
+
+def changes(saved: Json, now: Json, resume: frozenset[str]) -> list[Change]:
+    """Lists the named settings that differ between two descriptions."""
+    before, after = _settings(saved["optimizer"]), _settings(now["optimizer"])
+    found = []
+    for name in sorted(resume):
+        if differences(before.get(name), after.get(name)):
+            found.append(Change(name, before.get(name), after.get(name)))
+    return found
+
+
+def without(description: Json, resume: frozenset[str]) -> Json:
+    """Returns a description without the named settings, and without the learning rate's variables if it is named."""
+    optimizer = copy.deepcopy(description["optimizer"])
+    settings = _settings(optimizer)
+    for name in resume:
+        settings.pop(name, None)
+    if RATE in resume:
+        for path in [*optimizer["variables"]]:
+            if is_rate(path):
+                del optimizer["variables"][path]
+    return {**description, "optimizer": optimizer}
+
+
+def _settings(optimizer: Json) -> Json:
+    """Finds the part of an optimizer's description with its numbers: of the innermost, as tensorflow-addons wraps."""
+    while isinstance(optimizer.get("optimizer"), dict):
+        optimizer = optimizer["optimizer"]
+    return optimizer
+
+
+class HookRates:
+    """The learning rate that `on_train_begin`, and the epoch's `on_epoch_begin`, found and left behind.
+
+    A resumed fit calls both hooks again, the second if it goes on within an epoch. Each of them finds the rate that it
+    found in the uninterrupted training, and `on_epoch_begin` the state of the callbacks, so that it sets and prints
+    the same rate. If a hook leaves another one, the callbacks are others than they were.
+
+    Attributes:
+        record: for each hook the rates "found" and "left" and the "callbacks", as a checkpoint holds them.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], callbacks: Callbacks, record: Json):
+        self.record = dict(record)
+        self._variables, self._callbacks = variables, callbacks
+
+    @contextlib.contextmanager
+    def noting(self, hook: str) -> Iterator[None]:
+        """Notes the rates before and after the block, which calls the hook."""
+        found, states = self._read(), {}
+        if hook == EPOCH_HOOK:  # a callback may have no state before on_train_begin
+            states = callback_state.own(self._callbacks)
+        yield
+        self.record[hook] = {"found": found, "left": self._read(), "callbacks": states}
+
+    def can_repeat(self, hook: str) -> bool:
+        """Tells if the record has the hook; a checkpoint of an earlier version has none."""
+        return hook in self.record and len(self.record[hook]["found"]) == len(self._variables)
+
+    def prepare_repeat(self, hook: str) -> None:
+        """Puts back the rates and the states of callbacks that the hook found, before it is called again."""
+        noted = self.record[hook]
+        for variable, rate in zip(self._variables, noted["found"], strict=True):
+            variable.assign(rate)
+        callback_state.restore_own(self._callbacks, noted["callbacks"])
+
+    def change(self, hook: str) -> Change | None:
+        """Returns the first rate that the hook, called again, has left otherwise than in the record; else None."""
+        for noted, now in zip(self.record[hook]["left"], self._read(), strict=True):
+            if noted != now:
+                return Change(RATE, noted, now)
+        return None
+
+    def take(self, hook: str) -> None:
+        """Records the rates as the hook, called again, has left them."""
+        self.record[hook] = {**self.record[hook], "left": self._read()}
+
+    def _read(self) -> list[float]:
+        return [float(np.array(variable.read_value())) for variable in self._variables]
