@@ -125,8 +125,7 @@ class Fit:
         model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, float] = {}
-        readers = [stacks] if evaluation is None else [stacks, evaluation]
-        with saver, builder.fitting(step), reading(*readers):
+        with saver, builder.fitting(step), reading(stacks, evaluation):
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
             if saver.changed_constants:
                 step.retrace()

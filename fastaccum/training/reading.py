@@ -19,7 +19,7 @@ class Reader(Protocol):
 
 
 @contextlib.contextmanager
-def reading(*readers: Reader) -> Iterator[None]:
+def reading(*readers: Reader | None) -> Iterator[None]:
     """Closes the readers at the end of the block, also where it raises.
 
     TensorFlow's threads call Python for a PyDataset or a generator. An iterator that something still holds, such as an
@@ -40,9 +40,10 @@ def reading(*readers: Reader) -> Iterator[None]:
             _close(readers)
 
 
-def _close(readers: Sequence[Reader]) -> None:
+def _close(readers: Sequence[Reader | None]) -> None:
     for reader in readers:
-        reader.close()
+        if reader is not None:
+            reader.close()
 
 
 def _release_iterators(error: BaseException) -> None:
