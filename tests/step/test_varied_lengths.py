@@ -8,6 +8,8 @@ from oracle import assert_same
 from resuming import assert_same as assert_resumes
 
 import fastaccum as fa
+from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.sizes import Sizes
 from fastaccum.step import padding
 
 ACCUMULATION = 3
@@ -193,14 +195,24 @@ def assert_as_by_hand(case, shapes, **options):
     return trainer, history
 
 
-@pytest.mark.parametrize("shapes", [SAME_ROWS, OTHER_ROWS], ids=["same rows", "other rows"])
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(SAME_ROWS, marks=pytest.mark.variant, id="same rows"), pytest.param(OTHER_ROWS, id="other")]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_updates_are_those_of_a_loop_by_hand(case, shapes):
     _, history = assert_as_by_hand(case, shapes)
     assert history.programs["micro-batch of an update"][0] == 2  # of the first shape, and of all
 
 
-@pytest.mark.parametrize("case", ["classifier", "causal, weighted", "translator", "pooled", "normalized"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "classifier",
+        "causal, weighted",
+        "pooled",
+        *(pytest.param(case, marks=pytest.mark.variant) for case in ("translator", "normalized")),
+    ],
+)
 def test_updates_are_those_of_a_loop_by_hand_with_xla(case):
     shapes = OTHER_ROWS[:6]
     _, history = assert_as_by_hand(case, shapes, jit_compile=True)
@@ -214,15 +226,12 @@ def test_updates_are_those_of_a_loop_by_hand_with_xla(case):
 @pytest.mark.parametrize("case", CASES)
 def test_padding_is_used_where_it_changes_nothing(case):
     _, data, _, is_exact = CASES[case]
-    trainer, _ = trained(case, SAME_ROWS[:1])
+    trainer, _ = trained(case, SAME_ROWS[:1], jit_compile=False)
     objective = trainer._builder.step.objective
     layout = trainer._builder.training_layout(trainer._present_options)
     layout = layout._replace(
         shapes_are_free=False, is_same=lambda a, b: padding.is_same(objective, a, b), fills=padding.fills(objective)
     )
-    from fastaccum.data.datasets import DatasetSource
-    from fastaccum.data.sizes import Sizes
-
     source = DatasetSource(Batches(data(SAME_ROWS)), "x")
     sizes = Sizes("x", source.dataset.element_spec, layout)
     batches = list(source.dataset.take(3))
@@ -250,7 +259,7 @@ def test_an_evaluation_is_that_of_all_rows():
     np.testing.assert_allclose(found["accuracy"], np.concatenate(right).mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["causal", "tagger"])
+@pytest.mark.parametrize("case", ["causal", pytest.param("tagger", marks=pytest.mark.variant)])
 def test_padding_does_not_count_in_metrics(case):
     metrics = ["accuracy", "sparse_top_k_categorical_accuracy"]
     _, history = trained(case, SAME_ROWS, metrics=metrics, jit_compile=True)
