@@ -165,6 +165,11 @@ class Metrics:
         return bool(self.own or self.mixing) or not all(self._axes.values())
 
     @property
+    def has_own_functions(self) -> bool:
+        """True if some metric computes otherwise than Keras's own: a user's class or function, or the model's."""
+        return bool(self.own) or not all(_adds_up_as_keras(m) and _is_keras_function(m) for _, m in self._placed)
+
+    @property
     def unknown_states(self) -> list[str]:
         """Names of metrics whose state may be no sum over rows: those of the user's classes, but for Means and Sums."""
         sums = keras.metrics.Mean, keras.metrics.Sum

@@ -270,7 +270,7 @@ class DatasetStacks:
         sizes: list[int] = []
         for batches, lengths in itertools.islice(steps, dropped):
             if not sizes:
-                check, longest = checksum(batches), max(lengths)
+                check, longest = _checksum_of_rows(batches), max(lengths)
             sizes.append(sum(lengths))
         return dropped, steps, sizes, check, longest
 
@@ -304,7 +304,7 @@ class DatasetStacks:
                         f"{self.what}: the first train step of a pass is of {rows} rows, of {expected} before the "
                         "checkpoint. If its batches are others, train on with those that it was saved with."
                     )
-                self._checksum = checksum(batches)
+                self._checksum = _checksum_of_rows(batches)
                 self._first_step = {"rows": rows, "checksum": self._checksum}
             if before != self._full_rows:
                 warn(
@@ -312,10 +312,10 @@ class DatasetStacks:
                     "that training in other pieces is not what was saved: batch rows in one place, after all else."
                 )
             before = rows if self._full_rows else 0
-            mark = self._passes.mark()
+            place = self._passes.mark()
             stacks, apart = self._sizes.arrange(batches, lengths)
             sharded = tuple(self.layout.shard(stack) for stack in stacks)
-            yield self._passes.read(Dispatch(sharded, rows=rows, by_micro_batch=apart), rows, mark)
+            yield self._passes.read(Dispatch(sharded, rows=rows, by_micro_batch=apart), rows, place)
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
@@ -348,6 +348,11 @@ class _ReadOnceBatches:
             yield batch
             if self.at_most is not None and read >= self.at_most:
                 return
+
+
+def _checksum_of_rows(batches: list[Batch]) -> int:
+    """Returns the checksum of the batches' rows, however they are cut into batches."""
+    return checksum(list(zip(*map(tf.nest.flatten, batches), strict=True)))
 
 
 def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:

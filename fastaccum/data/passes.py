@@ -58,8 +58,8 @@ class Passes:
         self.tracked = False  # True if the place will be asked for
         self.steps = self.rows = 0
         self._ended = self._skip = 0
-        self._given: Place = {}
         self._held: list[Dispatch] = []
+        self._held_marks: list[Place] = []
         self._iterator: Any = None
         self._resumed: tf.data.Iterator | None = None
         self._start: tf.Tensor | None = None
@@ -118,12 +118,10 @@ class Passes:
     def pop_prefetched(self) -> tuple[list[Dispatch], bool]:
         """Returns the steps that were prefetched but not consumed before a resume, and whether they end their pass."""
         held = []
-        for step in self._held:
-            rows = sum(int(np.count_nonzero(stack.valid)) for stack in step.stacks)
-            step = step._replace(rows=rows)
+        for step, mark in zip(self._held, self._held_marks, strict=True):
+            step = step._replace(rows=sum(int(np.count_nonzero(stack.valid)) for stack in step.stacks))
             held.append(step)
-            self._read.append((self._given, step))
-            self._given = self._given | {"steps": self._given["steps"] + 1, "rows": self._given["rows"] + rows}
+            self._read.append((mark, step))
         self._held = []
         return held, bool(held) and not self._skip
 
@@ -147,6 +145,7 @@ class Passes:
             **self.mark(),
             "given": given,
             "held": [len(step.stacks) for step in held],
+            "held_marks": [mark for mark, _ in self._read],
             "held_apart": [step.by_micro_batch for step in held],
             "held_real": [bool(tf.nest.flatten(step.stacks[0].real)) for step in held],
         }, tensors
@@ -201,7 +200,7 @@ class Passes:
         if "held" not in saved:
             self.read_again(saved)
             return
-        self._ended, self._skip, self.rows, self._given = (saved[n] for n in ("passes", "steps", "rows", "given"))
+        self._ended, self._skip, self.rows = (saved[name] for name in ("passes", "steps", "rows"))
         self.steps = self._skip  # those that are held among them
         if self._skip:
             self._iterator = self._resumed = self._deserialized(tensors[_ITERATOR])
@@ -210,6 +209,7 @@ class Passes:
         self._start = tensors.get(_START)
         if self._start is not None:
             self._deserialized(self._start)
+        self._held_marks = saved["held_marks"]
         kinds_of_held = zip(saved["held"], saved["held_apart"], saved["held_real"], strict=True)
         for i, (count, apart, is_marked) in enumerate(kinds_of_held):
             structure = self._structure._replace(valid=0, real=self._structure.y if is_marked else ())

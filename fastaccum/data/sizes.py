@@ -1,21 +1,32 @@
-"""The few sizes that micro-batches are filled up to, where batches have other numbers of rows, or other lengths."""
+"""The few sizes that micro-batches are filled up to, where batches have other numbers of rows, or other lengths.
+
+A *length* is that of a tensor's second axis, behind the rows; a *rung* is one of the lengths that are padded to.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
-from fastaccum.data.stacks import Batch, Layout, Place, reshape, split_rows
+from fastaccum.data.stacks import Batch, Layout, Padding, Place, reshape, split_rows
 from fastaccum.lines import warn
 
-WASTED = 0.34  # of a micro-batch, at most, before a length of its own is worth a program
-MUCH = 0.2  # of the rows computed, which is worth a word
-SHARES = (1.0, 0.7, 0.5)  # of the largest size of a micro-batch: the sizes that get programs, from the first on
+# A third of a padded micro-batch may be padding; above that a shorter length is worth a program.
+MAX_WASTED_SHARE = 0.34
+# Rows that only fill up are worth a warning above this share.
+SHARE_WORTH_A_WARNING = 0.2
+# Of the largest size of a micro-batch: the sizes that are used where rows vary.
+SHARES_OF_LARGEST = (1.0, 0.7, 0.5)
 # A program takes seconds to compile: shorter trainings do not earn those of smaller sizes back.
 STEPS_BEFORE_SMALLER = 32
+# Checks of padding: what it adds to many steps, as to their maximum, may not show, nor what is made of the first few.
+SHORT_LENGTHS = (1, 2, 3, 5, 9)
+# Rows of a piece, where rows and lengths vary: half of the most that came first, until there are this many times more.
+MOST_PIECES = 8
 
 Lengths = tuple[int, ...]
 
@@ -24,10 +35,10 @@ class Sizes:
     """Arranges the rows of each train step as stacks of few shapes.
 
     - Rows are dealt out as equal micro-batches of one size, or of the least of a few sizes that holds them: what is
-      left is filled with rows that are not valid.
+      left is filled up with rows that are not valid.
     - Where rows must be exact, they stay in the batches that they came in.
-    - Batches of other lengths are padded along their second axis to one of a few lengths, if the layout shows that this
-      changes no result; if not, they keep their lengths. Each is a stack of its own then.
+    - Batches of other lengths are padded to one of a few, if the layout's `padding` shows that this changes no result;
+      if not, they keep their lengths. Each is a stack of its own then.
 
     Args:
         what: the data's name in messages.
@@ -38,95 +49,99 @@ class Sizes:
     def __init__(self, what: str, spec: Batch, layout: Layout):
         self._what = what
         self._layout = layout
-        self._may_be_apart = layout.may_be_apart and layout.accumulation > 1
-        self._lengths = _Lengths(spec, layout)
-        self.batch_size = 0  # of a micro-batch
-        # Some step was not of micro-batches of this size and a last one of fewer rows; and how many steps came since.
-        self._rows_vary = False
-        self._steps_since = 0
-        self._given = self._computed = 0  # rows since then, of which those that were not given fill micro-batches up
-        self._lengths_vary = False  # within a step
-        self._piece = 0  # rows of a stack that is not as large as a micro-batch, since rows and lengths vary
+        # A step of one micro-batch is computed as a whole, but for the trace that takes all sizes.
+        self._may_be_apart = layout.may_be_apart and (layout.accumulation > 1 or layout.shapes_are_free)
+        self._keeps_batches = layout.exact_rows or layout.shapes_are_free
+        self._rungs = _Rungs(spec, layout)
+        self.batch_size = 0  # the most rows of a micro-batch
+        self._short_sizes: list[int] = []  # of last micro-batches; the data's last one alone is one size
+        self._steps_since = 0  # the first step that showed that rows vary, that one counted; 0 before it
+        self._lengths_vary = False
+        self._piece = 0  # rows of a stack, where rows and lengths vary
+        self._filled = self._computed = 0  # rows, to warn of the first ones' share of the others
 
     def place(self) -> Place:
         """Returns what `restore` needs, as plain values."""
         return {
             "batch_size": self.batch_size,
-            "rows_vary": self._rows_vary,
+            "short_sizes": [*self._short_sizes],
             "steps_since": self._steps_since,
             "lengths_vary": self._lengths_vary,
             "piece": self._piece,
-            "lengths": self._lengths.place(),
+            "rows": [self._filled, self._computed],
+            "rungs": self._rungs.place(),
         }
 
     def restore(self, saved: Place) -> None:
+        """Goes on as after the steps that `place` was called after."""
         self.batch_size = saved["batch_size"]
-        self._rows_vary = saved["rows_vary"]
+        self._short_sizes = [*saved["short_sizes"]]
         self._steps_since = saved["steps_since"]
         self._lengths_vary = saved["lengths_vary"]
         self._piece = saved["piece"]
-        self._lengths.restore(saved["lengths"])
+        self._filled, self._computed = saved["rows"]
+        self._rungs.restore(saved["rungs"])
 
     def arrange(self, batches: list[Batch], rows: list[int]) -> tuple[tuple[Batch, ...], bool]:
         """Returns the stacks of a step, and whether a program computes each of them by itself.
 
-        `rows` are those of the step's batches; these are joined already where all data are of one length.
+        `batches` are the step's, of these numbers of `rows`; or one of all rows, where all data are of one length.
         """
         rows = [count for count in rows if count]
-        self._note(rows)
-        if len(batches) == 1:
-            batches = [self._lengths.padded(batches)[0]]
-        else:
-            batches = self._lengths.padded(batches, together=not self._may_be_apart)
-            if self._layout.replicas > 1 and len({*map(_row_shapes, batches)}) > 1:
-                raise ValueError(
-                    f"{self._what}: the micro-batches of one train step have rows of different shapes, and nothing in "
-                    "the model or its loss leaves padding out. On several replicas, make them alike: by "
-                    "dataset.padded_batch(k * b).unbatch().batch(b) for k micro-batches of b rows, or by as many steps "
-                    "in each k batches that a PyDataset or a generator yields."
-                )
-            groups = _joined(batches, keep_order=self._layout.exact_rows or self._layout.shapes_are_free)
-            self._lengths_vary |= len(groups) > 1
-            batches = [*groups]
+        self._note_rows(rows)
+        batches = self._rungs.pad(batches, together=not self._may_be_apart)
+        if len({_row_shapes(batch) for batch in batches}) > 1:
+            self._require_one_replica()
+            self._lengths_vary = True
+        if self._layout.shapes_are_free and self._rungs.vary:
+            self._lengths_vary = True
         if self._lengths_vary:
-            return self._apart(batches, rows), self._may_be_apart
-        (batch,) = batches
+            return self._make_stacks_apart(batches, rows), self._may_be_apart
+        (batch,) = _join(batches)
         if not self._layout.exact_rows:
-            return (self._dealt(batch, rows),), False
-        apart = self._may_be_apart and self._rows_vary and any(count != self.batch_size for count in rows)
+            return (self._deal(batch, rows),), False
+        is_full = all(count == self.batch_size for count in rows)
+        apart = self._may_be_apart and self._steps_since > 0 and not is_full
         return split_rows(_all_valid(batch), rows, apart), apart
 
-    def _note(self, rows: list[int]) -> None:
+    def _note_rows(self, rows: list[int]) -> None:
         self.batch_size = self.batch_size or max(rows)
         *others, last = rows
-        if any(count != self.batch_size for count in others) or last > self.batch_size:
-            self._rows_vary = True
-        self._steps_since += self._rows_vary
+        if last < self.batch_size and last not in self._short_sizes:
+            self._short_sizes.append(last)
+        is_odd = any(count != self.batch_size for count in others) or last > self.batch_size
+        if self._steps_since or is_odd or len(self._short_sizes) > 1:
+            self._steps_since += 1
 
-    def _apart(self, batches: list[Batch], rows: list[int]) -> tuple[Batch, ...]:
+    def _require_one_replica(self) -> None:
+        if self._layout.replicas > 1:
+            raise ValueError(
+                f"{self._what}: the micro-batches of one train step have rows of different shapes, and nothing in the "
+                "model or its loss leaves padding out. On several replicas, make them alike: by "
+                "dataset.padded_batch(k * b).unbatch().batch(b) for k micro-batches of b rows, or by as many steps in "
+                "each k batches that a PyDataset or a generator yields."
+            )
+
+    def _make_stacks_apart(self, batches: list[Batch], rows: list[int]) -> tuple[Batch, ...]:
         """Makes stacks of one micro-batch each."""
-        if self._layout.exact_rows or self._layout.shapes_are_free:
-            left = iter(rows)
-            stacks: list[Batch] = []
-            for batch in batches:
-                total, own = _rows(batch), list[int]()
-                while sum(own) < total:
-                    own.append(next(left))
-                stacks.extend(split_rows(_all_valid(batch), own, by_micro_batch=True))
-            return tuple(stacks)
-        size = self.batch_size
-        if self._rows_vary:
-            if not self._piece or max(rows) > 8 * self._piece:
-                self._piece = math.ceil(max(rows) / 2)
-            size = self._piece
-        return tuple(
-            reshape(piece, [1, size])
-            for batch in batches
-            for start in range(0, _rows(batch), size)
-            for piece in [_filled(_slice(batch, start, start + size), size)]
-        )
+        if self._keeps_batches:
+            return tuple(reshape(_all_valid(batch), [1, _rows(batch)]) for batch in batches)
+        size = self._piece_size(rows)
+        stacks = []
+        for batch in _join(sorted(batches, key=_row_shapes)):
+            for start in range(0, _rows(batch), size):
+                piece = _slice(batch, start, start + size)
+                stacks.append(reshape(_fill_up(piece, size), [1, size]))
+        return tuple(stacks)
 
-    def _dealt(self, batch: Batch, rows: list[int]) -> Batch:
+    def _piece_size(self, rows: list[int]) -> int:
+        if not self._steps_since:
+            return self.batch_size
+        if not self._piece or max(rows) > MOST_PIECES * self._piece:
+            self._piece = math.ceil(max(rows) / 2)
+        return self._piece
+
+    def _deal(self, batch: Batch, rows: list[int]) -> Batch:
         """Deals rows out as micro-batches of one size."""
         micro_batches, total = self._layout.accumulation, sum(rows)
         if total > micro_batches * self.batch_size:
@@ -138,150 +153,251 @@ class Sizes:
             )
             self.batch_size = larger
         size = self.batch_size
-        if self._rows_vary:
-            self._given += total
-            self._computed += micro_batches * size
-        if self._steps_since == STEPS_BEFORE_SMALLER and (share := 1 - self._given / self._computed) > MUCH:
-            warn(
-                f"{self._what}: batches differ in their rows, and {share:.0%} of the rows computed only fill up "
-                f"micro-batches of {size}. From here on smaller ones have programs of their own. For none that fills "
-                "up, cut equal batches, as dataset.unbatch().batch(batch_size) does."
-            )
         if self._steps_since > STEPS_BEFORE_SMALLER:
-            sizes = [math.ceil(share * size) for share in SHARES[: self._layout.most_sizes]]
+            shares = SHARES_OF_LARGEST[: self._layout.max_programs]
+            sizes = [math.ceil(share * self.batch_size) for share in shares]
             size = min(each for each in sizes if each * micro_batches >= total)
-        return reshape(_filled(batch, micro_batches * size), [micro_batches, size])
+        elif self._steps_since:
+            self._filled += micro_batches * size - total
+            self._computed += micro_batches * size
+            if self._steps_since == STEPS_BEFORE_SMALLER:
+                self._warn_of_filling()
+        return reshape(_fill_up(batch, micro_batches * size), [micro_batches, size])
+
+    def _warn_of_filling(self) -> None:
+        share = self._filled / self._computed
+        if share <= SHARE_WORTH_A_WARNING:
+            return
+        smaller = "" if self._layout.max_programs == 1 else "From here on smaller ones have programs of their own. "
+        warn(
+            f"{self._what}: batches differ in their rows, and {share:.0%} of the rows computed only fill up "
+            f"micro-batches of {self.batch_size}. {smaller}For none that fills up, cut equal batches, as "
+            "dataset.unbatch().batch(batch_size) does."
+        )
 
 
-class _Lengths:
-    """The lengths that batches are padded to along the second axis of those tensors whose specs leave it open.
+class _Rungs:
+    """The lengths that batches are padded to, of those tensors whose specs leave the second axis open.
 
     As long as all batches are of the same lengths, they stay as they are.
     """
 
     def __init__(self, spec: Batch, layout: Layout):
         leaves = tf.nest.flatten(spec)
-        self._open = [
-            j for j, s in enumerate(leaves) if s.shape.rank > 1 and s.shape[1] is None and s.dtype != tf.string
-        ]
-        self._marks_targets = any(s.shape.rank > 1 and s.shape[1] is None for s in tf.nest.flatten(spec.y))
-        self._layout = layout
-        self._vary: list[bool] = [False] * len(self._open)
+        self._open = [j for j, leaf in enumerate(leaves) if _is_open(leaf)]
+        inputs = len(tf.nest.flatten(spec.x))
+        self._inputs = range(inputs)
+        self._targets = range(inputs, inputs + len(tf.nest.flatten(spec.y)))
+        self._padding = layout.padding
+        self._most = layout.max_programs
+        self._varies = [False] * len(self._open)
         self._fill: float | None = None  # of inputs; None where padding is not known to be exact
+        self._pads_empty_rows: bool | None = None  # None before one has come
         self._rungs: list[Lengths] = []
 
+    @property
+    def vary(self) -> bool:
+        """True once batches of other lengths have come."""
+        return any(self._varies)
+
     def place(self) -> Place:
-        return {"vary": self._vary, "fill": self._fill, "rungs": [list(rung) for rung in self._rungs]}
+        rungs = [list(rung) for rung in self._rungs]
+        return {"varies": [*self._varies], "fill": self._fill, "rungs": rungs, "empty": self._pads_empty_rows}
 
     def restore(self, saved: Place) -> None:
-        self._vary = list(saved["vary"])
+        self._varies = [*saved["varies"]]
         self._fill = saved["fill"]
+        self._pads_empty_rows = saved["empty"]
         self._rungs = [tuple(rung) for rung in saved["rungs"]]
 
-    def padded(self, batches: list[Batch], together: bool = False) -> list[Batch]:
+    def pad(self, batches: list[Batch], together: bool) -> list[Batch]:
         """Pads each batch to a rung of its own, or all of them `together` to one."""
         if not self._open:
             return batches
-        lengths = [self._of(batch) for batch in batches]
-        if not self._rungs:
-            self._rungs.append(lengths[0])
-        before = self._vary
-        for each in lengths:
-            pairs = zip(self._vary, each, self._rungs[0], strict=True)
-            self._vary = [varies or own != first for varies, own, first in pairs]
-        if not any(self._vary):
+        lengths = [self._lengths(batch) for batch in batches]
+        varied = self._varies
+        self._note(lengths)
+        if self._padding is None or not self.vary:
             return batches
-        if self._vary != before:
-            self._fill = self._find_fill(batches[0], lengths[0])
+        if self._varies != varied:
+            self._fill = self._find_fill(self._padding, batches[0])
         if self._fill is None:
             return batches
         if together:
-            longest = _longest(lengths)
-            lengths = [longest] * len(lengths)
-        return [self._pad(b, self._rung(b, each), self._fill) for b, each in zip(batches, lengths, strict=True)]
+            lengths = [_longest(lengths)] * len(lengths)
+        padded = []
+        for batch, needed in zip(batches, lengths, strict=True):
+            if not together and not self._may_pad(self._padding, batch):
+                padded.append(batch)
+                continue
+            rung = self._known_rung(needed) or self._new_rung(self._padding, batch, needed)
+            padded.append(self._padded(batch, rung, self._fill))
+        return padded
 
-    def _rung(self, batch: Batch, lengths: Lengths) -> Lengths:
-        """Returns the lengths for a batch that needs these."""
+    def _may_pad(self, padding: Padding, batch: Batch) -> bool:
+        """Tells if the batch has no row that is all padding, or padding is exact for these too.
+
+        Attention of such a row, for one, is the mean over all steps, whatever the mask.
+        """
+        empty = self._find_empty_rows(batch)
+        if self._pads_empty_rows or not len(empty):
+            return True
+        if self._pads_empty_rows is None:
+            few = tf.nest.map_structure(lambda tensor: tf.gather(tensor, empty[:2]), batch)
+            padded = self._padded(few, self._above(self._lengths(few)), self._fill)
+            self._pads_empty_rows = bool(padding.is_same(few, padded, thoroughly=True))
+        return self._pads_empty_rows
+
+    def _find_empty_rows(self, batch: Batch) -> np.ndarray:
+        """Finds the rows in which an input holds padding alone, and other rows do not: int64 [rows]."""
+        leaves = tf.nest.flatten(batch)
+        is_empty = np.zeros(leaves[0].shape[0], bool)
+        for j in itertools.compress(self._open, self._varies):
+            if j in self._inputs:
+                fill = self._fill if leaves[j].dtype.is_floating else 0
+                alone = (leaves[j].numpy() == fill).reshape(len(is_empty), -1).all(1)
+                if not alone.all():
+                    is_empty |= alone
+        return np.flatnonzero(is_empty)
+
+    def _note(self, lengths: list[Lengths]) -> None:
+        if not self._rungs:
+            self._rungs.append(lengths[0])
+        first = self._rungs[0]
+        for each in lengths:
+            self._varies = [v or a != b for v, a, b in zip(self._varies, each, first, strict=True)]
+
+    def _known_rung(self, lengths: Lengths) -> Lengths | None:
+        """Returns the least rung that covers the lengths, if it wastes little or there may be no more; else None."""
         covering = [rung for rung in self._rungs if all(a >= b for a, b in zip(rung, lengths, strict=True))]
-        best = min(covering, key=sum, default=None)
-        most = self._layout.most_sizes
-        if best is not None and (len(self._rungs) >= most or sum(lengths) >= (1 - WASTED) * sum(best)):
-            return best
-        longer = self._raised(lengths)
-        if best is None and len(self._rungs) >= most - 1:
-            longer = _longest([longer, *self._rungs])
-        few = _slice(batch, 0, 2)
-        # A table of positions may be shorter.
-        is_exact = longer == self._of(batch) or self._layout.is_same(few, self._pad(few, longer, self._fill))
-        self._rungs.append(longer if is_exact else lengths)
-        return self._rungs[-1]
+        if not covering:
+            return None
+        rung = min(covering, key=sum)
+        wastes_little = sum(lengths) >= (1 - MAX_WASTED_SHARE) * sum(rung)
+        return rung if wastes_little or len(self._rungs) >= self._most else None
 
-    def _find_fill(self, batch: Batch, lengths: Lengths) -> float | None:
+    def _new_rung(self, padding: Padding, batch: Batch, lengths: Lengths) -> Lengths:
+        """Adds the rung above these lengths; those of the batch, where a table of positions ends before it."""
+        above = self._raised(lengths, _raise)
+        if len(self._rungs) >= self._most - 1:
+            # The last one is for all lengths. What is longer still needs another one, far above it.
+            above = _longest([self._raised(lengths, _raise_to_power), *self._rungs])
+        few = _slice(batch, 0, 2)
+        for rung in (above, self._raised(lengths, _raise_to_eight)):
+            if rung == self._lengths(batch) or padding.is_same(
+                few, self._padded(few, rung, self._fill), thoroughly=False
+            ):
+                break
+        else:
+            rung = lengths
+        self._rungs.append(rung)
+        return rung
+
+    def _find_fill(self, padding: Padding, batch: Batch) -> float | None:
         """Finds the value by which inputs may be padded without another result; None if there is none."""
         few = _slice(batch, 0, 2)
-        shortest = min(itertools.compress(lengths, self._vary))
-        # Short ones first: what padding adds to many steps, as to their maximum, may not show.
-        wanted = [length for length in (5, 9, 17, 33, 65) if length < shortest] + [shortest]
-        for fill in self._layout.fills:
-            found = []
-            for length in wanted:
-                cut = tuple(n - (shortest - length) if v else n for n, v in zip(lengths, self._vary, strict=True))
-                short = self._cut(few, cut)
-                beyond = self._raised(tuple(n + v for n, v in zip(self._raised(cut), self._vary, strict=True)))
-                same = self._layout.is_same(short, self._pad(short, beyond, fill))
-                found += [same] if same is not None else []
-                if len(found) == 2 or same is False:
-                    break
-            if found and all(found):
+        shortest = min(itertools.compress(self._lengths(few), self._varies))
+        parts = [self._drawn(self._cut(few, shortest - length)) for length in SHORT_LENGTHS if length < shortest]
+        for fill in padding.fills:
+            results = set()
+            for part in parts:
+                rung = self._above(self._raised(self._lengths(part), _raise))
+                results.add(padding.is_same(part, self._padded(part, rung, fill), thoroughly=True))
+            if False in results:
+                continue
+            # As they are, too. What cannot be computed for a few steps is checked thoroughly here.
+            rung = self._above(self._lengths(few))
+            results.add(padding.is_same(few, self._padded(few, rung, fill), thoroughly=True not in results))
+            if False not in results and True in results:
                 return fill
         return None
 
-    def _raised(self, lengths: Lengths) -> Lengths:
-        return tuple(_raise(n) if varies else n for n, varies in zip(lengths, self._vary, strict=True))
+    def _above(self, lengths: Lengths) -> Lengths:
+        """Returns the next rung that is longer."""
+        return self._raised(tuple(n + v for n, v in zip(lengths, self._varies, strict=True)), _raise)
 
-    def _of(self, batch: Batch) -> Lengths:
+    def _raised(self, lengths: Lengths, raise_one: Callable[[int], int]) -> Lengths:
+        return tuple(raise_one(n) if varies else n for n, varies in zip(lengths, self._varies, strict=True))
+
+    def _lengths(self, batch: Batch) -> Lengths:
         leaves = tf.nest.flatten(batch)
         return tuple(int(leaves[j].shape[1]) for j in self._open)
 
-    def _cut(self, batch: Batch, lengths: Lengths) -> Batch:
+    def _cut(self, batch: Batch, by: int) -> Batch:
+        """Leaves so many of the last steps out of those lengths that vary."""
         leaves = tf.nest.flatten(batch)
-        for j, length in zip(self._open, lengths, strict=True):
-            leaves[j] = leaves[j][:, :length]
+        for j in itertools.compress(self._open, self._varies):
+            leaves[j] = leaves[j][:, :-by]
         return tf.nest.pack_sequence_as(batch, leaves)
 
-    def _pad(self, batch: Batch, lengths: Lengths, fill: float | None) -> Batch:
-        """Pads inputs with `fill`, the others with 0; says which elements of targets are real."""
+    def _drawn(self, batch: Batch) -> Batch:
+        """Draws the steps of inputs anew, none of which is padding then: the first may all be silence, or padding."""
         leaves = tf.nest.flatten(batch)
-        inputs = len(tf.nest.flatten(batch.x))
-        for j, length in zip(self._open, lengths, strict=True):
-            value = fill if j < inputs and leaves[j].dtype.is_floating else 0
-            leaves[j] = _pad(leaves[j], length, value)
+        for j in itertools.compress(self._open, self._varies):
+            if j in self._inputs:
+                leaves[j] = _draw_like(leaves[j], seed=j)
+        drawn = tf.nest.pack_sequence_as(batch, leaves)
+        if drawn.weights is not None:
+            drawn = drawn._replace(sample_weight=tf.nest.map_structure(tf.ones_like, drawn.sample_weight))
+        return drawn
+
+    def _padded(self, batch: Batch, rung: Lengths, fill: float | None) -> Batch:
+        """Pads inputs with `fill`, weights with 0, and targets with their last ones, of which it says which are real.
+
+        A loss may be infinite for a target of 0, and its gradient NaN then, though it is not counted.
+        """
+        leaves = tf.nest.flatten(batch)
+        real = {j: tf.ones(leaves[j].shape[:1], tf.bool) for j in self._targets}
+        for j, length in zip(self._open, rung, strict=True):
+            tensor = leaves[j]
+            value = tf.zeros([], tensor.dtype)
+            if j in self._inputs and tensor.dtype.is_floating:
+                value = tf.cast(fill, tensor.dtype)
+            if j in self._targets:
+                real[j] = tf.broadcast_to(tf.range(length) < tensor.shape[1], [tensor.shape[0], length])
+                value = tensor[:, -1:] if tensor.shape[1] else value
+            leaves[j] = _pad(tensor, length, value)
         padded = tf.nest.pack_sequence_as(batch, leaves)
-        if not self._marks_targets:
+        if not any(j in self._targets for j in self._open):
             return padded
-        return padded._replace(real=tf.nest.map_structure(_mark, batch.y, padded.y))
+        return padded._replace(real=tf.nest.pack_sequence_as(batch.y, list(real.values())))
 
 
-def _pad(tensor: tf.Tensor, length: int, value: float | None) -> tf.Tensor:
+def _is_open(spec: tf.TensorSpec) -> bool:
+    return spec.shape.rank > 1 and spec.shape[1] is None and spec.dtype != tf.string
+
+
+def _pad(tensor: tf.Tensor, length: int, value: tf.Tensor) -> tf.Tensor:
     missing = length - tensor.shape[1]
     if not missing:
         return tensor
-    filling = tf.fill([tensor.shape[0], missing, *tensor.shape[2:]], tf.cast(value, tensor.dtype))
+    filling = tf.broadcast_to(value, [tensor.shape[0], missing, *tensor.shape[2:]])
     return tf.concat([tensor, filling], 1)
 
 
-def _mark(given: tf.Tensor, padded: tf.Tensor) -> tf.Tensor:
-    """Returns which elements of a target were given: bool [rows, length], or [rows] of one without a second axis."""
-    if given.shape.rank < 2:
-        return tf.ones(given.shape, tf.bool)
-    return tf.broadcast_to(tf.range(padded.shape[1]) < given.shape[1], padded.shape[:2])
+def _draw_like(tensor: tf.Tensor, seed: int) -> tf.Tensor:
+    """Draws normal numbers; for integers, and what is 0 or 1 as a mask is, those that occur, but for 0."""
+    values = np.unique(tensor.numpy())
+    if tensor.dtype.is_floating and not np.isin(values, (0, 1)).all():
+        return tf.cast(tf.random.stateless_normal(tensor.shape, seed=(0, seed)), tensor.dtype)
+    others = values[values != 0]
+    chosen = others if others.size else values
+    return tf.constant(np.random.default_rng(seed).choice(chosen, tensor.shape), tensor.dtype)
 
 
 def _raise(length: int) -> int:
     """Returns the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below: a third is wasted at most."""
-    power = 1 << max(0, length - 1).bit_length()
+    power = _raise_to_power(length)
     between = power * 3 // 4
     return between if power > 3 and between >= length else power
+
+
+def _raise_to_power(length: int) -> int:
+    return 1 << max(0, length - 1).bit_length()
+
+
+def _raise_to_eight(length: int) -> int:
+    return -(-length // 8) * 8
 
 
 def _longest(lengths: Iterable[Lengths]) -> Lengths:
@@ -293,29 +409,29 @@ def _rows(batch: Batch) -> int:
 
 
 def _row_shapes(batch: Batch) -> tuple:
-    return tuple(tuple(t.shape[1:]) for t in tf.nest.flatten(batch))
+    return tuple(tuple(tensor.shape[1:]) for tensor in tf.nest.flatten(batch))
 
 
 def _slice(batch: Batch, start: int, end: int) -> Batch:
-    return tf.nest.map_structure(lambda t: t[start:end], batch)
+    return tf.nest.map_structure(lambda tensor: tensor[start:end], batch)
 
 
-def _joined(batches: Sequence[Batch], keep_order: bool) -> list[Batch]:
-    """Joins batches whose rows are of one shape; to `keep_order`, only those that come one after the other."""
-    ordered = list(batches) if keep_order else sorted(batches, key=_row_shapes)
-    groups = (list(group) for _, group in itertools.groupby(ordered, _row_shapes))
-    return [tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *group) for group in groups]
+def _join(batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Joins batches that come one after the other and have rows of one shape."""
+    for _, alike in itertools.groupby(batches, _row_shapes):
+        parts = list(alike)
+        yield parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)
 
 
 def _all_valid(batch: Batch) -> Batch:
     return batch._replace(valid=tf.ones([_rows(batch)], tf.bool))
 
 
-def _filled(batch: Batch, rows: int) -> Batch:
+def _fill_up(batch: Batch, rows: int) -> Batch:
     """Repeats the last row up to so many, and says which rows are valid."""
-    given = _rows(batch)
     order = tf.range(rows)
+    given = _rows(batch)
     if given < rows:
         taken = tf.minimum(order, given - 1)
-        batch = tf.nest.map_structure(lambda t: tf.gather(t, taken), batch)
+        batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, taken), batch)
     return batch._replace(valid=order < given)

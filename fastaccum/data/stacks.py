@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -62,6 +62,17 @@ class Position(NamedTuple):
     step: int = 0
 
 
+class Padding(Protocol):
+    """Tells whether micro-batches may be padded along their second axis."""
+
+    @property
+    def fills(self) -> Sequence[float]:
+        """The values for padded inputs to try."""
+
+    def is_same(self, given: Batch, padded: Batch, thoroughly: bool) -> bool | None:
+        """Tells if the padded micro-batch has the results of the one given; None where that cannot be computed."""
+
+
 class Layout(NamedTuple):
     """The rules by which rows become stacks."""
 
@@ -70,11 +81,8 @@ class Layout(NamedTuple):
     exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
     may_be_apart: bool = True  # a program may compute a single micro-batch of an update
     shapes_are_free: bool = False  # one trace of such a program takes any rows and lengths
-    most_sizes: int = 4  # to which micro-batches are padded
-    # Tells if nothing is computed otherwise for the second micro-batch, the first one padded along its second axis;
-    # None where the first cannot be computed.
-    is_same: Callable[[Batch, Batch], bool | None] = lambda given, padded: False
-    fills: tuple[float, ...] = (0.0,)  # values for padded inputs to try
+    max_programs: int = 4  # sizes that micro-batches are filled up to
+    padding: Padding | None = None  # None where lengths stay as they are
     replicas: int = 1  # equal shards that every micro-batch is cut into
     shards: slice = slice(0, 1)  # those of them that are for this process
 
@@ -171,12 +179,6 @@ def _shapes(dispatch: Dispatch) -> list[tuple]:
 def reshape(batch: Batch, shape: list[int]) -> Batch:
     """Reshapes a batch: axes of `shape` stand in place of the first one."""
     return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
-
-
-def micro_batch_rows(stacks: Iterable[Batch]) -> list[int]:
-    """Lists the rows of each micro-batch of stacks [micro-batches, rows, ...]."""
-    shapes = [tf.nest.flatten(stack)[0].shape for stack in stacks]
-    return [shape[1] for shape in shapes for _ in range(shape[0])]
 
 
 def split_rows(batch: Batch, lengths: list[int], by_micro_batch: bool = False) -> tuple[Batch, ...]:

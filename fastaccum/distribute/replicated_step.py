@@ -298,7 +298,9 @@ class ReplicatedStep(Step):
         stacks, _ = graph.structured_input_signature
         captured = [handle for each in programs for own in each.last.captured.values() for handle in own]
         concrete = [each.last.concrete for each in programs if 0 in each.last.captured]
-        return self._admit(FirstRun(concrete, captured, Dispatch(stacks[1:] if training else stacks), training))
+        dispatch = Dispatch(stacks[1:] if training else stacks)
+        is_compiled = self.objective.options.uses_xla
+        return self._admit(FirstRun(concrete, captured, dispatch, training, is_compiled=is_compiled))
 
     def retrace(self) -> None:
         self._step.retrace()

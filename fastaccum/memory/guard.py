@@ -38,7 +38,7 @@ class Guard:
     def admit(self, run: FirstRun) -> Iterator[None]:
         """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through the first run."""
         self._run, self._memory = run, None
-        if not (self._step.objective.options.uses_xla and run.is_compiled):
+        if not run.is_compiled:
             yield
             return
         device = available()
@@ -118,8 +118,8 @@ class Guard:
 
     def _known(self) -> StepMemory | None:
         """Measures the program that ran last; returns None where the host has too little memory to compile it."""
-        run, jit_compile = self._run, self._step.objective.options.uses_xla
-        if run is not None and self._memory is None and jit_compile and host().free > _TO_COMPILE:
+        run = self._run
+        if run is not None and run.is_compiled and self._memory is None and host().free > _TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
                 self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
         return self._memory

@@ -56,14 +56,16 @@ class ModelStep(Step):
         retraces = Retraces(many=3)  # a whole stack and a short last one are two
         functions = self._execute, self._execute_many
         self.compiled_execute, self.compiled_execute_many = make_programs(functions, options.uses_xla, retraces)
-        # One trainer evaluates the validation data and others.
-        of_evaluations = Retraces(many=6)
+        of_evaluations = Retraces(many=6)  # validation data and those of `evaluate` may differ in size
         (self.compiled_evaluate,) = make_programs([self._evaluate], options.uses_xla, of_evaluations)
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
+        self.compiled_execute_many.axes = ("train steps", *self.compiled_execute.axes)
         self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
         self.shapes_are_free = not compile_parts
-        self._by_micro_batch = UpdateByMicroBatch(self.cycle, self.objective, compile_parts, retraces, self._admit_part)
+        self._by_micro_batch = UpdateByMicroBatch(
+            self.cycle, self.objective, compile_parts, (retraces, of_evaluations), self._admit_part
+        )
 
     # Compiled.
 
@@ -101,10 +103,13 @@ class ModelStep(Step):
     def _admit_program(self, several: bool, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
         dispatch = Dispatch(stacks, is_multi_step=several)
-        return self._admit(FirstRun([concrete], concrete.captured_inputs, dispatch, training))
+        is_compiled = self.objective.options.uses_xla
+        run = FirstRun([concrete], concrete.captured_inputs, dispatch, training, is_compiled=is_compiled)
+        return self._admit(run)
 
     def _admit_part(self, part: str, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
-        run = FirstRun([concrete], concrete.captured_inputs, Dispatch(()), training, part, not self.shapes_are_free)
+        is_compiled = not self.shapes_are_free
+        run = FirstRun([concrete], concrete.captured_inputs, Dispatch(()), training, part, is_compiled)
         return self._admit(run)
 
     def retrace(self) -> None:

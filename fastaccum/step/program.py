@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from fastaccum.step.tracing import TracedFunction
 _FEWER_SIZES = "Make batches of a few sizes, such as by dataset.unbatch().batch(batch_size)."
 _FEWER_LENGTHS = (
     "Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
-    "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each."
+    "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each. "
+    "Trainer(max_programs=...) bounds the lengths of those that fastaccum pads."
 )
 
 
@@ -32,9 +33,13 @@ class Retraces:
         self._many = many
         self._warned = False
 
-    def note(self, signatures: Iterable[tuple], seconds: float) -> None:
-        """Counts the signatures of a program's calls after a new one; `seconds` is what their first calls took."""
-        shapes = [[shape for _, shape, _ in leaves] for _, *leaves in signatures]
+    def note(self, seconds: Mapping[tuple, float], axes: Sequence[str]) -> None:
+        """Counts a program's signatures after a new one, the last, with the seconds of their first calls.
+
+        `axes` names the first axes of their tensors.
+        """
+        *_, (structure, *_) = seconds
+        shapes = [[shape for _, shape, _ in leaves] for known, *leaves in seconds if known == structure]
         if self._warned or len(shapes) < self._many:
             return
         self._warned = True
@@ -43,14 +48,13 @@ class Retraces:
         if len(shown) > 4:
             shown[3:-1] = ["..."]
         differing = [axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1]
-        only_rows_differ = all(axis < 2 for axis in differing)
+        only_rows_differ = all(axis < len(axes) for axis in differing)
         remedy = _FEWER_SIZES if only_rows_differ else _FEWER_LENGTHS
-        names = {0: "the number of micro-batches", 1: "rows"}
-        axes = " and ".join(names.get(axis, "lengths") for axis in differing)
+        what = dict.fromkeys(axes[axis] if axis < len(axes) else "lengths" for axis in differing)
         warn(
-            f"{len(shapes)} programs were made so far, one for each kind of stack, which took {seconds:.0f} s; all "
-            f"stay in memory. What differs is {axes}: one tensor came in {len(most)} shapes, "
-            f"[micro-batches, rows, ...]: {', '.join(shown)}. {remedy}"
+            f"{len(shapes)} programs were made so far, one for each kind of stack, which took "
+            f"{sum(seconds.values()):.0f} s; all stay in memory. What differs: {', '.join(what)}. One tensor came in "
+            f"{len(most)} shapes, [{', '.join(axes)}, ...]: {', '.join(shown)}. {remedy}"
         )
 
 
@@ -83,16 +87,31 @@ def announce(say: Callable[[str], object] | None) -> Iterator[None]:
 
 
 class _Relaxed:
-    """A trace whose lengths are open where they have differed."""
+    """A trace whose lengths are open where those of its signatures have differed."""
 
     def __init__(self, shapes: list[tuple]):
         self.shapes = shapes  # of the arguments' leaves
         self.concrete: ConcreteFunction | None = None
         self.is_refused = False  # the function cannot be traced so
 
+    def covers(self, signature: tuple) -> bool:
+        """Tells if the trace takes arguments of this signature."""
+        return self.concrete is not None and self._merged(signature) == self.shapes
 
-def _merged(known: tuple, own: tuple) -> tuple:
-    return tuple(one if one == other else None for one, other in zip(known, own, strict=True))
+    def opened_for(self, signature: tuple) -> list[tuple]:
+        """Returns the shapes, open where this signature differs, and in all rows: a last batch is short."""
+        return [(*shape[:1], None, *shape[2:]) if len(shape) > 1 else shape for shape in self._merged(signature)]
+
+    def _merged(self, signature: tuple) -> list[tuple]:
+        merged = []
+        for known, own in zip(self.shapes, _shapes(signature), strict=True):
+            merged.append(tuple(one if one == other else None for one, other in zip(known, own, strict=True)))
+        return merged
+
+
+def _shapes(signature: tuple) -> list[tuple]:
+    _, *leaves = signature
+    return [tuple(shape) for _, shape, _ in leaves]
 
 
 class Program(TracedFunction):
@@ -110,8 +129,8 @@ class Program(TracedFunction):
         super().__init__(function, jit_compile)
         self.anew = self.retrace  # and whatever else retraces the compiled functions that this one calls
         self.may_relax = False
+        self.axes: tuple[str, ...] = ("micro-batches", "rows")  # names of the arguments' first axes, for a warning
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
-        self._traced: list[tuple] = []  # the signatures of `_calls` that led to a trace
         self._relaxed: dict[tuple, _Relaxed] = {}  # by what signatures that differ in lengths have in common
         self._retraces = retraces or Retraces()
         self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
@@ -130,10 +149,17 @@ class Program(TracedFunction):
         start = time.perf_counter()
         say = _announcer.get() if self.jit_compile else _say_nothing
         say("Tracing the train step: ")
-        concrete, is_new = self._trace_relaxed(leaves, signature) or (self.trace(*args), True)
-        call = self._calls[signature] = _call_of(concrete, args)
-        if not is_new:
+        relaxed = self._find_relaxed(signature)
+        if relaxed is not None and relaxed.covers(signature):
+            assert relaxed.concrete is not None
+            call = self._calls[signature] = _call_of(relaxed.concrete, args)
             return call(leaves)
+        concrete = None
+        if relaxed is not None:
+            concrete = self._trace_relaxed(relaxed, leaves, signature)
+        if concrete is None:
+            concrete = self.trace(*args)
+        call = self._calls[signature] = _call_of(concrete, args)
 
         def again() -> object:
             self.anew()
@@ -148,43 +174,45 @@ class Program(TracedFunction):
                 outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
         except BaseException:  # the next run is the first again
             self._calls.pop(signature, None)
+            self._relaxed = {}
             raise
         end = time.perf_counter()
         say(f"{end - traced:.1f} s{', loaded from the compile cache' * loaded}.\n")
         self.seconds[signature] = end - start
-        self._traced.append(signature)
-        self._retraces.note(self._traced, sum(self.seconds.values()))
+        if relaxed is None or relaxed.concrete is not concrete:
+            self._retraces.note(self.seconds, self.axes)
         return outputs
 
-    def _trace_relaxed(self, leaves: list[tf.Tensor], signature: tuple) -> tuple[ConcreteFunction, bool] | None:
-        """Returns the trace for all lengths that have come so far, and whether it is new; None where there is none."""
+    def _find_relaxed(self, signature: tuple) -> _Relaxed | None:
+        """Returns the trace of signatures that differ from this one in lengths alone; None for the first of them."""
         if self.jit_compile or not self.may_relax:
             return None
-        structure, *described = signature
-        in_common = (structure, *((len(shape), *shape[:1], dtype) for _, shape, dtype in described))
-        shapes = [tuple(shape) for _, shape, _ in described]
-        relaxed = self._relaxed.setdefault(in_common, _Relaxed(shapes))
-        merged = [_merged(*pair) for pair in zip(relaxed.shapes, shapes, strict=True)]
-        if merged == relaxed.shapes:
-            return None if relaxed.concrete is None else (relaxed.concrete, False)
-        # Where lengths differ, rows will: a last batch is short.
-        merged = [(*shape[:1], None, *shape[2:]) if len(shape) > 1 else shape for shape in merged]
+        structure, *leaves = signature
+        in_common = (structure, *((len(shape), *shape[:1], dtype) for _, shape, dtype in leaves))
+        if in_common not in self._relaxed:
+            self._relaxed[in_common] = _Relaxed(_shapes(signature))
+            return None
+        return self._relaxed[in_common]
+
+    def _trace_relaxed(self, relaxed: _Relaxed, leaves: list[tf.Tensor], signature: tuple) -> ConcreteFunction | None:
+        """Traces the function for all lengths that have come so far; None where it needs to know them."""
         if relaxed.is_refused:
             return None
-        specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(merged, leaves, strict=True)]
+        shapes = relaxed.opened_for(signature)
+        specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
         try:
-            relaxed.concrete = self.trace(*optree.tree_unflatten(structure, specs))
-        except Exception:  # of code that needs to know lengths
+            concrete = self.trace(*optree.tree_unflatten(signature[0], specs))
+        except Exception:  # of any code in the model
             relaxed.is_refused = True
             return None
-        relaxed.shapes = merged
-        return relaxed.concrete, True
+        relaxed.shapes, relaxed.concrete = shapes, concrete
+        return concrete
 
     def retrace(self) -> None:
         super().retrace()
         self._calls = {}
-        self._traced = []
         self._relaxed = {}
+        self.seconds = {}
 
 
 def make_programs(

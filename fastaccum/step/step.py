@@ -31,7 +31,7 @@ class FirstRun(NamedTuple):
     dispatch: Dispatch  # of specs; empty for a part of a train step
     training: bool
     part: str = ""  # what the program computes, where that is not a whole train step or evaluation
-    is_compiled: bool = True  # by XLA, if the step's programs are
+    is_compiled: bool = True  # by XLA
 
 
 class MemoryGuard(Protocol):

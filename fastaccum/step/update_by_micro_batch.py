@@ -46,7 +46,7 @@ class UpdateByMicroBatch:
         cycle: the train step of whole updates.
         objective: the cycle's objective.
         jit_compile: compile with XLA, for each size. Without it, one trace is for all sizes.
-        retraces: what the other programs of the training share.
+        retraces: what the other programs share, those that train and those that evaluate.
         admit: `admit(part, training, program)` returns the scope of the first run of a program of this part.
     """
 
@@ -55,7 +55,7 @@ class UpdateByMicroBatch:
         cycle: TrainStep,
         objective: ModelObjective,
         jit_compile: bool,
-        retraces: Retraces,
+        retraces: tuple[Retraces, Retraces],
         admit: Callable[[str, bool, ConcreteFunction], AbstractContextManager[None]],
     ):
         self._cycle = cycle
@@ -65,8 +65,11 @@ class UpdateByMicroBatch:
         # Places of the variables that the loss reaches, and of those of which it looks rows up: known from a trace.
         self._reached: set[int] = set()
         self._looked_up: set[int] = set()
-        functions = self._count_micro_batch, self._add_micro_batch, self._finish, self._evaluate_micro_batch
-        self._count, self._add, self._end, self._evaluate = make_programs(functions, jit_compile, retraces)
+        self._reached_at_end: set[int] = set()  # as the program of the end was traced with
+        training, evaluating = retraces
+        functions = self._count_micro_batch, self._add_micro_batch, self._finish
+        self._count, self._add, self._end = make_programs(functions, jit_compile, training)
+        (self._evaluate,) = make_programs([self._evaluate_micro_batch], jit_compile, evaluating)
         for program in (self._count, self._add, self._evaluate):
             program.may_relax = True
         self._count.admit = functools.partial(admit, "A count of a micro-batch", True)
@@ -92,8 +95,9 @@ class UpdateByMicroBatch:
             if objective.options.uses_xla and not self._options.uses_xla:
                 warn(
                     "Micro-batches differ in their rows, which may not be padded in this model, or in their lengths: "
-                    "TensorFlow runs them op by op, each as it is, since XLA would compile a program for each size. "
-                    "Pass jit_compile=True for that; or make batches of one size (docs/guides/varying-batches.md).",
+                    "TensorFlow runs each as it is, op by op, since XLA would compile a program for each size, for "
+                    "seconds each. Long trainings may earn that back (jit_compile=True); or make batches of one size "
+                    "(docs/guides/varying-batches.md).",
                     UserWarning,
                 )
             self._held = HeldSums(self._cycle)
@@ -107,6 +111,9 @@ class UpdateByMicroBatch:
             for stack in stacks:
                 self._add(tf.constant(is_first), typical, counts, stack)
                 is_first = False
+            if self._reached_at_end != self._reached:  # by a trace for another size
+                self._end.retrace()
+                self._reached_at_end = {*self._reached}
             return self._end(typical)
         except BaseException:
             if not is_first:

@@ -237,16 +237,11 @@ class StepBuilder:
 
     def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
         own = self.recipe.replicas
-        layout = Layout(micro_batches, steps, exact_rows, most_sizes=options.most_sizes)
-        if self.step is not None:
-            objective = self.step.objective
-            if self.step.shapes_are_free:
-                layout = layout._replace(shapes_are_free=True)
-            else:
-                layout = layout._replace(is_same=self._is_same, fills=padding.fills(objective))
-        return layout if own is None else layout._replace(may_be_apart=False, replicas=own.count, shards=own.shards)
-
-    def _is_same(self, given: Batch, padded: Batch) -> bool | None:
         assert self.step is not None
-        with replicas.on_first_replica(self.recipe.replicas):
-            return padding.is_same(self.step.objective, given, padded)
+        layout = Layout(micro_batches, steps, exact_rows, max_programs=options.most_sizes)
+        if self.step.shapes_are_free:
+            layout = layout._replace(shapes_are_free=True)
+        else:
+            enter = functools.partial(replicas.on_first_replica, own)
+            layout = layout._replace(padding=padding.Padding(self.step.objective, enter))
+        return layout if own is None else layout._replace(may_be_apart=False, replicas=own.count, shards=own.shards)

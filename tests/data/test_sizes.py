@@ -12,8 +12,13 @@ from fastaccum.data.stacks import Batch, Layout
 OPEN = Batch(tf.TensorSpec([None, None, 2]), tf.TensorSpec([None, None]))
 
 
-def always(given, padded):
-    return True
+class Exact:
+    """Padding that never changes a result."""
+
+    fills = (0.0,)
+
+    def is_same(self, given, padded, thoroughly):
+        return True
 
 
 def batch(rows, length):
@@ -67,7 +72,7 @@ def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
 def test_lengths_that_are_log_normal_waste_less_than_a_quarter():
     random = np.random.default_rng(0)
     steps = [[(16, drawn_lengths(random, 16)) for _ in range(3)] for _ in range(200)]
-    seen, wasted = arranged(Layout(3, is_same=always), steps)
+    seen, wasted = arranged(Layout(3, padding=Exact()), steps)
     assert len(seen) <= 5
     assert wasted < 0.15
 
@@ -76,21 +81,26 @@ def test_ten_sizes_and_a_hundred_lengths_need_few_programs():
     random = np.random.default_rng(0)
     sizes = [17, 9, 32, 5, 21, 8, 30, 3, 13, 26]
     steps = [[(int(r), int(random.integers(8, 109))) for r in random.choice(sizes, 3)] for _ in range(200)]
-    seen, _ = arranged(Layout(3, is_same=always), steps)
+    seen, _ = arranged(Layout(3, padding=Exact()), steps)
     assert len(seen) <= 7  # and one that ends the update
 
 
 def test_one_length_is_not_padded():
-    seen, wasted = arranged(Layout(3, is_same=always), [[(5, 13)] * 3] * 10)
+    seen, wasted = arranged(Layout(3, padding=Exact()), [[(5, 13)] * 3] * 10)
     assert len(seen) == 1 and wasted == 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 6])
-def test_most_sizes_bounds_the_lengths(most):
+def test_max_programs_bounds_the_lengths(most):
     random = np.random.default_rng(0)
     steps = [[(4, 128)] * 2, *([(4, int(random.integers(2, 129))) for _ in range(2)] for _ in range(60))]
-    seen, _ = arranged(Layout(2, is_same=always, most_sizes=most), steps)
+    seen, _ = arranged(Layout(2, padding=Exact(), max_programs=most), steps)
     assert len({shape for shape in seen if not isinstance(shape, frozenset)}) <= most
+
+
+def test_lengths_that_grow_take_few_programs():
+    seen, _ = arranged(Layout(2, padding=Exact()), [[(2, length)] * 2 for length in range(3, 129)])
+    assert len(seen) <= 8
 
 
 def test_lengths_stay_where_padding_changes_a_result():
@@ -99,14 +109,14 @@ def test_lengths_stay_where_padding_changes_a_result():
 
 
 def test_what_was_padded_is_marked():
-    sizes = Sizes("x", OPEN, Layout(2, is_same=always))
+    sizes = Sizes("x", OPEN, Layout(2, padding=Exact()))
     stacks, apart = sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])
     assert apart and [tuple(stack.x.shape) for stack in stacks] == [(1, 2, 5, 2), (1, 2, 8, 2)]
     np.testing.assert_array_equal(stacks[1].real[0, 0], [True] * 7 + [False])
     assert float(tf.reduce_sum(stacks[1].x)) == 2 * 7 * 2
 
 
-@pytest.mark.parametrize("layout", [Layout(3, is_same=always), Layout(3, exact_rows=True, is_same=always)])
+@pytest.mark.parametrize("layout", [Layout(3, padding=Exact()), Layout(3, exact_rows=True, padding=Exact())])
 def test_a_place_that_was_restored_goes_on_alike(layout):
     random = np.random.default_rng(0)
     steps = [[(int(random.integers(1, 9)), int(random.integers(4, 40))) for _ in range(3)] for _ in range(30)]

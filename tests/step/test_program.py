@@ -174,7 +174,7 @@ def test_the_warning_of_many_sizes_says_how_to_cut_batches():
     (program,) = make_programs([tf.reduce_sum], jit_compile=False, retraces=Retraces(many=3))
     for rows in (1, 2):
         program(tf.zeros([1, rows, 2]))
-    with pytest.warns(RuntimeWarning, match=r"rows: .*3 shapes.* of a few sizes, such as by dataset.unbatch\(\)"):
+    with pytest.warns(RuntimeWarning, match=r"rows\. .*3 shapes.* of a few sizes, such as by dataset.unbatch\(\)"):
         program(tf.zeros([1, 3, 2]))
 
 

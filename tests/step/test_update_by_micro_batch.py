@@ -111,7 +111,7 @@ def test_updates_are_those_of_a_loop_by_hand(case, jit_compile):
 
 def test_shuffled_sizes_compile_once_for_each_size():
     trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=True)
-    with pytest.warns(RuntimeWarning, match=r"3 programs were made so far.* What differs is rows.*unbatch\(\)"):
+    with pytest.warns(RuntimeWarning, match=r"3 programs were made so far.* What differs: rows.*unbatch\(\)"):
         history = trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
     used = {name: count for name, count in programs(trainer).items() if count}
     assert {name: count for name, (count, _) in history.programs.items()} == used
@@ -121,7 +121,7 @@ def test_shuffled_sizes_compile_once_for_each_size():
 
 def test_on_a_cpu_one_trace_is_for_all_sizes_unless_xla_is_asked_for():
     trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION)
-    with pytest.warns(UserWarning, match="op by op, each as it is.* Pass jit_compile=True"):
+    with pytest.warns(UserWarning, match=r"each as it is, op by op.*\(jit_compile=True\)"):
         trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
     assert trainer._builder.step.objective.options.uses_xla
     used = {name: count for name, count in programs(trainer).items() if count}

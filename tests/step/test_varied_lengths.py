@@ -223,26 +223,146 @@ def test_updates_are_those_of_a_loop_by_hand_with_xla(case):
         assert made <= 6
 
 
+def arranged_lengths(model, data, loss, metrics=(), shapes=SAME_ROWS):
+    """Returns the lengths of the stacks of a first step, of batches of 7, 12 and 9 steps."""
+    trainer = fa.Trainer(model, "sgd", loss, metrics, gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    batches = list(data(shapes))
+    trainer.fit(Batches(batches[:1]), verbose=0)
+    layout = trainer._builder.training_layout(trainer._present_options)
+    check = padding.Padding(trainer._builder.step.objective)
+    before = [v.numpy() for v in model.variables]
+    source = DatasetSource(Batches(batches), "x")
+    sizes = Sizes("x", source.dataset.element_spec, layout._replace(shapes_are_free=False, padding=check))
+    stacks, apart = sizes.arrange(list(source.dataset.take(3)), [rows for rows, _ in shapes[:3]])
+    for then, now in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(then, now.numpy())
+    assert apart
+    return {tf.nest.flatten(stack.x)[0].shape[2] for stack in stacks}
+
+
+PADDED, AS_THEY_ARE = {7, 12}, {7, 12, 9}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_padding_is_used_where_it_changes_nothing(case):
-    _, data, _, is_exact = CASES[case]
-    trainer, _ = trained(case, SAME_ROWS[:1], jit_compile=False)
-    objective = trainer._builder.step.objective
-    layout = trainer._builder.training_layout(trainer._present_options)
-    layout = layout._replace(
-        shapes_are_free=False, is_same=lambda a, b: padding.is_same(objective, a, b), fills=padding.fills(objective)
-    )
-    source = DatasetSource(Batches(data(SAME_ROWS)), "x")
-    sizes = Sizes("x", source.dataset.element_spec, layout)
-    batches = list(source.dataset.take(3))
-    stacks, apart = sizes.arrange(batches, [4, 4, 4])
-    lengths = {tf.nest.flatten(stack.x)[0].shape[2] for stack in stacks}
-    assert apart and lengths == ({7, 12} if is_exact else {7, 12, 9})
+    _, data, loss, is_exact = CASES[case]
+    assert arranged_lengths(make(case), data, loss) == (PADDED if is_exact else AS_THEY_ARE)
+
+
+def averaging(dtype=None):
+    x = keras.Input([None], dtype="int32")
+    h = layers.GlobalAveragePooling1D(dtype=dtype)(layers.Embedding(IDS, 4, dtype=dtype)(x))
+    return keras.Model(x, layers.Dense(1, dtype=dtype)(h))
+
+
+def best_of_few():
+    """The maximum over steps of a single score, as of bags of instances."""
+    x = keras.Input([None, 3])
+    scores = layers.Dense(1)(layers.Dense(4, activation="relu")(x))
+    return keras.Model(x, layers.GlobalMaxPooling1D()(scores))
+
+
+def norm_of_features():
+    x = keras.Input([None, 3])
+    norms = layers.Lambda(lambda t: tf.norm(t, axis=-1))(layers.Dense(4, use_bias=False)(x))
+    total = layers.Lambda(lambda t: tf.reduce_sum(t, 1, keepdims=True))(norms)
+    return keras.Model(x, layers.Dense(1)(total))
+
+
+def first_steps():
+    x, h = embedded(mask_zero=False)
+    return keras.Model(x, layers.Dense(1)(layers.Lambda(lambda t: tf.reduce_mean(t[:, :4], 1))(h)))
+
+
+class OnlyInInference(layers.Layer):
+    def call(self, x, training=False):
+        return x if training else x - keras.ops.mean(x, 1, keepdims=True)
+
+
+class CountingSteps(layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros", name="steps")
+
+    def call(self, x):
+        self.steps.assign_add(keras.ops.size(x[..., 0]))
+        return x
+
+
+def with_layer(layer):
+    x, h = embedded(mask_zero=False)
+    return keras.Model(x, layers.Dense(5)(layer(layers.LSTM(4, return_sequences=True)(h))))
+
+
+class RowMean(keras.metrics.Mean):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        right = keras.ops.cast(keras.ops.equal(y_true, keras.ops.argmax(y_pred, -1)), "float32")
+        super().update_state(keras.ops.mean(right, -1))
+
+
+def in_front(shapes):
+    """Texts whose padding comes first, as that of `keras.utils.pad_sequences`."""
+    for x, y in texts(shapes):
+        yield np.sort(x, -1), y
+
+
+def silent_at_first(shapes):
+    for rows, length in shapes:
+        x = np.random.default_rng(length).normal(size=(rows, length, 3)).astype("float32")
+        x[:, : length - 2] = 0
+        yield x, x[:, -1, :1]
+
+
+def weightless_at_first(shapes):
+    for x, y, weights in texts(shapes, weighted=True):
+        weights[:2] = 0
+        yield x, y, weights
+
+
+def large(shapes):
+    for x, y in texts(shapes):
+        yield x, 1000 + y
+
+
+def averaging_series():
+    return keras.Sequential([keras.Input([None, 3]), layers.GlobalAveragePooling1D(), layers.Dense(1)])
+
+
+SEEN = {
+    "padding in front": (averaging, in_front, MSE),
+    "silence": (averaging_series, silent_at_first, MSE),
+    "rows without weight": (averaging, weightless_at_first, MSE),
+    "large targets": (averaging, large, MSE),
+    "bfloat16": (lambda: averaging("mixed_bfloat16"), texts, MSE),
+    "a maximum": (best_of_few, series, MSE),
+    "a gradient that is NaN": (norm_of_features, series, MSE),
+    "the first steps alone": (first_steps, texts, MSE),
+    "in inference alone": (lambda: with_layer(OnlyInInference()), lambda s: texts(s, of_tokens=True), ENTROPY),
+    "a count of steps": (lambda: with_layer(CountingSteps()), lambda s: texts(s, of_tokens=True), ENTROPY),
+    "a metric of the user's": (causal, lambda s: texts(s, of_tokens=True), ENTROPY, RowMean),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_padding_is_not_used_where_it_is_seen(case):
+    make_model, data, loss, *metrics = SEEN[case]
+    keras.utils.set_random_seed(1)
+    assert arranged_lengths(make_model(), data, loss, [metric() for metric in metrics]) == AS_THEY_ARE
+
+
+def test_rows_that_are_all_padding_keep_their_length_where_it_counts():
+    def data(shapes):
+        for at, (x, y) in enumerate(texts(shapes)):
+            if at == 2:
+                x[-1] = 0
+            yield x, y
+
+    assert arranged_lengths(make("attending"), data, MSE) == AS_THEY_ARE  # the mean over all steps
+    assert arranged_lengths(make("classifier"), data, MSE) == PADDED
 
 
 def test_padding_that_is_used_where_it_changes_something_is_seen(monkeypatch):
     """A negative control: these tests see a padding that is not left out."""
-    monkeypatch.setattr(padding, "is_same", lambda *_: True)
+    monkeypatch.setattr(padding.Padding, "is_same", lambda *_, **__: True)
     with pytest.raises(AssertionError):
         assert_as_by_hand("pooled", SAME_ROWS, jit_compile=True)
 
