@@ -68,6 +68,12 @@ class _Progress(keras.callbacks.ProgbarLogger):
 
     rows_per_second: float | None = None  # of the epoch that ends; not in its logs, whose numbers are reproducible
 
+    def set_params(self, params: dict[str, Any]) -> None:
+        # In a file, a line for each epoch: a bar would fill it with the codes that move a terminal's cursor.
+        if params["verbose"] == "auto" and not _is_read_live():
+            params = {**params, "verbose": 2}
+        super().set_params(params)
+
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
         super().on_train_batch_end(batch, _worth_saying(logs))
 
@@ -76,6 +82,11 @@ class _Progress(keras.callbacks.ProgbarLogger):
         if self.rows_per_second is not None:
             shown["rows_per_second"] = self.rows_per_second
         super().on_epoch_end(epoch, shown)
+
+
+def _is_read_live() -> bool:
+    """Tells if somebody reads as it goes: in a terminal, or in a notebook."""
+    return sys.stdout.isatty() or "ipykernel" in sys.modules
 
 
 def _hook(callback: keras.callbacks.Callback, name: str) -> Callable[[int, Mapping[str, float]], None]:
@@ -117,12 +128,18 @@ class Callbacks:
             private.train_counter(model).assign(0)  # as tf_keras's fit does
         shown = verbose != 0 and keras.config.is_interactive_logging_enabled()
         # Prints parts of a line while a program compiles, also to a file: nothing else tells that the fit goes on.
-        self.announce: Callable[[str], None] | None = functools.partial(print, end="", flush=True) if shown else None
-        # Prints advice where somebody reads as it goes: to a terminal, or to a notebook.
-        is_read = sys.stdout.isatty() or "ipykernel" in sys.modules
-        self.say = self.announce if is_read else None
+        self.announce: Callable[[str], None] | None = self._print_part if shown else None
+        self.say = self.announce if _is_read_live() else None  # prints advice
         self._last_draw = 0.0
+        self._is_within_line = False  # of an announcement
         self._previous: Logs = dict
+
+    def _print_part(self, part: str) -> None:
+        """Prints a part of a line, which begins below the progress line if that was drawn."""
+        if self._last_draw and not self._is_within_line and _is_read_live():
+            print()
+        self._is_within_line = not part.endswith("\n")
+        print(part, end="", flush=True)
 
     def require_none(self, name: str, reason: str) -> None:
         """Raises ValueError if one of the callbacks is of this class."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -327,10 +328,25 @@ class DatasetStacks:
             for batch, lengths in batches:
                 yield [batch], lengths.numpy().tolist()
             return
-        while step := list(itertools.islice(batches, self.layout.accumulation)):
+        while step := self._read_step(batches):
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             with_rows = list(itertools.compress(step, lengths))
             yield with_rows or step[:1], lengths
+
+    def _read_step(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Reads the batches of a step, none at the end; raises ValueError for one of a shape that none may have."""
+        try:
+            return list(itertools.islice(batches, self.layout.accumulation))
+        except tf.errors.InvalidArgumentError as error:
+            found = re.search(r"yielded an element of shape (.*?) where an element of shape (.*?) was", str(error))
+            if found is None:
+                raise
+            given, expected = found.groups()
+            raise ValueError(
+                f"{self.what} yielded an array of shape {given} where {expected} was expected. The first two batches "
+                "of Python code tell which axes may differ, as in Keras, and this one was alike in both: let these two "
+                "differ in it, or pass tf.data.Dataset.from_generator(..., output_signature=...) with None there."
+            ) from error
 
 
 class _ReadOnceBatches:

@@ -53,7 +53,7 @@ class ModelStep(Step):
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
         )
-        retraces = Retraces(many=3)  # a whole stack and a short last one are two
+        retraces = Retraces(many=5)  # a whole stack, a short last one, and the sizes that rows are filled up to
         functions = self._execute, self._execute_many
         self.compiled_execute, self.compiled_execute_many = make_programs(functions, options.uses_xla, retraces)
         of_evaluations = Retraces(many=6)  # validation data and those of `evaluate` may differ in size
@@ -64,7 +64,7 @@ class ModelStep(Step):
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
         self.shapes_are_free = not compile_parts
         self._by_micro_batch = UpdateByMicroBatch(
-            self.cycle, self.objective, compile_parts, (retraces, of_evaluations), self._admit_part
+            self.cycle, self.objective, compile_parts, (Retraces(many=3), of_evaluations), self._admit_part
         )
 
     # Compiled.

@@ -19,7 +19,7 @@ _RATES = "rate", "stddev", "dropout", "recurrent_dropout"  # of Keras's layers t
 
 
 class _Results(NamedTuple):
-    """What a micro-batch gives, as lists of arrays."""
+    """Holds what comes out of a micro-batch, as lists of arrays."""
 
     outputs: list[np.ndarray]
     losses: list[np.ndarray]  # loss sums, then weight sums

@@ -20,9 +20,10 @@ from fastaccum.step.tracing import TracedFunction
 
 _FEWER_SIZES = "Make batches of a few sizes, such as by dataset.unbatch().batch(batch_size)."
 _FEWER_LENGTHS = (
-    "Pad to a few lengths: dataset.padded_batch(batch_size, padded_shapes), or "
-    "dataset.bucket_by_sequence_length(..., pad_to_bucket_boundary=True) with batches that fill a stack each. "
-    "Trainer(max_programs=...) bounds the lengths of those that fastaccum pads."
+    "Where the model leaves padding out, as by a mask, pad to a few lengths: "
+    "dataset.padded_batch(batch_size, padded_shapes), or dataset.bucket_by_sequence_length(..., "
+    "pad_to_bucket_boundary=True) with batches that fill an update each. Trainer(max_programs=...) is how many lengths "
+    "fastaccum pads to by itself (docs/guides/varying-batches.md)."
 )
 
 

@@ -7,7 +7,6 @@ import functools
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import keras
@@ -125,7 +124,7 @@ class Fit:
         model.stop_training = False
         step.running.stuck_steps.reset()
         logs: dict[str, float] = {}
-        with saver, builder.fitting(step), reading(stacks, evaluation):
+        with saver, builder.fitting(step), reading(stacks, evaluation), program.announce(hooks.announce):
             position = saver.resume(training, schedule.initial_epoch, schedule.epochs, self._verbose)
             if saver.changed_constants:
                 step.retrace()
@@ -258,8 +257,7 @@ def _train_epoch(
     for dispatch in dispatches:
         begin(first)
         try:
-            announcing = program.announce(hooks.announce) if pending is None else nullcontext()
-            with announcing, stopwatch.timing(dispatch, step.programs):
+            with stopwatch.timing(dispatch, step.programs):
                 executed = step.dispatch(dispatch)
         except (tf.errors.OpError, MemoryError):
             if pending is not None:

@@ -689,6 +689,7 @@ ARGUMENTS = {
     "on_nonfinite": "raise",
     "own_loss_reduction": "sum",
     "shard_optimizer": False,
+    "max_programs": 2,
     "flash_attention": False,
     "compile_cache": None,
 }
