@@ -154,7 +154,8 @@ class Program(TracedFunction):
         if relaxed is not None and relaxed.covers(signature):
             assert relaxed.concrete is not None
             call = self._calls[signature] = _call_of(relaxed.concrete, args)
-            return call(leaves)
+            with self._explaining(args, signature):
+                return call(leaves)
         concrete = None
         if relaxed is not None:
             concrete = self._trace_relaxed(relaxed, leaves, signature)
@@ -169,7 +170,7 @@ class Program(TracedFunction):
 
         traced, name = time.perf_counter(), tf.compat.as_str(concrete.name)
         try:
-            with self.admit(concrete):
+            with self.admit(concrete), self._explaining(args, signature):
                 last = compile_cache.seconds_last_time(name)
                 say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
                 outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
@@ -183,6 +184,18 @@ class Program(TracedFunction):
         if relaxed is None or relaxed.concrete is not concrete:
             self._retraces.note(self.seconds, self.axes)
         return outputs
+
+    @contextlib.contextmanager
+    def _explaining(self, args: tuple, signature: tuple) -> Iterator[None]:
+        """Raises what a trace of these shapes raises, if the block fails: open lengths hide a wrong one until then."""
+        try:
+            yield
+        except tf.errors.InvalidArgumentError:
+            self._calls.pop(signature, None)
+            if self._find_relaxed(signature) is not None:
+                # Of a function of its own, which has no other trace to take for this one.
+                TracedFunction(self._drawing, jit_compile=False).trace(*args)
+            raise
 
     def _find_relaxed(self, signature: tuple) -> _Relaxed | None:
         """Returns the trace of signatures that differ from this one in lengths alone; None for the first of them."""
