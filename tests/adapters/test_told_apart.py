@@ -491,6 +491,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/adapters/huggingface.py:_loss_class": "a key, of a function that is transformers's by `package`",
     "fastaccum/adapters/untouched_rows.py:_decays": "of a function that is tensorflow-addons's by `package`",
     "fastaccum/adapters/untouched_rows.py:_find_forms": "of functions that are a package's by `package`; and a message",
+    "fastaccum/training/reading.py:_release_iterators": "of a frame that has ended, whose module Python names",
     "fastaccum/adapters/fingerprint.py:_module": "of what is its module's by `package`",
     "fastaccum/adapters/fingerprint.py:_describe": "part of a description, beside the code; of Python's own modules",
     "fastaccum/adapters/fingerprint.py:_describe_nest": "part of a description: a nest that holds itself",

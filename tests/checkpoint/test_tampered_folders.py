@@ -61,7 +61,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("of", ["the newest", "the only one"])
-@pytest.mark.parametrize("version", [3, 5])
+@pytest.mark.parametrize("version", [4, 6])
 def test_another_versions_checkpoint_is_refused_and_stays(run, tmp_path, of, version):
     run.begin(tmp_path)
     paths = store.paths(tmp_path)
@@ -72,7 +72,7 @@ def test_another_versions_checkpoint_is_refused_and_stays(run, tmp_path, of, ver
     before, weights = content(tmp_path), bits(run.trainer)
     with pytest.raises(
         IncompatibleCheckpointError,
-        match=rf"has format {version}, written by python .*tensorflow {tf.__version__}.*where this version reads 4",
+        match=rf"has format {version}, written by python .*tensorflow {tf.__version__}.*where this version reads 5",
     ):
         run.fit(tmp_path)
     assert content(tmp_path) == before and bits(run.trainer) == weights
@@ -83,12 +83,12 @@ def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path,
     """It may be sealed otherwise: it is refused, not passed over, and stays."""
     run.begin(tmp_path)
     file = store.paths(tmp_path)[0] / "manifest.json"
-    manifest = {**json.loads(file.read_text()), "format": 5, "sha256": "sealed otherwise"}
+    manifest = {**json.loads(file.read_text()), "format": 6, "sha256": "sealed otherwise"}
     if seal == "none":
         del manifest["sha256"]
     file.write_text(json.dumps(manifest))
     before, weights = content(tmp_path), bits(run.trainer)
-    with pytest.raises(IncompatibleCheckpointError, match=r"has format 5, written by python .*this version reads 4"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"has format 6, written by python .*this version reads 5"):
         run.fit(tmp_path, keep=1)
     assert content(tmp_path) == before and bits(run.trainer) == weights
 
@@ -96,7 +96,7 @@ def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path,
 def test_a_damaged_checkpoint_of_an_older_version_is_passed_over(run, tmp_path):
     run.begin(tmp_path)
     newest = store.paths(tmp_path)[0]
-    edit_manifest(newest, lambda manifest: manifest.update(format=3))
+    edit_manifest(newest, lambda manifest: manifest.update(format=4))
     (newest / "manifest.json").write_text((newest / "manifest.json").read_text().replace('"step": 4', '"step": 5'))
     with pytest.warns(RuntimeWarning, match="passed over: manifest.json was changed"):
         run.goes_on(tmp_path)

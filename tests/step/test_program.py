@@ -150,7 +150,9 @@ def lengths(*numbers):
 def test_one_warning_for_a_hundred_shapes():
     """For all programs of a training together; it says what varies."""
     first, second = make_programs([half_and_y, half_and_y], jit_compile=False)
-    with pytest.warns(RuntimeWarning, match=r"32 shapes, .*: \(2, 4, 1\), \(2, 4, 2\).* \(2, 4, 32\)\..* pad to") as warned:
+    with pytest.warns(
+        RuntimeWarning, match=r"32 shapes, .*: \(2, 4, 1\), \(2, 4, 2\).* \(2, 4, 32\)\..* pad to"
+    ) as warned:
         for stack in lengths(*range(1, 101)):
             first(stack)
             second(stack)
