@@ -19,8 +19,8 @@ from fastaccum.lines import warn
 MAX_WASTED_SHARE = 0.34
 # Rows that only fill up are worth a warning above this share.
 SHARE_WORTH_A_WARNING = 0.2
-# Of the largest size of a micro-batch: the sizes that are used where rows vary.
-SHARES_OF_LARGEST = (1.0, 0.7, 0.5)
+# Of the largest size of a micro-batch: the sizes that are used beside it where rows vary.
+SMALLER_SHARES = (0.7, 0.5)
 # A program takes seconds to compile: shorter trainings do not earn those of smaller sizes back.
 STEPS_BEFORE_SMALLER = 32
 # Checks of padding: what it adds to many steps, as to their maximum, may not show, nor what is made of the first few.
@@ -53,7 +53,9 @@ class Sizes:
         self._may_be_apart = layout.may_be_apart and (layout.accumulation > 1 or layout.shapes_are_free)
         self._keeps_batches = layout.exact_rows or layout.shapes_are_free
         self._rungs = _Rungs(spec, layout)
-        self.batch_size = 0  # the most rows of a micro-batch
+        self.batch_size = 0  # the rows of a micro-batch
+        self._largest = 0  # the most rows of a batch that came
+        self._smaller: list[int] = []  # sizes of micro-batches that are used beside, once they are worth it
         self._short_sizes: list[int] = []  # of last micro-batches; the data's last one alone is one size
         self._steps_since = 0  # the first step that showed that rows vary, that one counted; 0 before it
         self._lengths_vary = False
@@ -64,6 +66,8 @@ class Sizes:
         """Returns what `restore` needs, as plain values."""
         return {
             "batch_size": self.batch_size,
+            "largest": self._largest,
+            "smaller": [*self._smaller],
             "short_sizes": [*self._short_sizes],
             "steps_since": self._steps_since,
             "lengths_vary": self._lengths_vary,
@@ -75,6 +79,8 @@ class Sizes:
     def restore(self, saved: Place) -> None:
         """Goes on as after the steps that `place` was called after."""
         self.batch_size = saved["batch_size"]
+        self._largest = saved["largest"]
+        self._smaller = [*saved["smaller"]]
         self._short_sizes = [*saved["short_sizes"]]
         self._steps_since = saved["steps_since"]
         self._lengths_vary = saved["lengths_vary"]
@@ -105,7 +111,8 @@ class Sizes:
         return split_rows(_all_valid(batch), rows, apart), apart
 
     def _note_rows(self, rows: list[int]) -> None:
-        self.batch_size = self.batch_size or max(rows)
+        self._largest = max(self._largest, *rows)
+        self.batch_size = self.batch_size or self._largest
         *others, last = rows
         if last < self.batch_size and last not in self._short_sizes:
             self._short_sizes.append(last)
@@ -145,18 +152,17 @@ class Sizes:
         """Deals rows out as micro-batches of one size."""
         micro_batches, total = self._layout.accumulation, sum(rows)
         if total > micro_batches * self.batch_size:
-            larger = max(math.ceil(total / micro_batches), *rows)
             warn(
-                f"{self._what}: batches of up to {max(rows)} rows after micro-batches of {self.batch_size}; the "
-                f"train step is compiled again for {larger}. Put the largest batch first to compile once.",
+                f"{self._what}: batches of up to {self._largest} rows after micro-batches of {self.batch_size}; the "
+                f"train step is compiled again for {self._largest}. Put the largest batch first to compile once.",
                 UserWarning,
             )
-            self.batch_size = larger
+            self.batch_size = self._largest
         size = self.batch_size
         if self._steps_since > STEPS_BEFORE_SMALLER:
-            shares = SHARES_OF_LARGEST[: self._layout.max_programs]
-            sizes = [math.ceil(share * self.batch_size) for share in shares]
-            size = min(each for each in sizes if each * micro_batches >= total)
+            shares = SMALLER_SHARES[: self._layout.max_programs - 1]
+            self._smaller = self._smaller or [math.ceil(share * size) for share in shares]
+            size = min(each for each in (size, *self._smaller) if each * micro_batches >= total)
         elif self._steps_since:
             self._filled += micro_batches * size - total
             self._computed += micro_batches * size
