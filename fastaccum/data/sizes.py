@@ -60,7 +60,9 @@ class Sizes:
         self._steps_since = 0  # the first step that showed that rows vary, that one counted; 0 before it
         self._lengths_vary = False
         self._piece = 0  # rows of a stack, where rows and lengths vary
-        self._filled = self._computed = 0  # rows, to warn of the first ones' share of the others
+        # Rows, to warn of the share of them that only fill up.
+        self._filled = 0
+        self._computed = 0
 
     def place(self) -> Place:
         """Returns what `restore` needs, as plain values."""
@@ -150,7 +152,8 @@ class Sizes:
 
     def _deal(self, batch: Batch, rows: list[int]) -> Batch:
         """Deals rows out as micro-batches of one size."""
-        micro_batches, total = self._layout.accumulation, sum(rows)
+        micro_batches = self._layout.accumulation
+        total = sum(rows)
         if total > micro_batches * self.batch_size:
             warn(
                 f"{self._what}: batches of up to {self._largest} rows after micro-batches of {self.batch_size}; the "
@@ -229,15 +232,17 @@ class _Rungs:
             self._fill = self._find_fill(self._padding, batches[0])
         if self._fill is None:
             return batches
+        may_pad = [self._may_pad(self._padding, batch) for batch in batches]
         if together:
+            if not all(may_pad):
+                return batches
             lengths = [_longest(lengths)] * len(lengths)
         padded = []
-        for batch, needed in zip(batches, lengths, strict=True):
-            if not together and not self._may_pad(self._padding, batch):
-                padded.append(batch)
-                continue
-            rung = self._known_rung(needed) or self._new_rung(self._padding, batch, needed)
-            padded.append(self._padded(batch, rung, self._fill))
+        for batch, needed, may in zip(batches, lengths, may_pad, strict=True):
+            if may:
+                rung = self._known_rung(needed) or self._new_rung(self._padding, batch, needed)
+                batch = self._padded(batch, rung, self._fill)
+            padded.append(batch)
         return padded
 
     def _may_pad(self, padding: Padding, batch: Batch) -> bool:

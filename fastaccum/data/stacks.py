@@ -63,7 +63,7 @@ class Position(NamedTuple):
 
 
 class Padding(Protocol):
-    """Tells whether micro-batches may be padded along their second axis."""
+    """Tells if micro-batches may be padded along their second axis."""
 
     @property
     def fills(self) -> Sequence[float]:

@@ -78,7 +78,7 @@ class Padding:
         return known
 
     def _moved(self) -> Iterator[tuple[bool, bool]]:
-        """Moves the weights, and yields whether to compute in training, and gradients."""
+        """Moves the weights, and yields for each: compute in training, compute gradients."""
         weights = self._weights
         before = [weight.read_value() for weight in weights]
         yield True, True

@@ -153,15 +153,19 @@ class Program(TracedFunction):
         relaxed = self._find_relaxed(signature)
         if relaxed is not None and relaxed.covers(signature):
             assert relaxed.concrete is not None
-            call = self._calls[signature] = _call_of(relaxed.concrete, args)
-            with self._explaining(args, signature):
-                return call(leaves)
+            self._calls[signature] = _call_of(relaxed.concrete, args)
+            return self._run_relaxed(relaxed, args, leaves, signature)
         concrete = None
         if relaxed is not None:
             concrete = self._trace_relaxed(relaxed, leaves, signature)
         if concrete is None:
             concrete = self.trace(*args)
         call = self._calls[signature] = _call_of(concrete, args)
+
+        def run() -> object:
+            if relaxed is not None and relaxed.concrete is concrete:
+                return self._run_relaxed(relaxed, args, leaves, signature)
+            return call(leaves)
 
         def again() -> object:
             self.anew()
@@ -170,10 +174,10 @@ class Program(TracedFunction):
 
         traced, name = time.perf_counter(), tf.compat.as_str(concrete.name)
         try:
-            with self.admit(concrete), self._explaining(args, signature):
+            with self.admit(concrete):
                 last = compile_cache.seconds_last_time(name)
                 say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
-                outputs, loaded = compile_cache.called(name, lambda: call(leaves), again)
+                outputs, loaded = compile_cache.called(name, run, again)
         except BaseException:  # the next run is the first again
             self._calls.pop(signature, None)
             self._relaxed = {}
@@ -185,17 +189,26 @@ class Program(TracedFunction):
             self._retraces.note(self.seconds, self.axes)
         return outputs
 
-    @contextlib.contextmanager
-    def _explaining(self, args: tuple, signature: tuple) -> Iterator[None]:
-        """Raises what a trace of these shapes raises, if the block fails: open lengths hide a wrong one until then."""
+    def _run_relaxed(self, relaxed: _Relaxed, args: tuple, leaves: list[tf.Tensor], signature: tuple) -> object:
+        """Runs a relaxed trace for the first time with this signature; a trace of its own where that fails.
+
+        Code that asks for a length, as `table[: x.shape[1]]` does, finds none in a relaxed trace. Variables are as
+        before then. A shape that does not fit is refused by the trace of its own.
+        """
+        assert relaxed.concrete is not None
+        variables = list(relaxed.concrete.graph.variables)
+        before = [variable.read_value() for variable in variables]
         try:
-            yield
+            return self._calls[signature](leaves)
         except tf.errors.InvalidArgumentError:
-            self._calls.pop(signature, None)
-            if self._find_relaxed(signature) is not None:
-                # Of a function of its own, which has no other trace to take for this one.
-                TracedFunction(self._drawing, jit_compile=False).trace(*args)
-            raise
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+        relaxed.is_refused = True
+        relaxed.concrete = None
+        self._calls = {}
+        super().retrace()  # tf.function would take the relaxed trace for this signature
+        self._calls[signature] = _call_of(self.trace(*args), args)
+        return self._calls[signature](leaves)
 
     def _find_relaxed(self, signature: tuple) -> _Relaxed | None:
         """Returns the trace of signatures that differ from this one in lengths alone; None for the first of them."""

@@ -108,6 +108,19 @@ def test_lengths_stay_where_padding_changes_a_result():
     assert len(seen) == 4 and wasted == 0
 
 
+def test_together_nothing_is_padded_where_rows_of_padding_count():
+    class ExactButForEmptyRows(Exact):
+        def is_same(self, given, padded, thoroughly):
+            return not (given.x.numpy() == 0).all(axis=(1, 2)).any()
+
+    sizes = Sizes("x", OPEN, Layout(2, may_be_apart=False, replicas=2, padding=ExactButForEmptyRows()))
+    sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])
+    empty = batch(2, 6)
+    empty = empty._replace(x=empty.x * [[[0.0]], [[1.0]]])
+    with pytest.raises(ValueError, match="leaves padding out"):
+        sizes.arrange([batch(2, 5), empty], [2, 2])
+
+
 def test_what_was_padded_is_marked():
     sizes = Sizes("x", OPEN, Layout(2, padding=Exact()))
     stacks, apart = sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])

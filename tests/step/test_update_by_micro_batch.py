@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from listed_batches import ListedBatches
 from oracle import assert_same
 from resuming import assert_same as assert_resumes
 
@@ -23,24 +24,11 @@ def data(sizes=SIZES, weighted=False, outputs=1, seed=0):
         yield (x, y, weights) if weighted else (x, y)
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches of these sizes, in another order in each epoch."""
+class Batches(ListedBatches):
+    """Batches of these sizes, in another order in each epoch if `shuffled`."""
 
     def __init__(self, shuffled=False, **options):
-        super().__init__()
-        self.batches = list(data(**options))
-        self.random = np.random.default_rng(3) if shuffled else None
-        self.order = np.arange(len(self.batches))
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __getitem__(self, i):
-        return self.batches[self.order[i]]
-
-    def on_epoch_end(self):
-        if self.random is not None:
-            self.random.shuffle(self.order)
+        super().__init__(data(**options), shuffled)
 
 
 def normalized(outputs=1, dtype=None):
