@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -139,10 +140,13 @@ def is_read_once(x: object) -> bool:
     return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 
 
-def as_dataset(x: Any) -> tf.data.Dataset:
-    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for `EpochBatches`."""
+def as_dataset(x: Any) -> tuple[tf.data.Dataset, Callable[[], Iterator]]:
+    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for `EpochBatches`.
+
+    Returns them as a dataset, and as a function that begins a pass over them: an iterator over nests of arrays.
+    """
     adapter = private.data_adapters.get_data_adapter(x)
     dataset = adapter.get_tf_dataset()
-    if adapter.num_batches is None or isinstance(x, EpochBatches):
-        return dataset
-    return dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
+    if adapter.num_batches is not None and not isinstance(x, EpochBatches):
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
+    return dataset, adapter.get_numpy_iterator

@@ -45,7 +45,9 @@ class TFKerasModel(Model):
         )
 
     def predict(self, x: Nest, **options: Any) -> Any:
-        return self.model.predict(as_dataset(x) if isinstance(x, keras.utils.PyDataset) else x, **options)
+        if isinstance(x, keras.utils.PyDataset):
+            x, _ = as_dataset(x)
+        return self.model.predict(x, **options)
 
     @property
     def compute_loss_adds_penalty(self) -> bool:

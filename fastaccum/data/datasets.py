@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +15,7 @@ from fastaccum import checks
 from fastaccum.adapters.data_adapters import EpochBatches, as_dataset, is_read_once, wrap_sequence
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
+from fastaccum.data.python_batches import PythonBatches
 from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
 from fastaccum.data.sizes import Sizes
 from fastaccum.data.stacks import (
@@ -58,7 +59,7 @@ class DatasetSource:
                 self._once = _ReadOnceBatches(x, self.what)
                 x = iter(self._once)
             with checks.naming(self.what):
-                x = as_dataset(x)
+                x, read = as_dataset(x)
 
         def batch(*element):
             x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
@@ -66,6 +67,9 @@ class DatasetSource:
             return tf.nest.map_structure(_dense, Batch(*without_none((x, y, weight))))
 
         self.dataset = _untuned(x.map(batch))
+        self.python_batches: PythonBatches | None = None
+        if origin.python:
+            self.python_batches = PythonBatches(self.what, read, x.element_spec, batch)
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(x.cardinality())
@@ -153,13 +157,18 @@ class DatasetStacks:
         self._rows_before: int | None = None  # of a pass's first step, until the first one after the checkpoint
         # What one worker reads then says nothing of the others.
         self._sharded_by_workers = self.layout.replicas != layout.replicas
-        # Rows of one shape are pooled by TensorFlow.
         self._equal_rows = all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(source.dataset.element_spec))
         micro_batches = self.layout.accumulation
-        if self._equal_rows:
+        ahead = PREFETCH * micro_batches
+        self._pools = False  # TensorFlow joins the rows of a step's batches
+        pipeline: tf.data.Dataset | PythonBatches
+        if source.python_batches is not None:
+            pipeline = dataclasses.replace(source.python_batches, ahead=ahead)
+        elif self._equal_rows:
+            self._pools = True
             pipeline = dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
         else:
-            pipeline = dataset.prefetch(PREFETCH * micro_batches)
+            pipeline = dataset.prefetch(ahead)
         self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike, self._sizes.place)
 
     def reset(self) -> None:
@@ -324,29 +333,14 @@ class DatasetStacks:
     def _pooled(self) -> Iterator[tuple[list[Batch], list[int]]]:
         """Yields each step's batches, joined to one where all rows are of one shape, and their numbers of rows."""
         batches = self._passes.iterator()
-        if self._equal_rows:
+        if self._pools:
             for batch, lengths in batches:
                 yield [batch], lengths.numpy().tolist()
             return
-        while step := self._read_step(batches):
+        while step := list(itertools.islice(batches, self.layout.accumulation)):
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             with_rows = list(itertools.compress(step, lengths))
             yield with_rows or step[:1], lengths
-
-    def _read_step(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Reads the batches of a step, none at the end; raises ValueError for one of a shape that none may have."""
-        try:
-            return list(itertools.islice(batches, self.layout.accumulation))
-        except tf.errors.InvalidArgumentError as error:
-            found = re.search(r"yielded an element of shape (.*?) where an element of shape (.*?) was", str(error))
-            if found is None:
-                raise
-            given, expected = found.groups()
-            raise ValueError(
-                f"{self.what} yielded an array of shape {given} where {expected} was expected. The first two batches "
-                "of Python code tell which axes may differ, as in Keras, and this one was alike in both: let these two "
-                "differ in it, or pass tf.data.Dataset.from_generator(..., output_signature=...) with None there."
-            ) from error
 
 
 class _ReadOnceBatches:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.attributes import kinds
 from fastaccum.adapters.data_adapters import EpochBatches
+from fastaccum.data.python_batches import PythonBatches, ReadAhead
 from fastaccum.data.stacks import Batch, Dispatch, Place
 from fastaccum.kernels import private
 from fastaccum.lines import warn
@@ -51,7 +52,12 @@ class Passes:
     """
 
     def __init__(
-        self, pipeline: tf.data.Dataset, structure: Batch, origin: Origin, alike: bool, sizes: Callable[[], Place]
+        self,
+        pipeline: tf.data.Dataset | PythonBatches,
+        structure: Batch,
+        origin: Origin,
+        alike: bool,
+        sizes: Callable[[], Place],
     ):
         self._pipeline, self._structure, self._origin, self._alike = pipeline, structure, origin, alike
         self._sizes = sizes  # what the steps so far have shown, a part of the place
@@ -80,6 +86,8 @@ class Passes:
 
     def iterator(self) -> Iterator:
         if self._resumed is None:
+            if isinstance(self._iterator, ReadAhead):
+                self._iterator.close()
             self._iterator = iter(self._pipeline)
             if self.tracked and self._savable and not _endless(self._pipeline):
                 self._start = self._serialized()
@@ -90,7 +98,9 @@ class Passes:
     def close(self) -> None:
         """Ends the iterator and its threads, also where a traceback holds it."""
         for iterator in (self._iterator, self._resumed):
-            if iterator is not None:
+            if isinstance(iterator, ReadAhead):
+                iterator.close()
+            elif iterator is not None:
                 private.iterator_resource.set(iterator, None)
         self._iterator = self._resumed = None
 
@@ -235,10 +245,12 @@ class Passes:
 
     def in_other_pieces(self, recut: bool) -> str | None:
         """Returns what keeps rows from coming in the same order again, in other batches if `recut`; else None."""
-        if not self._origin.python and _unseeded(self._pipeline):
-            return "it shuffles without a seed, so that its order cannot be found again"
         if recut and self._origin.epochs is not None and self._origin.epochs.shuffled:
             return "its batches are shuffled (shuffle=True), whatever rows they hold"
+        if self._origin.python:
+            return None
+        if _unseeded(self._pipeline):
+            return "it shuffles without a seed, so that its order cannot be found again"
         for kind, does in _OF_BATCHES.items() if recut else ():
             if any(_parts(each, "BatchDataset") for each in _parts(self._pipeline, kind)):
                 return f"it {does} batches: do so before .batch(...)"
