@@ -309,7 +309,7 @@ class DatasetStacks:
             shared = not self._sharded_by_workers and (self._passes.tracked or not self.layout.all_here)
             if shared and not self._passes.steps:
                 expected, self._rows_before = self._rows_before, None
-                if expected and expected != rows and not self._full_rows:
+                if expected and expected != rows and not (self._full_rows or self._sizes.vary):
                     warn(
                         f"{self.what}: the first train step of a pass is of {rows} rows, of {expected} before the "
                         "checkpoint. If its batches are others, train on with those that it was saved with."

@@ -5,6 +5,7 @@ A *length* is that of a tensor's second axis, behind the rows; a *rung* is one o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,10 +20,11 @@ from fastaccum.lines import warn
 MAX_WASTED_SHARE = 0.34
 # Rows that only fill up are worth a warning above this share.
 SHARE_WORTH_A_WARNING = 0.2
-# Of the largest size of a micro-batch: the sizes that are used beside it where rows vary.
-SMALLER_SHARES = (0.7, 0.5)
-# A program takes seconds to compile: shorter trainings do not earn those of smaller sizes back.
-STEPS_BEFORE_SMALLER = 32
+# Programs take seconds to compile: so many steps whose rows vary show which sizes waste least, and that the training is
+# long enough to earn their programs back.
+STEPS_TO_LEARN = 32
+# Sizes of micro-batches beside the largest one, where rows vary.
+MOST_SMALLER_SIZES = 2
 # Checks of padding: what it adds to many steps, as to their maximum, may not show, nor what is made of the first few.
 SHORT_LENGTHS = (1, 2, 3, 5, 9)
 # Rows of a piece, where rows and lengths vary: half of the most that came first, until there are this many times more.
@@ -35,8 +37,9 @@ class Sizes:
     """Arranges the rows of each train step as stacks of few shapes.
 
     - Rows are dealt out as equal micro-batches of one size, or of the least of a few sizes that holds them: what is
-      left is filled up with rows that are not valid.
-    - Where rows must be exact, they stay in the batches that they came in.
+      left is filled up with rows that are not valid. The first steps that differ show which sizes waste least.
+    - Where rows must be exact, or one trace takes all of them, they stay in the batches that they came in. Where XLA
+      would compile whole steps, that ends when the sizes are known.
     - Batches of other lengths are padded to one of a few, if the layout's `padding` shows that this changes no result;
       if not, they keep their lengths. Each is a stack of its own then.
 
@@ -55,14 +58,15 @@ class Sizes:
         self._rungs = _Rungs(spec, layout)
         self.batch_size = 0  # the rows of a micro-batch
         self._largest = 0  # the most rows of a batch that came
-        self._smaller: list[int] = []  # sizes of micro-batches that are used beside, once they are worth it
+        self._smaller: list[int] = []  # sizes of micro-batches that are used beside, once they are known
+        self._totals: list[int] = []  # rows of the first steps, once these vary
         self._short_sizes: list[int] = []  # of last micro-batches; the data's last one alone is one size
         self._steps_since = 0  # the first step that showed that rows vary, that one counted; 0 before it
+        self._has_whole_step = False  # a program was made for one of full micro-batches
         self._lengths_vary = False
         self._piece = 0  # rows of a stack, where rows and lengths vary
-        # Rows, to warn of the share of them that only fill up.
-        self._filled = 0
-        self._computed = 0
+        self._steps_apart = 0
+        self._all_valid = functools.cache(lambda rows: tf.ones([1, rows], tf.bool))
 
     def place(self) -> Place:
         """Returns what `restore` needs, as plain values."""
@@ -72,9 +76,11 @@ class Sizes:
             "smaller": [*self._smaller],
             "short_sizes": [*self._short_sizes],
             "steps_since": self._steps_since,
+            "has_whole_step": self._has_whole_step,
             "lengths_vary": self._lengths_vary,
             "piece": self._piece,
-            "rows": [self._filled, self._computed],
+            "totals": [*self._totals],
+            "steps_apart": self._steps_apart,
             "rungs": self._rungs.place(),
         }
 
@@ -85,9 +91,11 @@ class Sizes:
         self._smaller = [*saved["smaller"]]
         self._short_sizes = [*saved["short_sizes"]]
         self._steps_since = saved["steps_since"]
+        self._has_whole_step = saved["has_whole_step"]
         self._lengths_vary = saved["lengths_vary"]
         self._piece = saved["piece"]
-        self._filled, self._computed = saved["rows"]
+        self._totals = [*saved["totals"]]
+        self._steps_apart = saved["steps_apart"]
         self._rungs.restore(saved["rungs"])
 
     def arrange(self, batches: list[Batch], rows: list[int]) -> tuple[tuple[Batch, ...], bool]:
@@ -104,13 +112,33 @@ class Sizes:
         if self._layout.shapes_are_free and self._rungs.vary:
             self._lengths_vary = True
         if self._lengths_vary:
+            self._note_step_apart()
             return self._make_stacks_apart(batches, rows), self._may_be_apart
-        (batch,) = _join(batches)
-        if not self._layout.exact_rows:
+        if self._fills_up:
+            (batch,) = _join(batches)
             return (self._deal(batch, rows),), False
-        is_full = all(count == self.batch_size for count in rows)
-        apart = self._may_be_apart and self._steps_since > 0 and not is_full
-        return split_rows(_all_valid(batch), rows, apart), apart
+        is_full = self._layout.exact_rows and all(count == self.batch_size for count in rows)
+        if self._may_be_apart and self._steps_since > 0 and not (is_full and self._has_whole_step):
+            if self._layout.exact_rows:
+                self._note_step_apart()
+            return self._make_stacks_apart(batches, rows), True
+        self._has_whole_step |= is_full
+        (batch,) = _join(batches)
+        return split_rows(_all_valid(batch), rows), False
+
+    @property
+    def vary(self) -> bool:
+        """True once steps have shown that batches differ in their rows."""
+        return self._steps_since > 0
+
+    @property
+    def _fills_up(self) -> bool:
+        """True if rows that are not valid fill micro-batches up."""
+        if self._layout.exact_rows:
+            return False
+        if self._steps_since and self._layout.shapes_are_free:
+            return self._layout.compiles_steps and self._steps_since > STEPS_TO_LEARN
+        return True
 
     def _note_rows(self, rows: list[int]) -> None:
         self._largest = max(self._largest, *rows)
@@ -121,6 +149,10 @@ class Sizes:
         is_odd = any(count != self.batch_size for count in others) or last > self.batch_size
         if self._steps_since or is_odd or len(self._short_sizes) > 1:
             self._steps_since += 1
+            if self._steps_since <= STEPS_TO_LEARN:
+                self._totals.append(sum(rows))
+                if self._layout.shapes_are_free:
+                    self.batch_size = self._largest  # no program was made for another one yet
 
     def _require_one_replica(self) -> None:
         if self._layout.replicas > 1:
@@ -134,7 +166,7 @@ class Sizes:
     def _make_stacks_apart(self, batches: list[Batch], rows: list[int]) -> tuple[Batch, ...]:
         """Makes stacks of one micro-batch each."""
         if self._keeps_batches:
-            return tuple(reshape(_all_valid(batch), [1, _rows(batch)]) for batch in batches)
+            return tuple(self._as_stack(batch) for batch in _one_by_one(batches, rows))
         size = self._piece_size(rows)
         stacks = []
         for batch in _join(sorted(batches, key=_row_shapes)):
@@ -142,6 +174,10 @@ class Sizes:
                 piece = _slice(batch, start, start + size)
                 stacks.append(reshape(_fill_up(piece, size), [1, size]))
         return tuple(stacks)
+
+    def _as_stack(self, batch: Batch) -> Batch:
+        stack = tf.nest.map_structure(lambda tensor: tf.expand_dims(tensor, 0), batch)
+        return stack._replace(valid=self._all_valid(_rows(batch)))
 
     def _piece_size(self, rows: list[int]) -> int:
         if not self._steps_since:
@@ -162,19 +198,19 @@ class Sizes:
             )
             self.batch_size = self._largest
         size = self.batch_size
-        if self._steps_since > STEPS_BEFORE_SMALLER:
-            shares = SMALLER_SHARES[: self._layout.max_programs - 1]
-            self._smaller = self._smaller or [math.ceil(share * size) for share in shares]
-            size = min(each for each in (size, *self._smaller) if each * micro_batches >= total)
-        elif self._steps_since:
-            self._filled += micro_batches * size - total
-            self._computed += micro_batches * size
-            if self._steps_since == STEPS_BEFORE_SMALLER:
-                self._warn_of_filling()
+        if self._steps_since == STEPS_TO_LEARN:
+            self._warn_of_filling()
+        if self._steps_since > STEPS_TO_LEARN:
+            if not self._smaller:
+                needed = [math.ceil(rows_of_step / micro_batches) for rows_of_step in self._totals]
+                count = min(self._layout.max_programs - 1, MOST_SMALLER_SIZES)
+                self._smaller = _least_wasteful(needed, size, count)
+            size = min(each for each in [size, *self._smaller] if each * micro_batches >= total)
         return reshape(_fill_up(batch, micro_batches * size), [micro_batches, size])
 
     def _warn_of_filling(self) -> None:
-        share = self._filled / self._computed
+        computed = len(self._totals) * self._layout.accumulation * self.batch_size
+        share = 1 - sum(self._totals) / computed
         if share <= SHARE_WORTH_A_WARNING:
             return
         smaller = "" if self._layout.max_programs == 1 else "From here on smaller ones have programs of their own. "
@@ -183,6 +219,29 @@ class Sizes:
             f"micro-batches of {self.batch_size}. {smaller}For none that fills up, cut equal batches, as "
             "dataset.unbatch().batch(batch_size) does."
         )
+
+    def _note_step_apart(self) -> None:
+        self._steps_apart += 1
+        if self._steps_apart == STEPS_TO_LEARN and self._layout.shapes_are_free and self._layout.compiles_steps:
+            warn(
+                f"{self._what}: micro-batches differ in their rows, which may not be padded in this model, or in their "
+                "lengths. TensorFlow runs each as it is, op by op, since XLA would compile a program for each size, "
+                "for seconds each. Long trainings may earn that back (jit_compile=True); or make batches of one size "
+                "(docs/guides/varying-batches.md).",
+                UserWarning,
+            )
+
+
+def _least_wasteful(needed: list[int], largest: int, count: int) -> list[int]:
+    """Returns the sizes, so many at most, that beside `largest` fill up least where these sizes are needed."""
+
+    smaller = sorted({*needed} - {largest})
+    best, least = [], math.inf
+    for sizes in itertools.combinations(smaller, min(count, len(smaller))):
+        computed = sum(min(size for size in [*sizes, largest] if size >= each) for each in needed)
+        if computed < least:
+            best, least = list(sizes), computed
+    return best
 
 
 class _Rungs:
@@ -432,6 +491,15 @@ def _join(batches: Sequence[Batch]) -> Iterator[Batch]:
     for _, alike in itertools.groupby(batches, _row_shapes):
         parts = list(alike)
         yield parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)
+
+
+def _one_by_one(batches: list[Batch], rows: list[int]) -> list[Batch]:
+    """Splits a batch of all `rows`; batches that are not joined stay."""
+    if len(batches) == len(rows):
+        return batches
+    (batch,) = batches
+    columns = [tf.split(tensor, rows) for tensor in tf.nest.flatten(batch)]
+    return [tf.nest.pack_sequence_as(batch, parts) for parts in zip(*columns, strict=True)]
 
 
 def _all_valid(batch: Batch) -> Batch:

@@ -81,6 +81,7 @@ class Layout(NamedTuple):
     exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
     may_be_apart: bool = True  # a program may compute a single micro-batch of an update
     shapes_are_free: bool = False  # one trace of such a program takes any rows and lengths
+    compiles_steps: bool = True  # XLA compiles a program of whole steps
     max_programs: int = 4  # sizes that micro-batches are filled up to
     padding: Padding | None = None  # None where lengths stay as they are
     replicas: int = 1  # equal shards that every micro-batch is cut into
@@ -181,12 +182,9 @@ def reshape(batch: Batch, shape: list[int]) -> Batch:
     return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
 
-def split_rows(batch: Batch, lengths: list[int], by_micro_batch: bool = False) -> tuple[Batch, ...]:
-    """Splits rows into stacks: one for each run of equal micro-batches, or one for each micro-batch."""
-    lengths = [length for length in lengths if length]
+def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
+    """Splits rows into stacks: one for each run of equal micro-batches."""
     runs = [list(run) for _, run in itertools.groupby(lengths)]
-    if by_micro_batch:
-        runs = [[length] for length in lengths]
     stacks, start = [], 0
     for run in runs:
         length, count = run[0], len(run)

@@ -211,14 +211,13 @@ class Program(TracedFunction):
         return self._calls[signature](leaves)
 
     def _find_relaxed(self, signature: tuple) -> _Relaxed | None:
-        """Returns the trace of signatures that differ from this one in lengths alone; None for the first of them."""
+        """Returns the trace of signatures that differ from this one in lengths alone."""
         if self.jit_compile or not self.may_relax:
             return None
         structure, *leaves = signature
         in_common = (structure, *((len(shape), *shape[:1], dtype) for _, shape, dtype in leaves))
         if in_common not in self._relaxed:
             self._relaxed[in_common] = _Relaxed(_shapes(signature))
-            return None
         return self._relaxed[in_common]
 
     def _trace_relaxed(self, relaxed: _Relaxed, leaves: list[tf.Tensor], signature: tuple) -> ConcreteFunction | None:

@@ -13,7 +13,6 @@ from tensorflow.types.experimental import ConcreteFunction
 from fastaccum.adapters.attributes import replaced
 from fastaccum.data.stacks import Batch
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.lines import warn
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program, Retraces, make_programs
 from fastaccum.step.running_state import Executed
@@ -92,14 +91,6 @@ class UpdateByMicroBatch:
         objective = self._objective
         if self._held is None:
             objective.warn_of_parts()
-            if objective.options.uses_xla and not self._options.uses_xla:
-                warn(
-                    "Micro-batches differ in their rows, which may not be padded in this model, or in their lengths: "
-                    "TensorFlow runs each as it is, op by op, since XLA would compile a program for each size, for "
-                    "seconds each. Long trainings may earn that back (jit_compile=True); or make batches of one size "
-                    "(docs/guides/varying-batches.md).",
-                    UserWarning,
-                )
             self._held = HeldSums(self._cycle)
         counts = None
         if objective.has_several_terms:

@@ -238,7 +238,8 @@ class StepBuilder:
     def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
         own = self.recipe.replicas
         assert self.step is not None
-        layout = Layout(micro_batches, steps, exact_rows, max_programs=options.most_sizes)
+        compiles = self.step.objective.options.uses_xla
+        layout = Layout(micro_batches, steps, exact_rows, compiles_steps=compiles, max_programs=options.most_sizes)
         if self.step.shapes_are_free:
             layout = layout._replace(shapes_are_free=True)
         else:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.data.sizes import STEPS_BEFORE_SMALLER, Sizes
+from fastaccum.data.sizes import STEPS_TO_LEARN, Sizes
 from fastaccum.data.stacks import Batch, Layout
 
 OPEN = Batch(tf.TensorSpec([None, None, 2]), tf.TensorSpec([None, None]))
@@ -52,21 +52,52 @@ def drawn_lengths(random, rows):
 
 @pytest.mark.parametrize("accumulation", [3, 4, 8])
 def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
-    random = np.random.default_rng(0)
-    sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), Layout(accumulation))
-    seen, given, computed = {}, 0, 0
-    with pytest.warns():
-        for step in range(400):
-            rows = [32 if step == 0 else int(each) for each in random.integers(1, 33, accumulation)]
-            joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
-            (stack,), apart = sizes.arrange([joined], rows)
-            assert not apart and stack.valid.numpy().sum() == sum(rows)
-            seen[tuple(stack.x.shape)] = step
-            if step > STEPS_BEFORE_SMALLER:
-                given += sum(rows)
-                computed += math.prod(stack.valid.shape)
-    assert len(seen) == 3
+    given, computed = 0, 0
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), Layout(accumulation))
+        seen = set()
+        with pytest.warns():
+            for step in range(200):
+                rows = [32 if step == 0 else int(each) for each in random.integers(1, 33, accumulation)]
+                joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
+                (stack,), apart = sizes.arrange([joined], rows)
+                assert not apart and stack.valid.numpy().sum() == sum(rows)
+                seen.add(tuple(stack.x.shape))
+                if step > STEPS_TO_LEARN:
+                    given += sum(rows)
+                    computed += math.prod(stack.valid.shape)
+        assert len(seen) == 3
     assert 1 - given / computed < 0.22
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_one_trace_for_all_rows_serves_until_the_sizes_are_known(compiles):
+    random = np.random.default_rng(0)
+    layout = Layout(3, shapes_are_free=True, compiles_steps=compiles)
+    sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), layout)
+    seen = set()
+    for step in range(200):
+        rows = [int(each) for each in random.integers(1, 33, 3)]
+        joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
+        stacks, apart = sizes.arrange([joined], rows)
+        assert apart == (step < STEPS_TO_LEARN or not compiles)
+        if apart:
+            assert [tuple(stack.x.shape) for stack in stacks] == [(1, count, 2) for count in rows]
+        else:
+            seen |= shapes(stacks)
+    assert len(seen) == (3 if compiles else 0)
+
+
+def test_the_sizes_chosen_fill_up_least():
+    sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), Layout(1))
+    seen = set()
+    for step in range(300):
+        rows = 64 if step % 10 == 0 else (3, 4, 9, 9, 9)[step % 5]
+        (stack,), _ = sizes.arrange([Batch(tf.ones([rows, 2]), tf.ones([rows]))], [rows])
+        if step > STEPS_TO_LEARN:
+            seen.add(stack.valid.shape[1])
+    assert seen == {4, 9, 64}
 
 
 def test_lengths_that_are_log_normal_waste_less_than_a_quarter():

@@ -192,7 +192,7 @@ def test_a_program_that_may_relax_has_one_trace_for_all_lengths():
     for rows, length in ((2, 3), (4, 3), (5, 3), (4, 7), (9, 9), (2, 3)):
         x = np.random.default_rng(rows).normal(size=(1, rows, length)).astype("float32")
         np.testing.assert_allclose(program(tf.constant(x)), x.mean(), rtol=1e-5)
-    assert [shape.as_list() for shape in traced] == [[1, 2, 3], [1, None, 3], [1, None, None]]
+    assert [shape.as_list() for shape in traced] == [[1, None, 3], [1, None, None]]
 
 
 def test_a_function_that_needs_to_know_lengths_is_traced_for_each():

@@ -1,0 +1,133 @@
+"""Batches of Python code: read ahead by a thread, copied as they come, and ended in any case."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import assert_same
+
+import fastaccum as fa
+from fastaccum.data.datasets import DatasetSource
+from fastaccum.data.python_batches import ReadAhead
+
+
+def read(x, what="x"):
+    return list(DatasetSource(x, what).python_batches)
+
+
+def batches_of(*arrays):
+    return ((x, np.zeros([len(x), 1], "float32")) for x in arrays)
+
+
+def test_an_array_that_is_written_over_is_read_as_it_was():
+    def rewritten():
+        x = np.zeros([2, 3], "float32")
+        for number in range(10):
+            x[:] = number
+            yield x, x[:, :1]
+
+    source = DatasetSource(rewritten(), "x")
+    pipeline = iter(source.python_batches)
+    time.sleep(0.2)  # what may be read ahead has been by now
+    batches = list(pipeline)
+    # Keras peeks at two batches for their shapes, before either is used: they are the same array.
+    assert [float(batch.x[0, 0]) for batch in batches[2:]] == list(range(2, 10))
+
+
+def test_dtypes_and_shapes_are_those_of_keras():
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=(rows, 3)) for rows in (4, 2, 5)]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return len(arrays)
+
+        def __getitem__(self, i):
+            return {"a": arrays[i], "b": arrays[i].astype("float16")}, arrays[i][:, 0] > 0
+
+    source = DatasetSource(Batches(), "x")
+    source.origin.epochs.reset()
+    source.origin.epochs.begin_epoch()
+    ours, theirs = list(source.python_batches), list(source.dataset)
+    assert len(ours) == len(theirs) == 3
+    for one, other in zip(ours, theirs, strict=True):
+        tf.nest.assert_same_structure(one, other)
+        for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["scipy", "tensorflow"])
+def test_sparse_rows_become_dense(kind):
+    random = np.random.default_rng(0)
+    dense = [random.binomial(1, 0.3, (rows, 6)).astype("float32") for rows in (4, 2, 5)]
+    make = pytest.importorskip("scipy.sparse").csr_matrix if kind == "scipy" else tf.sparse.from_dense
+    batches = read((make(x), x[:, :1]) for x in dense)
+    for batch, x in zip(batches, dense, strict=True):
+        np.testing.assert_array_equal(batch.x, x)
+
+
+def test_a_batch_of_another_shape_or_structure_is_refused_by_name():
+    x = np.ones([2, 3], "float32")
+    with pytest.raises(ValueError, match=r"x \(generator\) yielded an array of shape \(2, 4\) where \(None, 3\)"):
+        read(batches_of(x, x, np.ones([2, 4], "float32")))
+    with pytest.raises(ValueError, match=r"x \(list_iterator\) yielded a batch of another structure"):
+        read(iter([(x, x), (x, x), (x,)]))
+
+
+def test_an_error_comes_as_it_was_raised_before_a_weight_moves():
+    class Broken(keras.utils.PyDataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, i):
+            if i == 4:
+                raise ZeroDivisionError("of the user's")
+            return np.ones([2, 3], "float32"), np.ones([2, 1], "float32")
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=6)
+    with pytest.raises(ZeroDivisionError, match="of the user's"):
+        trainer.fit(Broken(), shuffle=False, verbose=0)
+    assert int(trainer.optimizer.iterations) == 0
+    assert "fastaccum-data" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_thread_reads_ahead_and_no_further():
+    taken = []
+
+    def numbers():
+        for i in range(100):
+            taken.append(i)
+            yield i
+
+    items = ReadAhead(numbers(), 3, lambda i: 10 * i)
+    time.sleep(0.2)
+    assert len(taken) == 3
+    assert [next(items), next(items)] == [0, 10]
+    time.sleep(0.2)
+    assert len(taken) == 5
+    items.close()
+    assert "fastaccum-data" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_items_end_once_and_for_all():
+    items = ReadAhead(iter(range(2)), 5, lambda i: i)
+    assert list(items) == [0, 1]
+    assert list(items) == []
+
+
+def test_a_generator_trains_as_its_arrays_do():
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(24, 3)).astype("float32"), random.normal(size=(24, 1)).astype("float32")
+    found = []
+    for data in [{"x": x, "y": y, "batch_size": 4}, {"x": ((x[i : i + 4], y[i : i + 4]) for i in range(0, 24, 4))}]:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=3)
+        trainer.fit(**data, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    assert_same(*found, 1e-6)
