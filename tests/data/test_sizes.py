@@ -68,7 +68,7 @@ def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
                     given += sum(rows)
                     computed += math.prod(stack.valid.shape)
         assert len(seen) == 3
-    assert 1 - given / computed < 0.22
+    assert 1 - given / computed < 0.23
 
 
 @pytest.mark.parametrize("compiles", [True, False])

@@ -1,9 +1,13 @@
 """Batches of sequences, each padded to a length of its own, as updates of a loop by hand over these batches."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from listed_batches import ListedBatches as Batches
 from oracle import assert_same
 from resuming import assert_same as assert_resumes
@@ -106,10 +110,10 @@ MSE = keras.losses.MeanSquaredError()
 # Of each: how the model is made, its data, its loss, and whether padding leaves its results as they are.
 CASES = {
     "classifier": (classifier, texts, MSE, True),
-    "classifier, weighted": (classifier, lambda s: texts(s, weighted=True), MSE, True),
+    "classifier, weighted": (classifier, lambda s, seed=0: texts(s, weighted=True, seed=seed), MSE, True),
     "series": (of_series, series, MSE, True),
     "tagger": (tagger, lambda s: texts(s, of_tokens=True), ENTROPY, True),
-    "tagger, weighted": (tagger, lambda s: texts(s, of_tokens=True, weighted=True), ENTROPY, True),
+    "tagger, weighted": (tagger, lambda s, seed=0: texts(s, of_tokens=True, weighted=True, seed=seed), ENTROPY, True),
     "causal": (causal, lambda s: texts(s, of_tokens=True), ENTROPY, True),
     "causal, weighted": (causal, lambda s: texts(s, of_tokens=True, weighted=True), ENTROPY, True),
     "attending": (attending, texts, MSE, True),
@@ -405,3 +409,88 @@ def test_a_resumed_training_ends_bit_for_bit(tmp_path, case, jit_compile):
         return {"x": Batches(texts(OTHER_ROWS), shuffled=True), "shuffle": False}
 
     assert_resumes(trainer, batches, [1, 3, 2], tmp_path, epochs=3)
+
+
+def joined(arrays, value):
+    """Joins batches' rows, padded to the longest with `value`."""
+    longest = max(array.shape[1] for array in arrays)
+    missing = [[(0, 0), (0, longest - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
+    return np.concatenate([np.pad(a, m, constant_values=value) for a, m in zip(arrays, missing, strict=True)])
+
+
+def full_batch(update, fill):
+    """Returns the batch that Keras would train an update on, if it were not accumulated."""
+
+    def of_part(*parts):
+        if parts[0].ndim == 1:
+            return np.concatenate(parts)
+        return joined(parts, fill if parts[0].dtype == np.float32 and parts[0].ndim > 2 else 0)
+
+    return tf.nest.map_structure(of_part, *update)
+
+
+def signature(batch):
+    """Returns specs of batches of any rows and lengths."""
+
+    def spec(array):
+        is_open = array.ndim > 1 and array.shape[1] > 1
+        shape = [None, *([None] if is_open else []), *array.shape[1 + is_open :]]
+        return tf.TensorSpec(shape, array.dtype)
+
+    return tf.nest.map_structure(spec, batch)
+
+
+GENERATED = ["classifier, weighted", "series", "tagger, weighted", "translator"]
+
+
+@functools.cache
+def side_by_side(case):
+    """Makes a trainer and a model of Keras's with the same weights, which examples share: compiled once."""
+    _, _, loss, _ = CASES[case]
+    trainer = fa.Trainer(make(case), keras.optimizers.SGD(0.1), loss, loss_scale=None)
+    theirs = make(case)
+    theirs.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False)
+    return trainer, theirs, theirs.get_weights()
+
+
+@pytest.mark.parametrize("case", GENERATED)
+@settings(deadline=None, max_examples=8)
+@given(
+    more=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 14)), max_size=6),
+    accumulation=st.integers(1, 4),
+    steps_per_execution=st.integers(1, 2),
+    as_dataset=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_generated_updates_are_those_of_keras_on_the_full_batch(
+    case, more, accumulation, steps_per_execution, as_dataset, seed
+):
+    trainer, theirs, weights = side_by_side(case)
+    trainer.gradient_accumulation_steps = accumulation
+    trainer.steps_per_execution = steps_per_execution
+    # The first two show Keras which axes are open.
+    batches = list(CASES[case][1]([(2, 3), (3, 6), *more], seed=seed))
+    trainer.model.set_weights(weights)
+    theirs.set_weights(weights)
+    data = Batches(batches)
+    if as_dataset:
+        data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature(batches[0]))
+    trainer.fit(data, shuffle=False, verbose=0)
+    for start in range(0, len(batches), accumulation):
+        theirs.train_on_batch(*full_batch(batches[start : start + accumulation], fill=-1.0))
+    assert_same(trainer.model.get_weights(), theirs.get_weights(), 2e-5)
+
+
+def test_a_mean_of_the_batches_means_is_another_update():
+    """As Keras's optimizers accumulate: a negative control of the test above."""
+    trainer, _, weights = side_by_side("classifier, weighted")
+    batches = list(CASES["classifier, weighted"][1]([(2, 3), (6, 9)]))
+    trainer.gradient_accumulation_steps = 2
+    trainer.model.set_weights(weights)
+    trainer.fit(Batches(batches), shuffle=False, verbose=0)
+    of_means = make("classifier, weighted")
+    of_means.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), MSE, jit_compile=False)
+    for batch in batches:
+        of_means.train_on_batch(*batch)
+    ours, others = trainer.model.get_weights(), of_means.get_weights()
+    assert max(np.abs(one - other).max() for one, other in zip(ours, others, strict=True)) > 1e-3
