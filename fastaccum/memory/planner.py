@@ -34,7 +34,7 @@ SHARE = 0.95  # of a device's memory, planned to be filled where no limit is giv
 
 
 class Considered(NamedTuple):
-    """A micro-batch that was compiled for a plan."""
+    """A micro-batch that was compiled for a plan, or that plainly fits without."""
 
     batch_size: int  # rows, on all replicas together
     accumulation_steps: int  # micro-batches that make the global batch
@@ -42,6 +42,7 @@ class Considered(NamedTuple):
     peak_bytes: int  # the most that each device would hold
     fits: bool  # whether the peak is within the limit
     flops: int = 0  # floating point operations of a train step's matrix products and convolutions
+    compiled: bool = True  # if not, the peak is a bound: what a step would hold if no result were ever freed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +53,12 @@ class Plan:
         batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
         accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
         recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
-        peak_bytes: the most that each device will hold, as XLA planned it.
+        peak_bytes: the most that each device will hold, as XLA planned it; a bound where nothing was compiled.
         extra_flops: the share of arithmetic that `recompute` adds to a train step: 0.3 for 30% more.
         memory_limit: bytes that each device was allowed.
         compilations: programs that were compiled for the plan.
         seconds: time that the plan took.
-        considered: the micro-batches that were compiled, in this order.
+        considered: the micro-batches that were looked at, in this order.
     """
 
     batch_size: int
@@ -75,12 +76,13 @@ class Plan:
         """The choice, in one line."""
         global_batch = self.batch_size * self.accumulation_steps
         programs = f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, {self.seconds:.0f} s"
+        at_most = "" if self.compilations else "at most "
         recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)" if self.recompute else ""
         micro_batches = f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
         rows = "1 row" if global_batch == 1 else f"{global_batch:,} rows"
         return (
             f"batch_size={self.batch_size} x {micro_batches} = {rows}"
-            f"{recompute}: {in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
+            f"{recompute}: {at_most}{in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
         )
 
     def __repr__(self) -> str:
@@ -149,7 +151,9 @@ class Planner:
         replicas: Replicas | None = None,
         dispatched: int = 1,
         verbose: Literal["auto", 0, 1, 2] = "auto",
+        bound_suffices: bool = False,
     ):
+        self._bound_suffices = bound_suffices and not has_gpu()  # whose convolutions work in memory of no graph
         self._step, self._sample, self._global_batch, self._replicas = step, sample, global_batch_size, replicas
         self._dispatched, self._verbose = dispatched, bool(verbose)  # train steps whose data a dispatch holds
         self._stacks = [layer for layer in step.objective.model.layers if isinstance(layer, LayerStack)]
@@ -197,19 +201,28 @@ class Planner:
 
     def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
         known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
-        if not known and self._plainly_fits(rows[-1]):
-            known[rows[-1]] = self._peak(policy, rows[-1])
-            if known[rows[-1]] <= self._limit:  # what a GPU's convolutions work in is in no graph
-                return rows[-1]
+        if not known:
+            most = rows[-1]
+            bound = self._bound(most)
+            if bound is not None and bound <= self._limit:
+                if self._bound_suffices:
+                    steps = self._global_batch // most
+                    self._considered.append(Considered(most, steps, policy, bound, fits=True, compiled=False))
+                    return most
+                known[most] = self._peak(policy, most)
+                if known[most] <= self._limit:  # what a GPU's convolutions work in is in no graph
+                    return most
         return largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
 
     def _trace(self, rows: int) -> list[ConcreteFunction]:
         return self._step.trace(dispatch_of(self._sample, rows, self._global_batch // rows))
 
-    def _plainly_fits(self, rows: int) -> bool:
-        """Tells without compiling if there is room even where no result of an operation is ever freed."""
+    def _bound(self, rows: int) -> int | None:
+        """Returns, without compiling, what a device would hold if no result were ever freed; None if not known."""
         bound = bytes_at_most(self._step, self._trace(rows))
-        return self._agreed(max, self._limit + 1 if bound is None else self._dispatched * bound) <= self._limit
+        unknown = self._limit + 1
+        bound = self._agreed(max, unknown if bound is None else self._dispatched * bound)
+        return None if bound == unknown else bound
 
     def _peak(self, policy: Policy, rows: int) -> int:
         """Compiles the step for micro-batches of so many rows, and returns the peak."""
@@ -230,7 +243,8 @@ class Planner:
         smallest = {repr(c.recompute): c.flops for c in sorted(self._considered, key=lambda c: -c.batch_size)}
         extra = smallest[repr(policy)] / smallest["None"] - 1 if policy and smallest["None"] else 0.0
         considered, seconds = tuple(self._considered), time.monotonic() - self._started
-        return Plan(*found[:4], extra, self._limit, len(considered), seconds, considered)
+        compilations = sum(each.compiled for each in considered)
+        return Plan(*found[:4], extra, self._limit, compilations, seconds, considered)
 
     def _nothing_fits(self, rows: int, policies: Sequence[Policy], more: Sequence[str] = ()) -> OutOfMemoryError:
         memory = self._memory[repr(policies[-1]), rows]

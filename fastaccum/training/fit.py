@@ -87,8 +87,15 @@ class Fit:
         if global_batch_size is None:
             return None
         at_most = self._source.most_rows(1 if self._recipe.replicas is None else self._recipe.replicas.workers)
-        asked: dict[str, Any] = {"global_batch_size": global_batch_size, "at_most": at_most, "verbose": self._verbose}
-        plan = make_plan(self._builder, options, self._source.sample, **asked)
+        plan = make_plan(
+            self._builder,
+            options,
+            self._source.sample,
+            global_batch_size=global_batch_size,
+            at_most=at_most,
+            verbose=self._verbose,
+            bound_suffices=True,
+        )
         if self._verbose:
             print(plan.summary)
         self._source.rebatch(plan.batch_size)

@@ -28,8 +28,13 @@ def make_plan(
     memory_limit: int | str | None = None,
     recompute: Literal["auto"] | None = None,
     verbose: Literal["auto", 0, 1, 2] = "auto",
+    bound_suffices: bool = False,
 ) -> planner.Plan:
-    """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are `fastaccum.plan`'s."""
+    """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are `fastaccum.plan`'s.
+
+    If a `bound_suffices`, as where the micro-batch is asked for and not its figures, nothing is compiled on a CPU that
+    plainly has the room.
+    """
     asked = {"memory_limit": memory_limit, "recompute": recompute, "verbose": verbose, "at_most": at_most}
     builder.fingerprint.require_alike("plan", global_batch_size=global_batch_size, **asked)
     if recompute is not None:
@@ -46,7 +51,15 @@ def make_plan(
     step = builder.get_or_build(specs(sample, rows[-1]), options)
     compilable.require_no_python(builder.calling_python, instead)
     dispatched = options.steps_per_execution
-    search = planner.Planner(step, sample, size, replicas=replicas, dispatched=dispatched, verbose=verbose)
+    search = planner.Planner(
+        step,
+        sample,
+        size,
+        replicas=replicas,
+        dispatched=dispatched,
+        verbose=verbose,
+        bound_suffices=bound_suffices,
+    )
     # A model that computes again already does so as its user chose.
     policies = planner.RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
     with step.translate_errors():
