@@ -1,4 +1,4 @@
-"""Turns the objects that Keras reads batches from into a tf.data.Dataset."""
+"""Reads the objects that Keras reads batches from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -140,13 +140,17 @@ def is_read_once(x: object) -> bool:
     return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 
 
-def as_dataset(x: Any) -> tuple[tf.data.Dataset, Callable[[], Iterator]]:
-    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for `EpochBatches`.
+class PythonData(NamedTuple):
+    """The batches of Python code, in two forms."""
 
-    Returns them as a dataset, and as a function that begins a pass over them: an iterator over nests of arrays.
-    """
+    dataset: tf.data.Dataset
+    begin_pass: Callable[[], Iterator]  # returns an iterator over nests of arrays, dense or sparse
+
+
+def read_python(x: Any) -> PythonData:
+    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for `EpochBatches`."""
     adapter = private.data_adapters.get_data_adapter(x)
     dataset = adapter.get_tf_dataset()
     if adapter.num_batches is not None and not isinstance(x, EpochBatches):
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
-    return dataset, adapter.get_numpy_iterator
+    return PythonData(dataset, adapter.get_numpy_iterator)

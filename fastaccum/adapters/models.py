@@ -14,7 +14,7 @@ from fastaccum import checks
 from fastaccum.adapters import huggingface
 from fastaccum.adapters.arguments import KerasModel
 from fastaccum.adapters.attributes import Nest, kinds, replaced
-from fastaccum.adapters.data_adapters import as_dataset
+from fastaccum.adapters.data_adapters import read_python
 from fastaccum.adapters.keras_models import Model as Model
 from fastaccum.adapters.keras_models import never_draws
 from fastaccum.adapters.metrics import Metrics
@@ -46,7 +46,7 @@ class TFKerasModel(Model):
 
     def predict(self, x: Nest, **options: Any) -> Any:
         if isinstance(x, keras.utils.PyDataset):
-            x, _ = as_dataset(x)
+            x = read_python(x).dataset
         return self.model.predict(x, **options)
 
     @property

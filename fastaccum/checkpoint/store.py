@@ -31,7 +31,7 @@ from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleChec
 from fastaccum.checkpoint.state import Json, versions
 from fastaccum.lines import one_line, warn
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 TENSORS = "state"
 SEAL = "manifest"  # the tensor with the manifest's checksum

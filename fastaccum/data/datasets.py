@@ -12,11 +12,11 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.data_adapters import EpochBatches, as_dataset, is_read_once, wrap_sequence
+from fastaccum.adapters.data_adapters import EpochBatches, is_read_once, read_python, wrap_sequence
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.python_batches import PythonBatches
-from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, require_unmasked, without_none
+from fastaccum.data.rows import DENSE, NUMBERS, checksum, count, without_none
 from fastaccum.data.sizes import Sizes
 from fastaccum.data.stacks import (
     Batch,
@@ -46,7 +46,8 @@ class DatasetSource:
         needs_targets: bool = True,
         text: bool = False,
     ):
-        self.what, self.read_once = f"{what} ({type(x).__name__})", is_read_once(x)
+        self.what = f"{what} ({type(x).__name__})"
+        self.read_once = is_read_once(x)
         x = wrap_sequence(x)
         origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
         if isinstance(x, keras.utils.PyDataset):
@@ -54,25 +55,26 @@ class DatasetSource:
             origin = origin._replace(epochs=x)
         self.origin = origin
         self._once: _ReadOnceBatches | None = None
+
+        def to_batch(element):
+            inputs, y, weight = keras.utils.unpack_x_y_sample_weight(element)
+            if weigh is not None:
+                weight = weigh(y, weight)
+            return tf.nest.map_structure(_dense, Batch(*without_none((inputs, y, weight))))
+
+        self.python_batches: PythonBatches | None = None
+        elements = x
         if origin.python:
             if self.read_once:
-                self._once = _ReadOnceBatches(x, self.what)
+                self._once = _ReadOnceBatches(x)
                 x = iter(self._once)
             with checks.naming(self.what):
-                x, read = as_dataset(x)
-
-        def batch(*element):
-            x, y, weight = keras.utils.unpack_x_y_sample_weight(element[0] if len(element) == 1 else element)
-            weight = weight if weigh is None else weigh(y, weight)
-            return tf.nest.map_structure(_dense, Batch(*without_none((x, y, weight))))
-
-        self.dataset = _untuned(x.map(batch))
-        self.python_batches: PythonBatches | None = None
-        if origin.python:
-            self.python_batches = PythonBatches(self.what, read, x.element_spec, batch)
+                elements, begin_pass = read_python(x)
+            self.python_batches = PythonBatches(self.what, begin_pass, elements.element_spec, to_batch)
+        self.dataset = _untuned(elements.map(lambda *parts: to_batch(parts if len(parts) > 1 else parts[0])))
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
-        self.batches = int(x.cardinality())
+        self.batches = int(elements.cardinality())
         if origin.epochs is not None:
             length = origin.epochs.batches.num_batches
             self.batches = tf.data.INFINITE_CARDINALITY if length is None else length
@@ -157,14 +159,14 @@ class DatasetStacks:
         self._rows_before: int | None = None  # of a pass's first step, until the first one after the checkpoint
         # What one worker reads then says nothing of the others.
         self._sharded_by_workers = self.layout.replicas != layout.replicas
-        self._equal_rows = all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(source.dataset.element_spec))
+        specs = tf.nest.flatten(source.dataset.element_spec)
         micro_batches = self.layout.accumulation
         ahead = PREFETCH * micro_batches
         self._pools = False  # TensorFlow joins the rows of a step's batches
         pipeline: tf.data.Dataset | PythonBatches
         if source.python_batches is not None:
             pipeline = dataclasses.replace(source.python_batches, ahead=ahead)
-        elif self._equal_rows:
+        elif all(spec.shape[1:].is_fully_defined() for spec in specs):
             self._pools = True
             pipeline = dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
         else:
@@ -174,6 +176,7 @@ class DatasetStacks:
     def reset(self) -> None:
         """Calls the hook of a PyDataset that Keras's `fit` and `evaluate` call before they read."""
         if self._epochs is not None:
+            self._passes.close()  # a thread may still read ahead in an epoch that was left in its middle
             self._epochs.reset()
 
     def close(self) -> None:
@@ -213,7 +216,7 @@ class DatasetStacks:
         dropped, steps, sizes, check, longest = self._skipped()
         if dropped:
             self._sizes.batch_size = longest
-        elif ended is not None and self._equal_rows:
+        elif ended is not None and self._pools:
             check = checksum(ended[0])
         ahead = list(itertools.islice(steps, 1))
         size = [*sizes, *(sum(lengths) for _, lengths in ahead), full][0]
@@ -309,7 +312,7 @@ class DatasetStacks:
             shared = not self._sharded_by_workers and (self._passes.tracked or not self.layout.all_here)
             if shared and not self._passes.steps:
                 expected, self._rows_before = self._rows_before, None
-                if expected and expected != rows and not (self._full_rows or self._sizes.vary):
+                if expected and expected != rows and not (self._full_rows or self._sizes.rows_vary):
                     warn(
                         f"{self.what}: the first train step of a pass is of {rows} rows, of {expected} before the "
                         "checkpoint. If its batches are others, train on with those that it was saved with."
@@ -331,7 +334,7 @@ class DatasetStacks:
         self._passes.end()
 
     def _pooled(self) -> Iterator[tuple[list[Batch], list[int]]]:
-        """Yields each step's batches, joined to one where all rows are of one shape, and their numbers of rows."""
+        """Yields each step's batches, joined to one where TensorFlow pools them, and their numbers of rows."""
         batches = self._passes.iterator()
         if self._pools:
             for batch, lengths in batches:
@@ -346,15 +349,12 @@ class DatasetStacks:
 class _ReadOnceBatches:
     """Batches that can be read once, and of which no more than `at_most` are read, if that is set."""
 
-    def __init__(self, batches: Iterator, what: str):
-        self._batches, self._what = batches, what
+    def __init__(self, batches: Iterator):
+        self._batches = batches
         self.at_most: int | None = None
 
     def __iter__(self) -> Iterator:
-        """Yields the batches; raises TypeError at a masked array, whose mask TensorFlow would drop."""
         for read, batch in enumerate(self._batches, start=1):
-            for leaf in tf.nest.flatten(batch):
-                require_unmasked(self._what, leaf)
             yield batch
             if self.at_most is not None and read >= self.at_most:
                 return

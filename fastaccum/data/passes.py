@@ -81,13 +81,12 @@ class Passes:
         if self._origin.read_once and self._ended:  # Keras would begin with the batches that it peeked at for shapes
             raise used_up(self._origin)
         if self._origin.epochs is not None:
+            self.close()  # what may still read ahead in an epoch that was left in its middle
             self._origin.epochs.begin_epoch()
         return self.steps
 
     def iterator(self) -> Iterator:
         if self._resumed is None:
-            if isinstance(self._iterator, ReadAhead):
-                self._iterator.close()
             self._iterator = iter(self._pipeline)
             if self.tracked and self._savable and not _endless(self._pipeline):
                 self._start = self._serialized()

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.data.rows import SparseRows, is_sparse
+from fastaccum.data.rows import SparseRows, is_sparse, require_unmasked
 
 _END = object()
 
 
 class ReadAhead:
-    """An iterator over what `convert` makes of the items of another one, of which a thread reads `depth` ahead.
+    """Iterates over `convert(item)`; a thread reads up to `depth` items ahead.
 
     The thread ends with the items, by `close`, or with the interpreter, which does not wait for it.
     """
@@ -72,6 +72,7 @@ class ReadAhead:
             self._is_closed = True
             self._may_read.release()
             self._thread.join()
+            self._ready.put(_END)  # for who asks again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class PythonBatches:
     what: str
     read: Callable[[], Iterator]
     spec: Any
-    to_batch: Callable[..., Any]
+    to_batch: Callable[[Any], Any]
     ahead: int = 1
 
     def __iter__(self) -> ReadAhead:
@@ -104,6 +105,7 @@ class PythonBatches:
         return tf.nest.map_structure(self._copy, element, self.spec)
 
     def _copy(self, array: Any, spec: tf.TensorSpec | tf.SparseTensorSpec) -> np.ndarray:
+        require_unmasked(self.what, array)
         dense = SparseRows(array)[...] if is_sparse(array) else array
         copied = np.array(dense, spec.dtype.as_numpy_dtype)
         if not spec.shape.is_compatible_with(copied.shape):
@@ -117,4 +119,4 @@ class PythonBatches:
 
     def _as_batch(self, element: Any) -> Any:
         tensors = tf.nest.map_structure(lambda array, spec: tf.convert_to_tensor(array, spec.dtype), element, self.spec)
-        return self.to_batch(*tensors) if isinstance(tensors, tuple) else self.to_batch(tensors)
+        return self.to_batch(tensors)

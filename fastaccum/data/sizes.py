@@ -20,14 +20,17 @@ from fastaccum.lines import warn
 MAX_WASTED_SHARE = 0.34
 # Rows that only fill up are worth a warning above this share.
 SHARE_WORTH_A_WARNING = 0.2
-# Programs take seconds to compile: so many steps whose rows vary show which sizes waste least, and that the training is
-# long enough to earn their programs back.
+# So many steps whose rows vary show which sizes waste least. Shorter trainings do not earn their programs back.
 STEPS_TO_LEARN = 32
+# XLA compiles a step for seconds, and saves some 2 to 10 ms a step of a small model on a CPU: with so many steps behind
+# it a training may be long enough.
+STEPS_TO_EARN = 512
 # Sizes of micro-batches beside the largest one, where rows vary.
 MOST_SMALLER_SIZES = 2
 # Checks of padding: what it adds to many steps, as to their maximum, may not show, nor what is made of the first few.
 SHORT_LENGTHS = (1, 2, 3, 5, 9)
-# Rows of a piece, where rows and lengths vary: half of the most that came first, until there are this many times more.
+# Where rows and lengths vary, a piece has half the rows of the first step's largest batch; they are chosen anew when a
+# batch is of more pieces than these.
 MOST_PIECES = 8
 
 Lengths = tuple[int, ...]
@@ -39,7 +42,7 @@ class Sizes:
     - Rows are dealt out as equal micro-batches of one size, or of the least of a few sizes that holds them: what is
       left is filled up with rows that are not valid. The first steps that differ show which sizes waste least.
     - Where rows must be exact, or one trace takes all of them, they stay in the batches that they came in. Where XLA
-      would compile whole steps, that ends when the sizes are known.
+      would compile whole steps, that ends when the training is long enough.
     - Batches of other lengths are padded to one of a few, if the layout's `padding` shows that this changes no result;
       if not, they keep their lengths. Each is a stack of its own then.
 
@@ -53,32 +56,32 @@ class Sizes:
         self._what = what
         self._layout = layout
         # A step of one micro-batch is computed as a whole, but for the trace that takes all sizes.
-        self._may_be_apart = layout.may_be_apart and (layout.accumulation > 1 or layout.shapes_are_free)
-        self._keeps_batches = layout.exact_rows or layout.shapes_are_free
+        self._may_be_apart = layout.may_be_apart and (layout.accumulation > 1 or layout.one_trace != "never")
+        self._keeps_batches = layout.exact_rows or layout.one_trace != "never"
         self._rungs = _Rungs(spec, layout)
         self.batch_size = 0  # the rows of a micro-batch
         self._largest = 0  # the most rows of a batch that came
-        self._smaller: list[int] = []  # sizes of micro-batches that are used beside, once they are known
+        self._smaller: list[int] | None = None  # sizes that are used beside the largest, once they are chosen
         self._totals: list[int] = []  # rows of the first steps, once these vary
         self._short_sizes: list[int] = []  # of last micro-batches; the data's last one alone is one size
-        self._steps_since = 0  # the first step that showed that rows vary, that one counted; 0 before it
+        self._varied_steps = 0  # steps from the first that showed that rows vary; 0 before it
         self._has_whole_step = False  # a program was made for one of full micro-batches
         self._lengths_vary = False
-        self._piece = 0  # rows of a stack, where rows and lengths vary
+        self._piece_rows = 0  # rows of a stack, where rows and lengths vary
         self._steps_apart = 0
-        self._all_valid = functools.cache(lambda rows: tf.ones([1, rows], tf.bool))
+        self._ones = functools.cache(lambda rows: tf.ones([1, rows], tf.bool))
 
     def place(self) -> Place:
         """Returns what `restore` needs, as plain values."""
         return {
             "batch_size": self.batch_size,
             "largest": self._largest,
-            "smaller": [*self._smaller],
+            "smaller": self._smaller,
             "short_sizes": [*self._short_sizes],
-            "steps_since": self._steps_since,
+            "varied_steps": self._varied_steps,
             "has_whole_step": self._has_whole_step,
             "lengths_vary": self._lengths_vary,
-            "piece": self._piece,
+            "piece_rows": self._piece_rows,
             "totals": [*self._totals],
             "steps_apart": self._steps_apart,
             "rungs": self._rungs.place(),
@@ -88,12 +91,12 @@ class Sizes:
         """Goes on as after the steps that `place` was called after."""
         self.batch_size = saved["batch_size"]
         self._largest = saved["largest"]
-        self._smaller = [*saved["smaller"]]
+        self._smaller = saved["smaller"]
         self._short_sizes = [*saved["short_sizes"]]
-        self._steps_since = saved["steps_since"]
+        self._varied_steps = saved["varied_steps"]
         self._has_whole_step = saved["has_whole_step"]
         self._lengths_vary = saved["lengths_vary"]
-        self._piece = saved["piece"]
+        self._piece_rows = saved["piece_rows"]
         self._totals = [*saved["totals"]]
         self._steps_apart = saved["steps_apart"]
         self._rungs.restore(saved["rungs"])
@@ -101,7 +104,7 @@ class Sizes:
     def arrange(self, batches: list[Batch], rows: list[int]) -> tuple[tuple[Batch, ...], bool]:
         """Returns the stacks of a step, and whether a program computes each of them by itself.
 
-        `batches` are the step's, of these numbers of `rows`; or one of all rows, where all data are of one length.
+        `batches` are the step's, of these numbers of `rows`; or one batch of all rows, where TensorFlow joined them.
         """
         rows = [count for count in rows if count]
         self._note_rows(rows)
@@ -109,36 +112,39 @@ class Sizes:
         if len({_row_shapes(batch) for batch in batches}) > 1:
             self._require_one_replica()
             self._lengths_vary = True
-        if self._layout.shapes_are_free and self._rungs.vary:
+        if self._layout.one_trace != "never" and self._rungs.vary:
             self._lengths_vary = True
         if self._lengths_vary:
             self._note_step_apart()
             return self._make_stacks_apart(batches, rows), self._may_be_apart
-        if self._fills_up:
-            (batch,) = _join(batches)
-            return (self._deal(batch, rows),), False
-        is_full = self._layout.exact_rows and all(count == self.batch_size for count in rows)
-        if self._may_be_apart and self._steps_since > 0 and not (is_full and self._has_whole_step):
-            if self._layout.exact_rows:
-                self._note_step_apart()
+        if self._layout.exact_rows:
+            return self._arrange_exact(batches, rows)
+        if self._runs_op_by_op:
+            return self._make_stacks_apart(batches, rows), True
+        (batch,) = _join(batches)
+        return (self._deal(batch, rows),), False
+
+    def _arrange_exact(self, batches: list[Batch], rows: list[int]) -> tuple[tuple[Batch, ...], bool]:
+        """Arranges a step whose rows must stay in their batches."""
+        is_full = len(rows) == self._layout.accumulation and all(count == self.batch_size for count in rows)
+        if self._may_be_apart and self.rows_vary and not (is_full and self._has_whole_step):
+            self._note_step_apart()
             return self._make_stacks_apart(batches, rows), True
         self._has_whole_step |= is_full
         (batch,) = _join(batches)
         return split_rows(_all_valid(batch), rows), False
 
     @property
-    def vary(self) -> bool:
+    def rows_vary(self) -> bool:
         """True once steps have shown that batches differ in their rows."""
-        return self._steps_since > 0
+        return self._varied_steps > 0
 
     @property
-    def _fills_up(self) -> bool:
-        """True if rows that are not valid fill micro-batches up."""
-        if self._layout.exact_rows:
+    def _runs_op_by_op(self) -> bool:
+        """True where one trace takes rows that vary as they are, and XLA's programs are not worth their compilation."""
+        if not self.rows_vary or self._layout.one_trace == "never":
             return False
-        if self._steps_since and self._layout.shapes_are_free:
-            return self._layout.compiles_steps and self._steps_since > STEPS_TO_LEARN
-        return True
+        return self._layout.one_trace == "always" or self._varied_steps <= STEPS_TO_EARN
 
     def _note_rows(self, rows: list[int]) -> None:
         self._largest = max(self._largest, *rows)
@@ -147,12 +153,12 @@ class Sizes:
         if last < self.batch_size and last not in self._short_sizes:
             self._short_sizes.append(last)
         is_odd = any(count != self.batch_size for count in others) or last > self.batch_size
-        if self._steps_since or is_odd or len(self._short_sizes) > 1:
-            self._steps_since += 1
-            if self._steps_since <= STEPS_TO_LEARN:
+        if self.rows_vary or is_odd or len(self._short_sizes) > 1:
+            self._varied_steps += 1
+            if self._varied_steps <= STEPS_TO_LEARN:
                 self._totals.append(sum(rows))
-                if self._layout.shapes_are_free:
-                    self.batch_size = self._largest  # no program was made for another one yet
+            if self._runs_op_by_op:
+                self.batch_size = self._largest  # sizes are chosen below this
 
     def _require_one_replica(self) -> None:
         if self._layout.replicas > 1:
@@ -177,14 +183,14 @@ class Sizes:
 
     def _as_stack(self, batch: Batch) -> Batch:
         stack = tf.nest.map_structure(lambda tensor: tf.expand_dims(tensor, 0), batch)
-        return stack._replace(valid=self._all_valid(_rows(batch)))
+        return stack._replace(valid=self._ones(_rows(batch)))
 
     def _piece_size(self, rows: list[int]) -> int:
-        if not self._steps_since:
+        if not self.rows_vary:
             return self.batch_size
-        if not self._piece or max(rows) > MOST_PIECES * self._piece:
-            self._piece = math.ceil(max(rows) / 2)
-        return self._piece
+        if not self._piece_rows or max(rows) > MOST_PIECES * self._piece_rows:
+            self._piece_rows = math.ceil(max(rows) / 2)
+        return self._piece_rows
 
     def _deal(self, batch: Batch, rows: list[int]) -> Batch:
         """Deals rows out as micro-batches of one size."""
@@ -196,33 +202,36 @@ class Sizes:
                 f"train step is compiled again for {self._largest}. Put the largest batch first to compile once.",
                 UserWarning,
             )
+            if self._smaller is not None:
+                self._smaller = [*self._smaller, self.batch_size]
             self.batch_size = self._largest
         size = self.batch_size
-        if self._steps_since == STEPS_TO_LEARN:
-            self._warn_of_filling()
-        if self._steps_since > STEPS_TO_LEARN:
-            if not self._smaller:
-                needed = [math.ceil(rows_of_step / micro_batches) for rows_of_step in self._totals]
-                count = min(self._layout.max_programs - 1, MOST_SMALLER_SIZES)
-                self._smaller = _least_wasteful(needed, size, count)
+        if self._varied_steps > STEPS_TO_LEARN:
+            if self._smaller is None:
+                self._smaller = self._choose_sizes()
             size = min(each for each in [size, *self._smaller] if each * micro_batches >= total)
         return reshape(_fill_up(batch, micro_batches * size), [micro_batches, size])
 
-    def _warn_of_filling(self) -> None:
-        computed = len(self._totals) * self._layout.accumulation * self.batch_size
+    def _choose_sizes(self) -> list[int]:
+        """Chooses the sizes that waste least beside the largest; warns where that is still much."""
+        needed = [math.ceil(total / self._layout.accumulation) for total in self._totals]
+        count = min(self._layout.max_programs - 1, MOST_SMALLER_SIZES)
+        smaller = _least_wasteful(needed, self.batch_size, count)
+        sizes = sorted([*smaller, self.batch_size])
+        computed = self._layout.accumulation * _rows_computed(needed, sizes)
         share = 1 - sum(self._totals) / computed
-        if share <= SHARE_WORTH_A_WARNING:
-            return
-        smaller = "" if self._layout.max_programs == 1 else "From here on smaller ones have programs of their own. "
-        warn(
-            f"{self._what}: batches differ in their rows, and {share:.0%} of the rows computed only fill up "
-            f"micro-batches of {self.batch_size}. {smaller}For none that fills up, cut equal batches, as "
-            "dataset.unbatch().batch(batch_size) does."
-        )
+        if share > SHARE_WORTH_A_WARNING:
+            shown = " or ".join(map(str, sizes))
+            warn(
+                f"{self._what}: batches differ in their rows. Of the first {len(self._totals)} updates that do, "
+                f"{share:.0%} of the rows computed in micro-batches of {shown} only fill up. For none that fills up, "
+                "cut equal batches, as dataset.unbatch().batch(batch_size) does."
+            )
+        return smaller
 
     def _note_step_apart(self) -> None:
         self._steps_apart += 1
-        if self._steps_apart == STEPS_TO_LEARN and self._layout.shapes_are_free and self._layout.compiles_steps:
+        if self._steps_apart == STEPS_TO_LEARN and self._layout.one_trace == "at first":
             warn(
                 f"{self._what}: micro-batches differ in their rows, which may not be padded in this model, or in their "
                 "lengths. TensorFlow runs each as it is, op by op, since XLA would compile a program for each size, "
@@ -234,14 +243,23 @@ class Sizes:
 
 def _least_wasteful(needed: list[int], largest: int, count: int) -> list[int]:
     """Returns the sizes, so many at most, that beside `largest` fill up least where these sizes are needed."""
-
     smaller = sorted({*needed} - {largest})
-    best, least = [], math.inf
+    best: list[int] = []
+    fewest_rows = math.inf
     for sizes in itertools.combinations(smaller, min(count, len(smaller))):
-        computed = sum(min(size for size in [*sizes, largest] if size >= each) for each in needed)
-        if computed < least:
-            best, least = list(sizes), computed
+        rows = _rows_computed(needed, [*sizes, largest])
+        if rows < fewest_rows:
+            fewest_rows = rows
+            best = list(sizes)
     return best
+
+
+def _rows_computed(needed: list[int], sizes: list[int]) -> int:
+    """Adds up, for all that is needed, the least of the sizes that holds it."""
+    rows = 0
+    for each in needed:
+        rows += min(size for size in sizes if size >= each)
+    return rows
 
 
 class _Rungs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -80,8 +80,8 @@ class Layout(NamedTuple):
     steps_per_execution: int = 1  # steps in a dispatch
     exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
     may_be_apart: bool = True  # a program may compute a single micro-batch of an update
-    shapes_are_free: bool = False  # one trace of such a program takes any rows and lengths
-    compiles_steps: bool = True  # XLA compiles a program of whole steps
+    # If one trace of such a program takes any rows and lengths, for as long as none is compiled.
+    one_trace: Literal["never", "at first", "always"] = "never"
     max_programs: int = 4  # sizes that micro-batches are filled up to
     padding: Padding | None = None  # None where lengths stay as they are
     replicas: int = 1  # equal shards that every micro-batch is cut into

@@ -88,7 +88,7 @@ def announce(say: Callable[[str], object] | None) -> Iterator[None]:
 
 
 class _Relaxed:
-    """A trace whose lengths are open where those of its signatures have differed."""
+    """A trace that is open in the rows, and in lengths where those of its signatures have differed."""
 
     def __init__(self, shapes: list[tuple]):
         self.shapes = shapes  # of the arguments' leaves
@@ -211,7 +211,7 @@ class Program(TracedFunction):
         return self._calls[signature](leaves)
 
     def _find_relaxed(self, signature: tuple) -> _Relaxed | None:
-        """Returns the trace of signatures that differ from this one in lengths alone."""
+        """Returns the trace of signatures that differ from this one in lengths alone; None if there may be none."""
         if self.jit_compile or not self.may_relax:
             return None
         structure, *leaves = signature

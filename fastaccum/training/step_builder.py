@@ -238,10 +238,10 @@ class StepBuilder:
     def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
         own = self.recipe.replicas
         assert self.step is not None
-        compiles = self.step.objective.options.uses_xla
-        layout = Layout(micro_batches, steps, exact_rows, compiles_steps=compiles, max_programs=options.most_sizes)
+        layout = Layout(micro_batches, steps, exact_rows, max_programs=options.most_sizes)
         if self.step.shapes_are_free:
-            layout = layout._replace(shapes_are_free=True)
+            compiles_steps = self.step.objective.options.uses_xla
+            layout = layout._replace(one_trace="at first" if compiles_steps else "always")
         else:
             enter = functools.partial(replicas.on_first_replica, own)
             layout = layout._replace(padding=padding.Padding(self.step.objective, enter))

@@ -78,6 +78,53 @@ def test_a_batch_of_another_shape_or_structure_is_refused_by_name():
         read(iter([(x, x), (x, x), (x,)]))
 
 
+def test_a_masked_array_is_refused():
+    x = np.ones([2, 3], "float32")
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return np.ma.masked_array(x, mask=x * (i == 2)), x[:, :1]
+
+    trainer = fa.Trainer(keras.Sequential([keras.layers.Dense(1)]), "sgd", "mse", gradient_accumulation_steps=3)
+    with pytest.raises(TypeError, match=r"x \(Batches\) is a masked array with 6 masked elements"):
+        trainer.fit(Batches(), shuffle=False, verbose=0)
+
+
+def test_an_epoch_that_is_left_is_not_read_further():
+    """`stop_evaluating` leaves a pass in its middle; nothing of it is read after `on_epoch_end`."""
+    calls = []
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, i):
+            time.sleep(0.002)
+            calls.append(i)
+            return np.ones([2, 3], "float32"), np.ones([2, 1], "float32")
+
+        def on_epoch_end(self):
+            calls.append("end")
+
+        def on_epoch_begin(self):
+            calls.append("begin")
+
+    class Stop(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = True
+
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse")
+    options = {"validation_data": Batches(), "validation_steps": 40, "callbacks": [Stop()]}
+    trainer.fit(np.ones([4, 3]), np.ones([4, 1]), epochs=3, verbose=0, **options)
+    for at, call in enumerate(calls):
+        if call == "begin":
+            assert calls[at + 1 : at + 2] in ([0], [])
+
+
 def test_an_error_comes_as_it_was_raised_before_a_weight_moves():
     class Broken(keras.utils.PyDataset):
         def __len__(self):
@@ -104,13 +151,19 @@ def test_a_thread_reads_ahead_and_no_further():
             taken.append(i)
             yield i
 
+    def assert_taken(count):
+        end = time.monotonic() + 30
+        while len(taken) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.1)  # what a thread that reads too far would need
+        assert len(taken) == count
+
     items = ReadAhead(numbers(), 3, lambda i: 10 * i)
-    time.sleep(0.2)
-    assert len(taken) == 3
+    assert_taken(3)
     assert [next(items), next(items)] == [0, 10]
-    time.sleep(0.2)
-    assert len(taken) == 5
+    assert_taken(5)
     items.close()
+    assert [*items] == [20, 30, 40]
     assert "fastaccum-data" not in [thread.name for thread in threading.enumerate()]
 
 

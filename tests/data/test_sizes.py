@@ -1,14 +1,18 @@
 """How many sizes micro-batches are filled up to, and how much of what is computed only fills them up."""
 
+import json
 import math
+import warnings
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from fastaccum.data import sizes as of_sizes
 from fastaccum.data.sizes import STEPS_TO_LEARN, Sizes
 from fastaccum.data.stacks import Batch, Layout
 
+ROWS = Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None]))
 OPEN = Batch(tf.TensorSpec([None, None, 2]), tf.TensorSpec([None, None]))
 
 
@@ -55,9 +59,10 @@ def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
     given, computed = 0, 0
     for seed in range(4):
         random = np.random.default_rng(seed)
-        sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), Layout(accumulation))
+        sizes = Sizes("x", ROWS, Layout(accumulation))
         seen = set()
-        with pytest.warns():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a share above a fifth
             for step in range(200):
                 rows = [32 if step == 0 else int(each) for each in random.integers(1, 33, accumulation)]
                 joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
@@ -71,26 +76,26 @@ def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
     assert 1 - given / computed < 0.23
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_one_trace_for_all_rows_serves_until_the_sizes_are_known(compiles):
+@pytest.mark.parametrize("one_trace", ["at first", "always"])
+def test_one_trace_for_all_rows_serves_until_programs_earn_their_compilation(one_trace, monkeypatch):
+    monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 50)
     random = np.random.default_rng(0)
-    layout = Layout(3, shapes_are_free=True, compiles_steps=compiles)
-    sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), layout)
+    sizes = Sizes("x", ROWS, Layout(3, one_trace=one_trace))
     seen = set()
     for step in range(200):
         rows = [int(each) for each in random.integers(1, 33, 3)]
         joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
         stacks, apart = sizes.arrange([joined], rows)
-        assert apart == (step < STEPS_TO_LEARN or not compiles)
+        assert apart == (step < 50 or one_trace == "always")
         if apart:
             assert [tuple(stack.x.shape) for stack in stacks] == [(1, count, 2) for count in rows]
         else:
             seen |= shapes(stacks)
-    assert len(seen) == (3 if compiles else 0)
+    assert len(seen) == (3 if one_trace == "at first" else 0)
 
 
 def test_the_sizes_chosen_fill_up_least():
-    sizes = Sizes("x", Batch(tf.TensorSpec([None, 2]), tf.TensorSpec([None])), Layout(1))
+    sizes = Sizes("x", ROWS, Layout(1))
     seen = set()
     for step in range(300):
         rows = 64 if step % 10 == 0 else (3, 4, 9, 9, 9)[step % 5]
@@ -98,6 +103,28 @@ def test_the_sizes_chosen_fill_up_least():
         if step > STEPS_TO_LEARN:
             seen.add(stack.valid.shape[1])
     assert seen == {4, 9, 64}
+
+
+def steps_of(*steps):
+    """Arranges steps, given by their rows, of two micro-batches; returns the sizes used."""
+    sizes = Sizes("x", ROWS, Layout(2))
+    used = []
+    for rows in steps:
+        (stack,), _ = sizes.arrange([Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))], list(rows))
+        used.append(stack.valid.shape[1])
+    return used
+
+
+def test_a_size_that_has_a_program_is_used_after_a_larger_batch_came():
+    with pytest.warns(UserWarning, match="compiled again for 64"):
+        used = steps_of(*[(32, 3), (8, 9)] * 20, (64, 63), (31, 32), (8, 9))
+    assert used[-3:] == [64, 32, 9]
+
+
+def test_the_share_that_fills_up_is_told_of_once():
+    with pytest.warns(RuntimeWarning, match=r"x: batches differ .* first 32 .* 34% .* of 4 or 17 or 32 only") as told:
+        steps_of(*[(32, 1), (1, 2), (4, 4), (9, 9), (1, 1), (5, 1), (2, 1)] * 12)
+    assert len(told) == 1
 
 
 def test_lengths_that_are_log_normal_waste_less_than_a_quarter():
@@ -160,17 +187,28 @@ def test_what_was_padded_is_marked():
     assert float(tf.reduce_sum(stacks[1].x)) == 2 * 7 * 2
 
 
-@pytest.mark.parametrize("layout", [Layout(3, padding=Exact()), Layout(3, exact_rows=True, padding=Exact())])
-def test_a_place_that_was_restored_goes_on_alike(layout):
+LAYOUTS = {
+    "padded": Layout(3, padding=Exact()),
+    "rows that are exact": Layout(3, exact_rows=True, padding=Exact()),
+    "op by op": Layout(3, one_trace="at first"),
+}
+
+
+@pytest.mark.parametrize("saved_at", [15, 45])
+@pytest.mark.parametrize("lengths_vary", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_place_that_was_restored_goes_on_alike(layout, lengths_vary, saved_at, monkeypatch):
+    monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 40)
     random = np.random.default_rng(0)
-    steps = [[(int(random.integers(1, 9)), int(random.integers(4, 40))) for _ in range(3)] for _ in range(30)]
+    longest = 40 if lengths_vary else 5
+    steps = [[(int(random.integers(1, 9)), int(random.integers(4, longest))) for _ in range(3)] for _ in range(60)]
     one = Sizes("x", OPEN, layout)
     for at, step in enumerate(steps):
-        if at == 15:
+        if at == saved_at:
             other = Sizes("x", OPEN, layout)
-            other.restore(one.place())
+            other.restore(json.loads(json.dumps(one.place())))
         arguments = [batch(*each) for each in step], [rows for rows, _ in step]
         stacks, apart = one.arrange(*arguments)
-        if at >= 15:
+        if at >= saved_at:
             again, also = other.arrange(*arguments)
             assert apart == also and list(map(shapes, [[s] for s in stacks])) == list(map(shapes, [[s] for s in again]))

@@ -9,6 +9,7 @@ from oracle import assert_same
 from resuming import assert_same as assert_resumes
 
 import fastaccum as fa
+from fastaccum.data import sizes as of_sizes
 
 SIZES = [7, 3, 5, 2, 7, 4, 6, 3, 5, 1]
 ACCUMULATION = 3
@@ -187,6 +188,36 @@ def test_a_resumed_training_ends_bit_for_bit(tmp_path, steps_per_execution):
         return {"x": Batches(shuffled=True, outputs=2), "shuffle": False}
 
     assert_resumes(make, batches, [1, 4, 2], tmp_path, epochs=3)
+
+
+def plain():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)])
+
+
+def test_rows_that_vary_go_over_to_xla_after_some_updates(tmp_path, monkeypatch):
+    """As long trainings on a CPU do after 512 updates: exact before and behind it, and bit for bit as resumed there."""
+    monkeypatch.setattr(of_sizes, "STEPS_TO_LEARN", 3)
+    monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 5)
+
+    def make():
+        return fa.Trainer(
+            plain(), keras.optimizers.SGD(0.5), "mse", gradient_accumulation_steps=ACCUMULATION, loss_scale=None
+        )
+
+    trainer = assert_resumes(make, lambda: {"x": Batches(), "shuffle": False}, [2, 4, 3], tmp_path, epochs=3)
+    used = {name: count for name, count in programs(trainer).items() if count}
+    # The train step is of 5 rows, which the first three updates needed.
+    assert used == {"train step": 1, "micro-batch of an update": 1, "end of an update": 1}
+
+    theirs = plain()
+    theirs.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
+    for _ in range(3):
+        batches = list(data())
+        for start in range(0, len(batches), ACCUMULATION):
+            update = batches[start : start + ACCUMULATION]
+            theirs.train_on_batch(*(np.concatenate(parts) for parts in zip(*update, strict=True)))
+    assert_same(trainer.model.get_weights(), theirs.get_weights(), 1e-5)
 
 
 def test_steps_read_ahead_of_a_checkpoint_do_not_change_what_comes_before_them(tmp_path):

@@ -19,6 +19,7 @@ from fastaccum.step import padding
 
 ACCUMULATION = 3
 IDS = 20
+MASK_VALUE = -1.0  # of the series' padding
 SAME_ROWS = [(4, 7), (4, 12), (4, 9), (4, 9), (4, 20), (4, 3), (4, 7), (2, 30)]
 OTHER_ROWS = [(4, 7), (3, 12), (4, 9), (5, 9), (4, 20), (1, 3), (4, 7), (2, 30)]
 layers = keras.layers
@@ -43,7 +44,7 @@ def series(shapes, seed=0):
     random = np.random.default_rng(seed)
     for rows, length in shapes:
         x = random.normal(size=(rows, length, 3)).astype("float32")
-        x[ids_of(random, rows, length) == 0] = -1.0
+        x[ids_of(random, rows, length) == 0] = MASK_VALUE
         yield x, random.normal(size=(rows, 1)).astype("float32")
 
 
@@ -66,7 +67,7 @@ def classifier():
 
 
 def of_series():
-    return keras.Sequential([keras.Input([None, 3]), layers.Masking(-1.0), layers.GRU(4), layers.Dense(1)])
+    return keras.Sequential([keras.Input([None, 3]), layers.Masking(MASK_VALUE), layers.GRU(4), layers.Dense(1)])
 
 
 def tagger():
@@ -221,7 +222,7 @@ def arranged_lengths(model, data, loss, metrics=(), shapes=SAME_ROWS):
     check = padding.Padding(trainer._builder.step.objective)
     before = [v.numpy() for v in model.variables]
     source = DatasetSource(Batches(batches), "x")
-    sizes = Sizes("x", source.dataset.element_spec, layout._replace(shapes_are_free=False, padding=check))
+    sizes = Sizes("x", source.dataset.element_spec, layout._replace(one_trace="never", padding=check))
     stacks, apart = sizes.arrange(list(source.dataset.take(3)), [rows for rows, _ in shapes[:3]])
     for then, now in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(then, now.numpy())
@@ -411,30 +412,31 @@ def test_a_resumed_training_ends_bit_for_bit(tmp_path, case, jit_compile):
     assert_resumes(trainer, batches, [1, 3, 2], tmp_path, epochs=3)
 
 
-def joined(arrays, value):
-    """Joins batches' rows, padded to the longest with `value`."""
-    longest = max(array.shape[1] for array in arrays)
-    missing = [[(0, 0), (0, longest - array.shape[1]), *[(0, 0)] * (array.ndim - 2)] for array in arrays]
-    return np.concatenate([np.pad(a, m, constant_values=value) for a, m in zip(arrays, missing, strict=True)])
-
-
-def full_batch(update, fill):
+def full_batch(update):
     """Returns the batch that Keras would train an update on, if it were not accumulated."""
 
-    def of_part(*parts):
-        if parts[0].ndim == 1:
-            return np.concatenate(parts)
-        return joined(parts, fill if parts[0].dtype == np.float32 and parts[0].ndim > 2 else 0)
+    def joined(*arrays):
+        if arrays[0].ndim == 1:
+            return np.concatenate(arrays)
+        is_series = arrays[0].ndim == 3
+        longest = max(array.shape[1] for array in arrays)
+        padded = []
+        for array in arrays:
+            missing = [(0, 0)] * array.ndim
+            missing[1] = (0, longest - array.shape[1])
+            padded.append(np.pad(array, missing, constant_values=MASK_VALUE if is_series else 0))
+        return np.concatenate(padded)
 
-    return tf.nest.map_structure(of_part, *update)
+    return tf.nest.map_structure(joined, *update)
 
 
 def signature(batch):
     """Returns specs of batches of any rows and lengths."""
 
     def spec(array):
-        is_open = array.ndim > 1 and array.shape[1] > 1
-        shape = [None, *([None] if is_open else []), *array.shape[1 + is_open :]]
+        shape = [None, *array.shape[1:]]
+        if array.ndim > 1 and array.shape[1] > 1:
+            shape[1] = None
         return tf.TensorSpec(shape, array.dtype)
 
     return tf.nest.map_structure(spec, batch)
@@ -477,7 +479,7 @@ def test_generated_updates_are_those_of_keras_on_the_full_batch(
         data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature(batches[0]))
     trainer.fit(data, shuffle=False, verbose=0)
     for start in range(0, len(batches), accumulation):
-        theirs.train_on_batch(*full_batch(batches[start : start + accumulation], fill=-1.0))
+        theirs.train_on_batch(*full_batch(batches[start : start + accumulation]))
     assert_same(trainer.model.get_weights(), theirs.get_weights(), 2e-5)
 
 
