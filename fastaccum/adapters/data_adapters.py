@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import keras
@@ -144,7 +144,7 @@ class PythonData(NamedTuple):
     """The batches of Python code, in two forms."""
 
     dataset: tf.data.Dataset
-    begin_pass: Callable[[], Iterator]  # returns an iterator over nests of arrays, dense or sparse
+    begin_pass: Callable[[], Generator]  # yields nests of arrays, dense or sparse
 
 
 def read_python(x: Any) -> PythonData:
@@ -153,4 +153,13 @@ def read_python(x: Any) -> PythonData:
     dataset = adapter.get_tf_dataset()
     if adapter.num_batches is not None and not isinstance(x, EpochBatches):
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
-    return PythonData(dataset, adapter.get_numpy_iterator)
+
+    def begin_pass() -> Generator:
+        try:
+            yield from adapter.get_numpy_iterator()
+        finally:
+            workers = getattr(adapter, "enqueuer", None)
+            if workers is not None:  # which go on reading if the pass is left in its middle
+                workers.stop()
+
+    return PythonData(dataset, begin_pass)

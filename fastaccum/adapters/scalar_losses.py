@@ -52,6 +52,7 @@ class Factor(NamedTuple):
 # small mean beside a sum, many a small sum beside a mean; the larger batch has at most so many elements.
 _FEW_ROWS, _MORE_ROWS, _MOST_ROWS = 2, 4, 256
 _ELEMENTS = 2**15
+_GROUPED_ROWS = 5_040  # which groups of up to ten rows divide, such as triplets
 _UNKNOWN_AXIS = 12  # the length that is drawn for one, as for the windows of SSIM
 _TOLERANCE = 2e-5  # of float32
 
@@ -93,8 +94,8 @@ def _is_pair(returned: Any) -> bool:
 
 
 def trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
-    """Traces a function with as many rows as tell, or with those of the specs if it is of a fixed number of rows."""
-    for rows in (traces.TELLING_ROWS, None):
+    """Traces a function with as many rows as tell, with those of the specs, or with those that groups of rows take."""
+    for rows in (traces.TELLING_ROWS, None, _GROUPED_ROWS):
         with contextlib.suppress(Exception):  # whatever a user's function raises
             return traces.trace(call, specs, rows)
     return None

@@ -29,6 +29,8 @@ from fastaccum.data.stacks import (
 )
 from fastaccum.lines import warn
 
+_OPTIONAL = tf.experimental.Optional  # by which Keras hands over the None of a generator
+
 
 class DatasetSource:
     """A tf.data.Dataset, or what becomes one, whose batches are micro-batches of whatever size.
@@ -57,6 +59,7 @@ class DatasetSource:
         self._once: _ReadOnceBatches | None = None
 
         def to_batch(element):
+            element = tf.nest.map_structure(lambda part: None if isinstance(part, _OPTIONAL) else part, element)
             inputs, y, weight = keras.utils.unpack_x_y_sample_weight(element)
             if weigh is not None:
                 weight = weigh(y, weight)
@@ -71,7 +74,8 @@ class DatasetSource:
             with checks.naming(self.what):
                 elements, begin_pass = read_python(x)
             self.python_batches = PythonBatches(self.what, begin_pass, elements.element_spec, to_batch)
-        self.dataset = _untuned(elements.map(lambda *parts: to_batch(parts if len(parts) > 1 else parts[0])))
+        is_tuple = isinstance(elements.element_spec, tuple)
+        self.dataset = _untuned(elements.map(lambda *parts: to_batch(parts if is_tuple else parts[0])))
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(elements.cardinality())
@@ -151,7 +155,8 @@ class DatasetStacks:
         }
         self.cut = {"batch_size": source.batch_size, "batches": batches}
         self._checksum = 0
-        self._sizes = Sizes(self.what, source.dataset.element_spec, self.layout)
+        # Python code's first two batches have shown which lengths differ.
+        self._sizes = Sizes(self.what, source.dataset.element_spec, self.layout, source.origin.python)
         self._alike, self._read_once = not layout.all_here, source.read_once
         self._rest: Iterator[Dispatch] = iter(())
         self._first_step: dict[str, int] | None = None  # of the pass begun last

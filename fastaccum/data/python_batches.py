@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class ReadAhead:
     The thread ends with the items, by `close`, or with the interpreter, which does not wait for it.
     """
 
-    def __init__(self, items: Iterator, depth: int, convert: Callable[[Any], Any]):
+    def __init__(self, items: Generator, depth: int, convert: Callable[[Any], Any]):
         self._items = items
         self._convert = convert
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
@@ -73,6 +74,7 @@ class ReadAhead:
             self._may_read.release()
             self._thread.join()
             self._ready.put(_END)  # for who asks again
+        self._items.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +83,25 @@ class PythonBatches:
 
     Args:
         what: the data's name in messages.
-        read: returns an iterator over the elements of a pass, nests of arrays, dense or sparse.
+        read: begins a pass: yields its elements, nests of arrays, dense or sparse.
         spec: specs of an element.
         to_batch: makes a batch of an element's tensors.
         ahead: how many batches are read ahead.
     """
 
     what: str
-    read: Callable[[], Iterator]
+    read: Callable[[], Generator]
     spec: Any
     to_batch: Callable[[Any], Any]
     ahead: int = 1
 
     def __iter__(self) -> ReadAhead:
-        return ReadAhead(map(self._checked_copy, self.read()), self.ahead, self._as_batch)
+        return ReadAhead(self._copies(), self.ahead, self._as_batch)
+
+    def _copies(self) -> Generator:
+        with contextlib.closing(self.read()) as elements:
+            for element in elements:
+                yield self._checked_copy(element)
 
     def _checked_copy(self, element: Any) -> Any:
         """Copies an element's arrays, which whoever yields them may write over; raises ValueError for other shapes."""
@@ -104,19 +111,26 @@ class PythonBatches:
             raise ValueError(f"{self.what} yielded a batch of another structure than its first one: {error}") from None
         return tf.nest.map_structure(self._copy, element, self.spec)
 
-    def _copy(self, array: Any, spec: tf.TensorSpec | tf.SparseTensorSpec) -> np.ndarray:
+    def _copy(self, array: Any, spec: Any) -> np.ndarray | None:
+        if array is None and isinstance(spec, tf.OptionalSpec):
+            return None
+        if array is None:
+            raise ValueError(f"{self.what} yielded None where an array was expected, as its first batch had it.")
+        if isinstance(spec, tf.OptionalSpec):
+            raise ValueError(f"{self.what} yielded an array where its first batch had None.")
         require_unmasked(self.what, array)
         dense = SparseRows(array)[...] if is_sparse(array) else array
         copied = np.array(dense, spec.dtype.as_numpy_dtype)
         if not spec.shape.is_compatible_with(copied.shape):
             raise ValueError(
-                f"{self.what} yielded an array of shape {copied.shape} where {spec.shape} was expected. The first two "
-                "batches of Python code tell which axes may differ, as in Keras, and this one was alike in both: let "
-                "these two differ in it, or pass tf.data.Dataset.from_generator(..., output_signature=...) with None "
-                "there."
+                f"{self.what} yielded an array of shape {copied.shape} where {spec.shape} was expected, as the first "
+                "two batches of Python code have shown, in Keras too. If it may differ, let these two differ in that "
+                "axis, or pass tf.data.Dataset.from_generator(..., output_signature=...) with None there."
             )
         return copied
 
     def _as_batch(self, element: Any) -> Any:
-        tensors = tf.nest.map_structure(lambda array, spec: tf.convert_to_tensor(array, spec.dtype), element, self.spec)
-        return self.to_batch(tensors)
+        def as_tensor(array, spec):
+            return None if array is None else tf.convert_to_tensor(array, spec.dtype)
+
+        return self.to_batch(tf.nest.map_structure(as_tensor, element, self.spec))

@@ -50,9 +50,10 @@ class Sizes:
         what: the data's name in messages.
         spec: specs of a batch.
         layout: the rules.
+        lengths_differ: those that the spec leaves open are known to differ.
     """
 
-    def __init__(self, what: str, spec: Batch, layout: Layout):
+    def __init__(self, what: str, spec: Batch, layout: Layout, lengths_differ: bool = False):
         self._what = what
         self._layout = layout
         # A step of one micro-batch is computed as a whole, but for the trace that takes all sizes.
@@ -66,7 +67,8 @@ class Sizes:
         self._short_sizes: list[int] = []  # of last micro-batches; the data's last one alone is one size
         self._varied_steps = 0  # steps from the first that showed that rows vary; 0 before it
         self._has_whole_step = False  # a program was made for one of full micro-batches
-        self._lengths_vary = False
+        # Before a program is compiled for the first batch's length alone.
+        self._lengths_vary = lengths_differ and self._rungs.are_open and layout.one_trace != "never"
         self._piece_rows = 0  # rows of a stack, where rows and lengths vary
         self._steps_apart = 0
         self._ones = functools.cache(lambda rows: tf.ones([1, rows], tf.bool))
@@ -115,7 +117,7 @@ class Sizes:
         if self._layout.one_trace != "never" and self._rungs.vary:
             self._lengths_vary = True
         if self._lengths_vary:
-            self._note_step_apart()
+            self._note_step_apart("lengths")
             return self._make_stacks_apart(batches, rows), self._may_be_apart
         if self._layout.exact_rows:
             return self._arrange_exact(batches, rows)
@@ -128,7 +130,7 @@ class Sizes:
         """Arranges a step whose rows must stay in their batches."""
         is_full = len(rows) == self._layout.accumulation and all(count == self.batch_size for count in rows)
         if self._may_be_apart and self.rows_vary and not (is_full and self._has_whole_step):
-            self._note_step_apart()
+            self._note_step_apart("rows, which may not be padded in this model")
             return self._make_stacks_apart(batches, rows), True
         self._has_whole_step |= is_full
         (batch,) = _join(batches)
@@ -220,21 +222,22 @@ class Sizes:
         sizes = sorted([*smaller, self.batch_size])
         computed = self._layout.accumulation * _rows_computed(needed, sizes)
         share = 1 - sum(self._totals) / computed
-        if share > SHARE_WORTH_A_WARNING:
+        if share > SHARE_WORTH_A_WARNING or self._layout.one_trace == "at first":
             shown = " or ".join(map(str, sizes))
             warn(
-                f"{self._what}: batches differ in their rows. Of the first {len(self._totals)} updates that do, "
-                f"{share:.0%} of the rows computed in micro-batches of {shown} only fill up. For none that fills up, "
-                "cut equal batches, as dataset.unbatch().batch(batch_size) does."
+                f"{self._what}: batches differ in their rows. From here on XLA computes micro-batches of {shown} rows, "
+                f"and compiles each when it first comes. Of the first {len(self._totals)} updates that differ, "
+                f"{share:.0%} of the rows computed would only fill these up. For none that fills up, cut equal "
+                "batches, as dataset.unbatch().batch(batch_size) does."
             )
         return smaller
 
-    def _note_step_apart(self) -> None:
+    def _note_step_apart(self, what: str) -> None:
         self._steps_apart += 1
         if self._steps_apart == STEPS_TO_LEARN and self._layout.one_trace == "at first":
             warn(
-                f"{self._what}: micro-batches differ in their rows, which may not be padded in this model, or in their "
-                "lengths. TensorFlow runs each as it is, op by op, since XLA would compile a program for each size, "
+                f"{self._what}: micro-batches differ in their {what}. TensorFlow runs each as it is, op by op, since "
+                "XLA would compile a program for each size, or for a few lengths where the model leaves padding out, "
                 "for seconds each. Long trainings may earn that back (jit_compile=True); or make batches of one size "
                 "(docs/guides/varying-batches.md).",
                 UserWarning,
@@ -280,6 +283,11 @@ class _Rungs:
         self._fill: float | None = None  # of inputs; None where padding is not known to be exact
         self._pads_empty_rows: bool | None = None  # None before one has come
         self._rungs: list[Lengths] = []
+
+    @property
+    def are_open(self) -> bool:
+        """True if the specs leave a length open."""
+        return bool(self._open)
 
     @property
     def vary(self) -> bool:

@@ -108,7 +108,7 @@ class Summary:
 
     def _programs(self) -> Iterator[tuple[str, str]]:
         for program in self.programs:
-            shapes = ", ".join("x".join(map(str, shape)) for shape in program.shapes)
+            shapes = ", ".join("x".join(map(str, shape)) for shape in program.shapes if shape)
             yield f"made: {program.name}, {shapes}", f"{program.seconds:.1f} s"
         if not self.programs:
             yield "compiled so far", "none"

@@ -59,6 +59,7 @@ class ModelStep(Step):
         of_evaluations = Retraces(many=6)  # validation data and those of `evaluate` may differ in size
         (self.compiled_evaluate,) = make_programs([self._evaluate], options.uses_xla, of_evaluations)
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
+        self.compiled_evaluate.what = "the evaluation"
         self.compiled_execute_many.axes = ("train steps", *self.compiled_execute.axes)
         self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)

@@ -130,6 +130,7 @@ class Program(TracedFunction):
         super().__init__(function, jit_compile)
         self.anew = self.retrace  # and whatever else retraces the compiled functions that this one calls
         self.may_relax = False
+        self.what = "the train step"  # for what is said while it compiles
         self.axes: tuple[str, ...] = ("micro-batches", "rows")  # names of the arguments' first axes, for a warning
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
         self._relaxed: dict[tuple, _Relaxed] = {}  # by what signatures that differ in lengths have in common
@@ -149,7 +150,7 @@ class Program(TracedFunction):
                 )
         start = time.perf_counter()
         say = _announcer.get() if self.jit_compile else _say_nothing
-        say("Tracing the train step: ")
+        say(f"Tracing {self.what}: ")
         relaxed = self._find_relaxed(signature)
         if relaxed is not None and relaxed.covers(signature):
             assert relaxed.concrete is not None

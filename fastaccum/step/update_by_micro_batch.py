@@ -69,6 +69,7 @@ class UpdateByMicroBatch:
         functions = self._count_micro_batch, self._add_micro_batch, self._finish
         self._count, self._add, self._end = make_programs(functions, jit_compile, training)
         (self._evaluate,) = make_programs([self._evaluate_micro_batch], jit_compile, evaluating)
+        self._evaluate.what = "the evaluation"
         for program in (self._count, self._add, self._evaluate):
             program.may_relax = True
         self._count.admit = functools.partial(admit, "A count of a micro-batch", True)

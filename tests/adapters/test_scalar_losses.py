@@ -216,6 +216,26 @@ def test_a_pair_of_sums_is_the_quotient_over_the_whole_batch(name, ratio, pair, 
     assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
+def test_one_number_for_groups_of_rows_of_batches_that_may_differ():
+    """Triplets in a batch of a number of rows that is not known: the trace needs one that three divides."""
+
+    def triplets(y, outputs):
+        anchor, other = ops.reshape(outputs, (-1, 3, 2))[:, 0], ops.reshape(outputs, (-1, 3, 2))[:, 1]
+        return ops.mean(ops.maximum(ops.sum((anchor - other) ** 2, -1) + y[::3, 0], 0.0))
+
+    x, y = np.random.default_rng(0).normal(size=(2, 12, 2)).astype("float32")
+    found = []
+    for data in ({"x": x, "y": y, "batch_size": 6}, {"x": ((x[i : i + 6], y[i : i + 6]) for i in (0, 6))}):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
+        trainer = fa.Trainer(model, "sgd", triplets, gradient_accumulation_steps=2)
+        with pytest.warns(UserWarning, match="one number for a whole batch"):
+            trainer.fit(**data, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 def test_one_number_for_batches_of_unknown_length():
     """As padded_batch makes them."""
     inputs = np.random.default_rng(0).normal(size=(16, 6, 4)).astype("float32")

@@ -1,5 +1,6 @@
 """Batches of Python code: read ahead by a thread, copied as they come, and ended in any case."""
 
+import multiprocessing
 import threading
 import time
 
@@ -74,6 +75,8 @@ def test_a_batch_of_another_shape_or_structure_is_refused_by_name():
     x = np.ones([2, 3], "float32")
     with pytest.raises(ValueError, match=r"x \(generator\) yielded an array of shape \(2, 4\) where \(None, 3\)"):
         read(batches_of(x, x, np.ones([2, 4], "float32")))
+    with pytest.raises(ValueError, match=r"x \(list_iterator\) yielded None where an array was expected"):
+        read(iter([(x, x, x[:, 0]), (x, x, x[:, 0]), (x, x, None)]))
     with pytest.raises(ValueError, match=r"x \(list_iterator\) yielded a batch of another structure"):
         read(iter([(x, x), (x, x), (x,)]))
 
@@ -125,6 +128,33 @@ def test_an_epoch_that_is_left_is_not_read_further():
             assert calls[at + 1 : at + 2] in ([0], [])
 
 
+@pytest.mark.parametrize("processes", [False, True])
+def test_workers_end_with_a_fit_that_is_left_in_its_middle(processes):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            return np.ones([2, 3], "float32"), np.ones([2, 1], "float32")
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    def threads():
+        return {thread.name for thread in threading.enumerate() if thread.name != "fastaccum-close"}
+
+    before = threads()
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
+    trainer.fit(Batches(workers=2, use_multiprocessing=processes), shuffle=False, verbose=0, callbacks=[Stop()])
+    end = time.monotonic() + 30
+    while threads() - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not threads() - before
+    assert not multiprocessing.active_children()
+
+
 def test_an_error_comes_as_it_was_raised_before_a_weight_moves():
     class Broken(keras.utils.PyDataset):
         def __len__(self):
@@ -168,9 +198,44 @@ def test_a_thread_reads_ahead_and_no_further():
 
 
 def test_items_end_once_and_for_all():
-    items = ReadAhead(iter(range(2)), 5, lambda i: i)
+    items = ReadAhead((i for i in range(2)), 5, lambda i: i)
     assert list(items) == [0, 1]
     assert list(items) == []
+
+
+class Pairs(keras.Model):
+    """Takes a pair of inputs and has a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        one, other = inputs
+        outputs = self.dense(one + other)
+        self.add_loss(keras.ops.mean((outputs - 1) ** 2))
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["generator", "dataset"])
+@pytest.mark.parametrize("others", [(), (None,), (None, None)], ids=["alone", "no target", "neither"])
+def test_inputs_that_are_a_tuple_are_no_targets(others, kind):
+    if others and kind == "dataset":
+        pytest.skip("tf.data takes no None")
+    one, other = np.random.default_rng(0).random((2, 4, 4), "float32")
+    element = ((one, other), *others)
+    spec = tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape), ((one, other),))
+
+    def data():
+        if kind == "dataset":
+            return tf.data.Dataset.from_generator(lambda: iter([element] * 3), output_signature=spec)
+        return (element for _ in range(9))
+
+    found = []
+    for trains in (lambda m: m.compile("sgd") or m, lambda m: fa.Trainer(m, "sgd")):
+        keras.utils.set_random_seed(7)
+        found.append(trains(Pairs()).fit(data(), steps_per_epoch=3, verbose=0).history["loss"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 def test_a_generator_trains_as_its_arrays_do():
